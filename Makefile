@@ -1,0 +1,43 @@
+# make install   a virtual environment in .venv with everything (a second call does nothing)
+# make train     install, then a training run:   make train ARGS="configs/two_wiki_kg_nano.py --seed 1"
+# make test      install, then the tests:        make test ARGS="tests/test_report.py -k tree"
+# make lint      install, then ruff and pyright
+# make clean     remove .venv and all caches; runs/ stays
+#
+# PYTHON chooses the interpreter that makes .venv (3.11 to 3.13): make install PYTHON=python3.12
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+define CHECK_PYTHON
+import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("mujica_jax needs Python 3.11 to 3.13 and $(PYTHON) is %d.%d: name another one, as in make install PYTHON=python3.12" % sys.version_info[:2])
+endef
+
+.PHONY: install train test lint clean
+
+install: $(STAMP)
+
+$(STAMP): requirements.txt pyproject.toml
+	@test -x $(VENV)/bin/pip || $(PYTHON) -c '$(CHECK_PYTHON)'
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing into $(VENV): this takes a few minutes"
+	$(VENV)/bin/python -m pip install --quiet --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --quiet --editable '.[dev]'
+	@touch $@
+
+train: install
+	$(VENV)/bin/python -m mujica_jax.train $(ARGS)
+
+test: install
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .jax_cache *.egg-info build dist
+	find mujica_jax tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

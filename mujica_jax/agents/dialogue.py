@@ -1,0 +1,64 @@
+"""A conversation under construction, token by token as the engine sees it.
+
+Token ids are only ever appended: what the model generated stays exactly as it was sampled, and the mask is made here, where the
+tokens are made.
+"""
+
+from mujica_jax.inference.generator import Completion
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.records import Conversation, ConversationRole, Turn
+
+
+class Dialogue:
+    def __init__(self, tokenizer: Tokenizer, role: ConversationRole, system: str) -> None:
+        self._tokenizer, self._role, self._system = tokenizer, role, system
+        self._turns: list[Turn] = []
+        self._stopped = False
+        self.token_ids: list[int] = []
+
+    def hear(self, text: str) -> None:
+        """Append a user message and the beginning of the model's turn. `text` is untrusted."""
+        if self._turns:
+            ids = self._tokenizer.continue_conversation(text, stopped=self._stopped)
+        else:
+            ids = self._tokenizer.open_conversation(self._system, text)
+        self._append(Turn(role="context", token_ids=tuple(ids), text=text))
+
+    def say(self, completion: Completion) -> str:
+        """Append what the model generated and return its text, without the stop token.
+
+        A turn that was cut off by a length limit carries no loss: it would teach the policy to be cut off.
+        """
+        self._stopped = completion.finish_reason == "stop"
+        spoken = completion.token_ids[:-1] if self._stopped else completion.token_ids
+        text = self._tokenizer.decode(spoken)
+        turn = Turn(
+            role="model",
+            token_ids=completion.token_ids,
+            text=text,
+            logprobs=completion.logprobs or None,
+            trained=self._stopped,
+        )
+        self._append(turn)
+        return text
+
+    def record(self) -> Conversation:
+        return Conversation(role=self._role, turns=tuple(self._turns))
+
+    def _append(self, turn: Turn) -> None:
+        self._turns.append(turn)
+        self.token_ids.extend(turn.token_ids)
+
+
+def with_system(conversation: Conversation, tokenizer: Tokenizer, system: str) -> Conversation:
+    """The same conversation under another system prompt: only the opening is rendered again, from the first message's text.
+
+    Used for trajectories sampled with worked examples in the prompt, which are learnt without them (appendix D.3 of the paper). Their
+    log-probabilities belonged to the old prompt and are dropped.
+    """
+    first, *rest = conversation.turns
+    opening = Turn(role="context", token_ids=tuple(tokenizer.open_conversation(system, first.text)), text=first.text)
+    turns = (
+        Turn(role=turn.role, token_ids=turn.token_ids, text=turn.text, logprobs=None, trained=turn.trained) for turn in rest
+    )
+    return Conversation(role=conversation.role, turns=(opening, *turns))

@@ -1,0 +1,111 @@
+"""Scoring a policy on held-out questions: exact match and F1 under the task's own rule, greedy or sampled, and by question kind."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from mujica_jax import metrics
+from mujica_jax.agents.mujica import Attempt, Mujica, Policy, run_episodes
+from mujica_jax.metrics import Rule
+from mujica_jax.records import Question, StopReason, Trajectory
+from mujica_jax.tasks.task import Environment
+
+ALL_KINDS = "all"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KindScore:
+    """Percent over `questions` questions."""
+
+    em: float
+    f1: float
+    questions: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One pass over the questions, one attempt each."""
+
+    by_kind: dict[str, KindScore]  # holds ALL_KINDS too
+    em_interval: tuple[float, float]  # 95% bootstrap interval of the overall EM, percent
+    searches: float  # mean a question
+    stop_reasons: dict[str, int]
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def em(self) -> float:
+        return self.by_kind[ALL_KINDS].em
+
+    @property
+    def f1(self) -> float:
+        return self.by_kind[ALL_KINDS].f1
+
+    def summary(self) -> dict:
+        """What is written beside the predictions: everything but the trajectories."""
+        return {
+            "em": round(self.em, 2),
+            "f1": round(self.f1, 2),
+            "em_interval": [round(bound, 2) for bound in self.em_interval],
+            "questions": self.by_kind[ALL_KINDS].questions,
+            "searches": round(self.searches, 3),
+            "stop_reasons": self.stop_reasons,
+            "by_kind": {
+                kind: {"em": round(score.em, 2), "f1": round(score.f1, 2), "questions": score.questions}
+                for kind, score in self.by_kind.items()
+                if kind != ALL_KINDS
+            },
+        }
+
+
+async def evaluate(
+    agent: Mujica,
+    questions: Sequence[Question],
+    environment: Environment,
+    policy: Policy,
+    *,
+    rule: Rule,
+    policy_version: int,
+    temperature: float,
+    seed: int,
+    concurrency: int,
+    on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> Evaluation:
+    attempts = [Attempt(question=question, number=0, seed=seed, temperature=temperature) for question in questions]
+    trajectories = await run_episodes(
+        agent,
+        attempts,
+        environment,
+        policy,
+        policy_version=policy_version,
+        concurrency=concurrency,
+        on_episode=on_episode,
+    )
+    return summarise(questions, trajectories, rule)
+
+
+def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule) -> Evaluation:
+    """Scores of one trajectory a question, in the same order. An episode that did not answer scores zero."""
+    scores = [
+        metrics.score(trajectory.answer, question.answers, rule)
+        if trajectory.stop_reason is StopReason.ANSWERED
+        else metrics.Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
+        for question, trajectory in zip(questions, trajectories, strict=True)
+    ]
+    kinds = {ALL_KINDS: list(range(len(questions)))}
+    for index, question in enumerate(questions):
+        kinds.setdefault(question.kind or "other", []).append(index)
+    by_kind = {
+        kind: KindScore(
+            em=100 * sum(scores[index].em for index in members) / len(members),
+            f1=100 * sum(scores[index].f1 for index in members) / len(members),
+            questions=len(members),
+        )
+        for kind, members in kinds.items()
+    }
+    return Evaluation(
+        by_kind=by_kind,
+        em_interval=metrics.bootstrap_interval([score.em for score in scores]),
+        searches=sum(len(trajectory.searches) for trajectory in trajectories) / len(trajectories),
+        stop_reasons=dict(sorted(Counter(trajectory.stop_reason.value for trajectory in trajectories).items())),
+        trajectories=tuple(trajectories),
+    )

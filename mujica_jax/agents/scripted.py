@@ -1,0 +1,135 @@
+"""A policy that knows the gold chain: it writes the demonstrations a from-scratch model is warmed up on.
+
+It plays ordinary episodes in the ordinary environment, so demonstrations are the same records as sampled trajectories. The plan is the
+question's evidence as a graph: every triple whose subject is a numbered candidate can be asked now, all such triples in one turn. The
+worker does not know the chain: it reads the relation off the query and selects the materials that state it.
+
+Thoughts are short and put next to each other what the next decision needs: the relation before the object, the object before its
+index, both years before the earlier one.
+"""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from mujica_jax.agents import protocol
+from mujica_jax.agents.mujica import PlannerView, WorkerView
+from mujica_jax.inference.generator import Completion, SamplingParams
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.records import Evidence, Question
+from mujica_jax.tasks.task import Material
+
+PERSON_RELATIONS = frozenset(
+    "director father mother spouse performer composer sibling child creator producer editor presenter screenwriter".split()
+) | {"founded by", "student of", "doctoral advisor"}
+
+_YEAR = re.compile(r"\b\d{3,4}\b")
+
+
+class ScriptedPolicy:
+    """Writes one question's episode. With probability `noise` a turn does the wrong thing: the planner names another candidate as
+    its answer, the worker selects another material. Deterministic in the request's seed."""
+
+    version = 0
+
+    def __init__(self, tokenizer: Tokenizer, *, noise: float) -> None:
+        self._tokenizer, self._noise = tokenizer, noise
+
+    async def write(
+        self, prompt: Sequence[int], params: SamplingParams, view: PlannerView | WorkerView, *, continues: bool
+    ) -> Completion:
+        del prompt, continues  # the script reads the view
+        random = np.random.default_rng(params.seed)
+        wrong = bool(random.random() < self._noise)
+        text = self._plan(view, wrong, random) if isinstance(view, PlannerView) else self._read(view, wrong, random)
+        ids = (*self._tokenizer.encode_model(text), self._tokenizer.stop_token_ids[0])
+        if len(ids) > params.max_new_tokens:
+            return Completion(token_ids=ids[: params.max_new_tokens], logprobs=(), finish_reason="length", policy_version=0)
+        return Completion(token_ids=ids, logprobs=(), finish_reason="stop", policy_version=0)
+
+    def _plan(self, view: PlannerView, wrong: bool, random: np.random.Generator) -> str:
+        calls = self._open_searches(view)
+        if calls:
+            needed = _distinct(evidence.relation for evidence, _ in calls)
+            thought = f"I need the {' and '.join(needed)}."
+            return protocol.write_graph_searches(thought, [call for _, call in calls])
+        answer = view.question.answers[0]
+        if wrong and view.candidates:
+            answer = view.candidates[int(random.integers(len(view.candidates)))].label
+        return protocol.write_answer(conclusion(view.question, answer), answer)
+
+    def _open_searches(self, view: PlannerView) -> list[tuple[Evidence, protocol.SearchCall]]:
+        """Gold triples whose subject is numbered and that were not asked yet."""
+        number_of = {entity.id: number for number, entity in enumerate(view.candidates)}
+        number_of |= {entity.label: number_of[entity.id] for entity in view.candidates}
+        asked = {search.query for search in view.searches}
+        calls = []
+        for evidence in view.question.evidences:
+            number = number_of.get(evidence.subject_id or evidence.subject, number_of.get(evidence.subject))
+            if number is None:
+                continue
+            query = query_of(evidence.relation, view.candidates[number].label)
+            if query not in asked:
+                asked.add(query)
+                calls.append((evidence, protocol.SearchCall(query=query, candidate=number)))
+        return calls
+
+    def _read(self, view: WorkerView, wrong: bool, random: np.random.Generator) -> str:
+        assert view.entity is not None, "demonstrations are scripted for graphs, where a search names an entity"
+        label = view.entity.label
+        relation = view.query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
+        triples = [_triple(material) for material in view.materials]
+        chosen = [n for n, triple in enumerate(triples) if triple[0] == label and triple[1] == relation]
+        if wrong and triples:
+            chosen = [int(random.integers(len(triples)))]
+        if not chosen:
+            return protocol.write_worker(f"{relation}: none.", [], protocol.NOTHING_FOUND)
+        objects = " and ".join(_distinct(triples[n][2] for n in chosen))
+        return protocol.write_worker(f"{relation}: {objects}", chosen, f"The {relation} of {label} is {objects}.")
+
+
+def query_of(relation: str, label: str) -> str:
+    """The sub-question that asks for one relation of one entity."""
+    return f"{'Who' if relation in PERSON_RELATIONS else 'What'} is the {relation} of {label}?"
+
+
+def conclusion(question: Question, answer: str) -> str:
+    """The thought before an answer: the last values side by side, and for dates which of the years decides."""
+    values = [evidence.object for evidence in question.evidences if not _continued(evidence, question)]
+    if len(values) < 2:
+        return f"{answer}."
+    if answer in ("yes", "no"):
+        return f"{values[0]} and {values[1]}: {'same' if answer == 'yes' else 'different'}."
+    years = [found[-1] for value in values if (found := _YEAR.findall(value))]
+    if len(years) != len(values):
+        return f"{' and '.join(values)}."
+    # The answer is the subject of the chain whose date decides: chains stand in the order of the candidates.
+    labels = [entity.label for entity in question.candidates]
+    place = labels.index(answer) if answer in labels else 0
+    decisive = int(years[place])
+    side = "earlier" if decisive == min(map(int, years)) else "later"
+    return f"{' and '.join(years)}: {side} {years[place]}."
+
+
+def _continued(evidence: Evidence, question: Question) -> bool:
+    """Whether another triple of the chain goes on from this one's object."""
+    return any(
+        evidence is not other and other.subject == evidence.object and (not evidence.object_id or other.subject_id == evidence.object_id)
+        for other in question.evidences
+    )
+
+
+def _triple(material: Material) -> tuple[str, str, str]:
+    """Subject, relation and object of a graph material; subject and object may hold commas themselves, the relation none."""
+    if material.entities:
+        subject = material.entities[0].label
+        if material.text.startswith(f"{subject}, "):
+            relation, _, value = material.text[len(subject) + 2 :].partition(", ")
+            return subject, relation, value
+    parts = material.text.split(", ", 2)
+    return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (material.text, "", "")
+
+
+def _distinct(items) -> list[str]:
+    return list(dict.fromkeys(items))

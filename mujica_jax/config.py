@@ -1,0 +1,137 @@
+"""Configuration: frozen dataclasses, filled by the Python files in `configs/` and by `--section.field value` on the command line.
+
+Every field is read by some code and changes what a run does; a field's comment is its help text on the command line. What a config
+file sets has no default here.
+"""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TinyWorldConfig:
+    """The generated encyclopaedia. Its entities in train, dev and test are disjoint."""
+
+    train_questions: int  # questions MyGO may sample
+    demonstrations: int  # fixed scripted demonstrations for the warm-up
+    test_questions: int  # held-out questions over entities never seen in training
+    facts_per_entity: int  # upper bound of triples a person or film carries: more facts, more distractors for the worker
+    distractor_names: float  # share of entities that borrow part of their name from another one (0 to 1)
+    missing_facts: float = 0.0  # share of facts the graph lacks, so that a search finds nothing (0 to 1)
+    paraphrases: int = 3  # wordings a question kind is asked in
+    seed: int = 0  # seed of the world itself; `--seed` seeds the run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoWikiConfig:
+    """Real 2WikiMultihopQA in its official record formats."""
+
+    environment: Literal["graph", "text"]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (BM25 over passages)
+    data_dir: str  # folder with dev_evidences*.json.gz, triples.tsv.gz, corpus*.json.gz, questions*.jsonl.gz
+    hold_out_percent: int  # share of question ids (by hash) that are kept out of training, demonstrations and tokenizer
+    test_questions: int  # how many held-out questions are evaluated, first by hash
+    top_k: int  # materials shown to the worker
+    augmented_copies: int = 0  # demonstrations made per question by renaming its entities
+
+
+TaskConfig = TinyWorldConfig | TwoWikiConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Size of a decoder trained from scratch; ignored with `--init`, where the checkpoint's config.json decides."""
+
+    family: Literal["qwen2", "qwen3", "llama"]
+    vocab_tokens: int  # size of the byte-level BPE vocabulary that is trained on the task's training text
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Limits and prompts of planner and worker. Three limits, each with its unit."""
+
+    prompt: Literal["brief", "zero_shot", "few_shot"]  # brief: one line, for models that were trained on the format
+    max_iterations: int  # planner turns before the episode ends without an answer
+    max_searches_per_turn: int
+    max_turn_tokens: int  # tokens one model turn may generate
+    max_trajectory_tokens: int  # tokens a conversation may hold, context included
+    max_observation_tokens: int  # tokens of materials shown to a worker; further materials are left out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    slots: int  # conversations decoded at the same time
+    decode_steps_per_call: int  # decode steps between two scheduling decisions
+    prefill_tokens: int  # tokens one prefill call may hold (rows x padded length)
+    prefix_reuse: bool = True  # a slot whose cached tokens begin a request is continued instead of prefilled again
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    row_tokens: int  # length of a packed row
+    rows_per_step: int
+    weight_decay: float = 0.01
+    b1: float = 0.9
+    b2: float = 0.95
+    clip_norm: float = 1.0  # global gradient norm
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute type; parameters and optimiser state stay float32
+    data: int = 1  # mesh axes; their product is the number of devices used
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupConfig:
+    """Supervised start: scripted demonstrations from scratch, few-shot trajectories with EM = 1 with `--init`."""
+
+    steps: int
+    learning_rate: float
+    learning_rate_floor: float
+    demonstration_noise: float  # share of scripted planner and worker turns that are wrong on purpose (0 to 1)
+    few_shot_trajectories: int = 300  # how many correct trajectories to sample with `--init` (appendix D.3)
+    few_shot_attempts: int = 4  # at most this many tries a question
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MygoConfig:
+    """MyGO: rounds of sample, select above a rising threshold, maximise likelihood."""
+
+    rounds: int
+    questions_per_round: int
+    max_attempts: int  # attempts a question (16 in the paper)
+    keep_per_question: int  # m, trajectories kept a question (3 in the paper)
+    shard_questions: int  # questions in one unit of work: a killed run repeats at most one shard
+    temperature: float
+    learning_rate: float
+    learning_rate_floor: float
+    epochs: int  # passes over a round's selected trajectories
+    replay: float  # rows of earlier rounds and of the warm-up mixed in, as a share of the new rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    questions: int  # held-out questions evaluated (the first ones)
+    temperature: float = 1.0  # of the sampled score; the other one is greedy
+    control: bool = True  # also run the equal-compute control
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    name: str  # names the default run directory
+    task: TaskConfig
+    model: ModelConfig
+    agent: AgentConfig
+    engine: EngineConfig
+    trainer: TrainerConfig
+    warmup: WarmupConfig
+    mygo: MygoConfig
+    eval: EvalConfig
+    init: str | None = None  # Hugging Face directory to start from instead of a random model
+    seed: int = 0
+    run: str | None = None  # run directory; an existing one is resumed (default runs/<name>-<time>)

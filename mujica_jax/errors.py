@@ -1,0 +1,13 @@
+"""Errors a user can cause. An entry point prints the sentence and exits with 2; everything else is a fault of ours and keeps its traceback."""
+
+
+class UserError(ValueError):
+    """One sentence for the user: what is wrong, both values where two disagree, and what to do."""
+
+
+class StoreError(UserError):
+    """A run directory or one of its objects is not what its manifest says."""
+
+
+class RunMismatch(UserError):
+    """The run directory belongs to another configuration."""

@@ -1,0 +1,72 @@
+"""AdamW with a cosine learning rate, global-norm clipping, and weight decay on matrices only.
+
+    gradient  := gradient * min(1, clip_norm / |gradient|)
+    direction := Adam(gradient) + weight_decay * parameter        (no decay on norm scales and biases)
+    parameter := parameter - learning_rate(step) * direction
+
+The learning rate is no part of the optimiser: a `Schedule` is four numbers that reach the compiled step as arguments, so warm-up, every
+round of MyGO and the control run share one compilation. Called by `learning.trainer`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from mujica_jax.config import TrainerConfig
+from mujica_jax.errors import UserError
+
+
+class Schedule(NamedTuple):
+    """Linear from 0 to `peak` over `warmup_steps`, then half a cosine down to `floor` at `total_steps`, then `floor`."""
+
+    peak: np.float32 | Float[Array, ""]
+    floor: np.float32 | Float[Array, ""]
+    total_steps: np.int32 | Int[Array, ""]
+    warmup_steps: np.int32 | Int[Array, ""]
+
+
+def schedule(*, peak: float, floor: float, total_steps: int, warmup_steps: int = 0) -> Schedule:
+    """A checked schedule for one phase of training."""
+    if not 0 <= floor <= peak:
+        raise UserError(
+            f"the learning rate goes from {peak} down to {floor}: give a floor between 0 and the peak"
+        )
+    if not 0 <= warmup_steps <= total_steps:
+        raise UserError(
+            f"{warmup_steps} warm-up steps do not fit into {total_steps} steps: give at most as many warm-up steps as steps"
+        )
+    # Fixed types, because a schedule with other types would compile the step again.
+    return Schedule(np.float32(peak), np.float32(floor), np.int32(total_steps), np.int32(warmup_steps))
+
+
+def learning_rate(schedule: Schedule, step: int | Int[Array, ""]) -> Float[Array, ""]:
+    """The rate of the update number `step`, counted from 0. The first warm-up step is not idle: it runs at peak / warmup_steps."""
+    peak, floor, total_steps, warmup_steps = (jnp.asarray(value, jnp.float32) for value in schedule)
+    step = jnp.asarray(step, jnp.float32)
+    rising = peak * (step + 1.0) / jnp.maximum(warmup_steps, 1.0)
+    progress = jnp.clip((step - warmup_steps) / jnp.maximum(total_steps - warmup_steps, 1.0), 0.0, 1.0)
+    falling = floor + (peak - floor) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+    return jnp.where(step < warmup_steps, rising, falling)
+
+
+def adamw(config: TrainerConfig) -> optax.GradientTransformation:
+    """Clipping, Adam and decay; its updates are the direction above and still want to be multiplied by minus the learning rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=jnp.float32),
+        optax.add_decayed_weights(config.weight_decay, mask=decayed),
+    )
+
+
+def decayed(params: Any) -> Any:
+    """True for matrices, False for norm scales and biases. By name: stacked over layers, all of them have two dimensions or more."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: not path_name(path).endswith(("norm", "bias")), params)
+
+
+def path_name(path: jax.tree_util.KeyPath) -> str:
+    """A tree path as `params/layers/query_kernel`, without the `value` inside a variable."""
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")

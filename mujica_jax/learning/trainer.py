@@ -1,0 +1,238 @@
+"""The trainer: one compiled step of maximum likelihood on packed rows, and the loop around it.
+
+The loop's order is fixed:
+
+    1. stop, if asked to;
+    2. draw the batch of this step, a pure function of (seed, step);
+    3. dispatch the step;
+    4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite ends the run here;
+    5. save if a save is due, after this step's own metrics were read: so nothing broken is ever saved, and the next batch is drawn
+       after the save. A run restored from there continues with exactly the batches it would have seen.
+
+The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model: the learning-rate
+schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from mujica_jax.config import TrainerConfig
+from mujica_jax.errors import UserError
+from mujica_jax.learning.losses import mle_loss, token_log_probs
+from mujica_jax.learning.optimizer import Schedule, adamw, learning_rate
+from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.sharding import make_mesh, shard_batch, shardings_of
+from mujica_jax.trajectories.packing import Batch, PackedRows
+
+
+class TrainState(NamedTuple):
+    """All that a step changes. `Trainer.train_step` consumes it: its buffers are reused for the next state."""
+
+    step: Int[Array, ""]  # updates made in this phase; the schedule and the order of batches count from its start
+    params: nnx.State
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    step: int  # updates made, this one included
+    loss: float  # mean over the trained tokens, before the update
+    grad_norm: float  # before clipping
+    learning_rate: float
+    trained_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitResult:
+    state: TrainState
+    steps: int  # updates made in this phase
+    stopped: bool  # True if `should_stop` ended it early
+
+
+class NotFinite(UserError):
+    """The loss or the gradient is NaN or infinite."""
+
+
+class Trainer:
+    """A model on a mesh with its compiled step. It holds no weights: they live in the `TrainState` that goes round."""
+
+    def __init__(self, model: DecoderConfig, config: TrainerConfig) -> None:
+        self.model, self.config = model, config
+        self.mesh = make_mesh(config.data, config.fsdp, config.tensor)
+        row_parts = config.data * config.fsdp
+        if config.rows_per_step % row_parts:
+            raise UserError(
+                f"trainer.rows_per_step {config.rows_per_step} cannot be split over data x fsdp = {row_parts} devices: "
+                f"use a multiple of {row_parts}"
+            )
+        self._program = _program(model, config, self.mesh)
+
+    def initial_state(self, decoder: Decoder) -> TrainState:
+        """Step 0 with a copy of the decoder's weights and an empty optimiser."""
+        weights = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), nnx.state(decoder))
+        params = jax.device_put(weights, self._program.shardings.params, may_alias=False)
+        with jax.set_mesh(self.mesh):
+            return self._program.empty_state(params)
+
+    def next_phase(self, state: TrainState) -> TrainState:
+        """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients."""
+        return state._replace(step=jnp.zeros_like(state.step))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and shardings of a state, without its arrays: what a checkpoint is restored into."""
+        return self._program.abstract_state
+
+    def decoder(self, state: TrainState) -> Decoder:
+        """A decoder of its own memory, so that training may go on while it samples."""
+        return nnx.merge(self._program.graph, jax.tree.map(jnp.copy, state.params))
+
+    def train_step(self, state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
+        """One update. Returns at once, with metrics that are still being computed; `state` cannot be used again."""
+        with jax.set_mesh(self.mesh):
+            return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
+
+    def score(self, state: TrainState, rows: PackedRows) -> Float[np.ndarray, "rows time"]:
+        """log p of every token given its prefix in its segment; 0 for padding and first tokens."""
+        scores = np.zeros(rows.tokens.shape, np.float32)
+        for start in range(0, rows.num_rows, self.config.rows_per_step):
+            chosen = np.arange(start, start + self.config.rows_per_step)
+            batch = rows.batch(chosen % rows.num_rows)  # a last batch that is short begins again, to keep its shape
+            with jax.set_mesh(self.mesh):
+                scored = np.asarray(self._program.score(state.params, shard_batch(batch, self.mesh)))
+            inside = chosen < rows.num_rows
+            scores[chosen[inside]] = scored[inside]
+        return scores
+
+
+def fit(
+    trainer: Trainer,
+    state: TrainState,
+    rows: PackedRows,
+    *,
+    schedule: Schedule,
+    steps: int,
+    seed: int,
+    on_step: Callable[[StepMetrics], None] = lambda metrics: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    save: Callable[[TrainState, int], None] = lambda state, step: None,
+    save_every_steps: int | None = None,
+) -> FitResult:
+    """Train from `state.step` until `steps` updates are made in this phase.
+
+    `save(state, step)` is called every `save_every_steps` updates and when `should_stop` ends the loop; the state at the end of
+    the phase is returned and not saved. `on_step` sees every step once, in order.
+    """
+    if not rows.num_rows:
+        raise UserError("there are no rows to train on: no conversation was selected, so skip this phase or lower the threshold")
+    done = saved = int(state.step)
+    stopped, unread = False, None
+    while done < steps:
+        if should_stop():
+            stopped = True
+            break
+        batch = rows.batch(rows_of_step(rows.num_rows, trainer.config.rows_per_step, seed=seed, step=done))
+        state, metrics = trainer.train_step(state, batch, schedule)
+        done += 1
+        if unread is not None:
+            on_step(_read(*unread))
+        unread = (done, metrics)
+        if save_every_steps is not None and done % save_every_steps == 0:
+            on_step(_read(*unread))
+            unread = None
+            save(state, done)
+            saved = done
+    if unread is not None:
+        on_step(_read(*unread))
+    if stopped and saved < done:
+        save(state, done)
+    return FitResult(state=state, steps=done, stopped=stopped)
+
+
+def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
+    """Steps in which every row is seen at least `epochs` times."""
+    return -(-num_rows * epochs // rows_per_step)
+
+
+def rows_of_step(num_rows: int, rows_per_step: int, *, seed: int, step: int) -> Int[np.ndarray, "rows_per_step"]:
+    """Which rows a step sees: the epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step` of them."""
+    epochs, places = np.divmod(np.arange(step * rows_per_step, (step + 1) * rows_per_step), num_rows)
+    shuffles = [
+        np.random.default_rng((seed, int(epoch))).permutation(num_rows)[places[epochs == epoch]] for epoch in np.unique(epochs)
+    ]
+    return np.concatenate(shuffles)
+
+
+def _read(step: int, metrics: dict[str, Array]) -> StepMetrics:
+    """Wait for a step's metrics."""
+    values = {name: float(value) for name, value in metrics.items() if name != "trained_tokens"}
+    if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+        raise NotFinite(
+            f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the run ends before this is saved; "
+            "lower the learning rate or start from another checkpoint"
+        )
+    return StepMetrics(step=step, trained_tokens=int(metrics["trained_tokens"]), **values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Program:
+    """What is compiled for one model on one mesh."""
+
+    graph: nnx.GraphDef[Decoder]
+    abstract_state: TrainState
+    shardings: TrainState
+    empty_state: Callable[[nnx.State], TrainState]
+    train_step: Callable[[TrainState, Batch, Schedule], tuple[TrainState, dict[str, Array]]]
+    score: Callable[[nnx.State, Batch], Array]
+
+
+@functools.lru_cache(maxsize=8)
+def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Program:
+    """Kept for the life of the process, so that a second trainer of the same model compiles nothing."""
+    graph, abstract_params = nnx.split(
+        nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
+    )
+    optimizer = adamw(config)
+
+    def empty_state(params: nnx.State) -> TrainState:
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    def train_step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
+        def loss_of(params: nnx.State) -> tuple[Array, dict[str, Array]]:
+            return mle_loss(nnx.merge(graph, params), batch)
+
+        (_, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        direction, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        rate = learning_rate(schedule, state.step)
+        params = jax.tree.map(lambda parameter, change: parameter - rate * change, state.params, direction)
+        metrics |= {"grad_norm": optax.global_norm(gradient), "learning_rate": rate}
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    def score(params: nnx.State, batch: Batch) -> Array:
+        return token_log_probs(nnx.merge(graph, params), batch)
+
+    abstract_state = jax.eval_shape(empty_state, abstract_params)
+    shardings = shardings_of(abstract_state, mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+    return _Program(
+        graph=graph,
+        abstract_state=jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract_state, shardings
+        ),
+        shardings=shardings,
+        empty_state=jax.jit(empty_state, out_shardings=shardings, donate_argnums=0),
+        # The state's layout is fixed on the way out, or the compiler might choose another one and compile again for it.
+        train_step=jax.jit(train_step, out_shardings=(shardings, whole), donate_argnums=0),
+        score=jax.jit(score, out_shardings=whole),
+    )

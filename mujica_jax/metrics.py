@@ -1,0 +1,96 @@
+"""Answer scores of the official scripts, one rule each, and a bootstrap interval for their means.
+
+| rule | official script | what is particular |
+|---|---|---|
+| `hotpot` | HotpotQA `hotpot_evaluate_v1.py` | F1 is zero when one side is yes, no or noanswer and the other is not; one gold answer |
+| `two_wiki` | 2WikiMultihopQA `2wikimultihop_evaluate_v1.1.py` | as `hotpot`, over the answer and its aliases |
+| `musique` | MuSiQue `metrics/answer.py` | plain token F1; two empty sides agree (F1 = 1) |
+| `triviaqa` | TriviaQA `triviaqa_evaluation.py` | punctuation becomes a space instead of nothing |
+| `cover_em` | open-domain QA papers | EM is 1 where a normalised gold answer is a substring; F1 as `musique` |
+
+Over several gold answers every number is the best one over the golds, each by itself, as the official scripts of 2WikiMultihopQA,
+MuSiQue and TriviaQA do it. The HotpotQA script reads one gold answer; for several we apply the same maximum to its formula.
+`musique`, `triviaqa` and `cover_em` print no precision or recall: ours are those behind their F1.
+"""
+
+import dataclasses
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+Rule = Literal["hotpot", "two_wiki", "musique", "triviaqa", "cover_em"]
+
+CLOSED_ANSWERS = frozenset(
+    {"yes", "no", "noanswer"}
+)  # a partial match of these earns nothing under hotpot and two_wiki
+TRIVIAQA_PUNCTUATION = string.punctuation + "‘’´`"
+
+_articles = re.compile(r"\b(a|an|the)\b")
+_delete_punctuation = str.maketrans("", "", string.punctuation)
+_space_punctuation = str.maketrans({mark: " " for mark in TRIVIAQA_PUNCTUATION})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """All four lie between 0 and 1."""
+
+    em: float
+    f1: float
+    precision: float
+    recall: float
+
+
+def score(prediction: str, golds: Sequence[str], rule: Rule) -> Score:
+    """The score of one prediction against the gold answer and its aliases; `golds` must not be empty."""
+    if not golds:
+        raise ValueError("score needs at least one gold answer and got none")
+    normalise = normalise_triviaqa if rule == "triviaqa" else normalise_squad
+    answer = normalise(prediction)
+    singles = [_score_one(answer, normalise(gold), rule) for gold in golds]
+    return Score(
+        em=max(single.em for single in singles),
+        f1=max(single.f1 for single in singles),
+        precision=max(single.precision for single in singles),
+        recall=max(single.recall for single in singles),
+    )
+
+
+def bootstrap_interval(values: Sequence[float], seed: int = 0, resamples: int = 1000) -> tuple[float, float]:
+    """95% percentile-bootstrap interval of the mean of `values` (each 0 to 1), in percent."""
+    import numpy
+
+    if not len(values):
+        raise ValueError("bootstrap_interval needs at least one value and got none")
+    sample = numpy.asarray(values, dtype=numpy.float64)
+    generator = numpy.random.default_rng(seed)
+    means = numpy.array([sample[generator.integers(len(sample), size=len(sample))].mean() for _ in range(resamples)])
+    low, high = numpy.percentile(100 * means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def normalise_squad(text: str) -> str:
+    """Lower case, no ASCII punctuation, no articles, single spaces: the normalisation of SQuAD that most scripts share."""
+    return " ".join(_articles.sub(" ", text.lower().translate(_delete_punctuation)).split())
+
+
+def normalise_triviaqa(text: str) -> str:
+    return " ".join(_articles.sub(" ", text.lower().translate(_space_punctuation)).split())
+
+
+def _score_one(prediction: str, gold: str, rule: Rule) -> Score:
+    """Both sides normalised."""
+    em = float(gold in prediction if rule == "cover_em" else gold == prediction)
+    closed = prediction in CLOSED_ANSWERS or gold in CLOSED_ANSWERS
+    if rule in ("hotpot", "two_wiki") and closed and prediction != gold:
+        return Score(em=em, f1=0.0, precision=0.0, recall=0.0)
+    prediction_tokens, gold_tokens = prediction.split(), gold.split()
+    if rule in ("musique", "cover_em") and not (prediction_tokens and gold_tokens):
+        agree = float(prediction_tokens == gold_tokens)
+        return Score(em=em, f1=agree, precision=agree, recall=agree)
+    shared = sum((Counter(prediction_tokens) & Counter(gold_tokens)).values())
+    if not shared:
+        return Score(em=em, f1=0.0, precision=0.0, recall=0.0)
+    precision, recall = shared / len(prediction_tokens), shared / len(gold_tokens)
+    return Score(em=em, f1=2 * precision * recall / (precision + recall), precision=precision, recall=recall)

@@ -1,0 +1,68 @@
+"""The decoder: embedding, stacked layers, final norm, output head.
+
+It knows no cache. Attention is a callback `attend(layer_index, query, key, value)`, so training (packed rows), scoring and the
+engine (its KV memory) share one forward pass. Layers are one `Block` whose weights carry a leading `layers` axis: a scan keeps
+compile time and program size independent of depth, a Python loop lets the engine touch each layer's cache in place.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.layers import Attend, Block, model_weights, rms_norm, rotary_angles
+from mujica_jax.models.sharding import constrain
+
+
+class Decoder(nnx.Module):
+    """A causal language model. Parameters are float32; products run in `dtype`; norms, softmax and logits in float32."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
+        self.config, self.dtype = config, dtype
+        for weight in model_weights(config):
+            drawn = weight.draw(rngs.params(), config.initializer_range)
+            setattr(self, weight.name, nnx.Param(drawn, logical_axes=weight.axes))
+        self.layers = Block(config, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "batch time"],
+        attend: Attend,
+        *,
+        scan: bool = True,
+        remat: bool = False,
+    ) -> Float[Array, "batch time hidden"]:
+        """Hidden states after the final norm.
+
+        With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep no state. Without it they
+        run in a Python loop and `layer_index` is an int. `remat` recomputes each layer in the backward pass.
+        """
+        rotation = rotary_angles(positions, self.config)
+        graph, weights = nnx.split(self.layers)
+
+        def layer(hidden: Array, index_and_weights: tuple) -> tuple[Array, None]:
+            index, of_layer = index_and_weights
+            return nnx.merge(graph, of_layer)(index, hidden, rotation, attend), None
+
+        step = jax.checkpoint(layer) if remat else layer
+        hidden = self.embed(tokens)
+        if scan:
+            hidden, _ = jax.lax.scan(step, hidden, (jnp.arange(self.config.num_layers), weights))
+        else:
+            for index in range(self.config.num_layers):
+                of_layer = jax.tree.map(lambda stacked, index=index: stacked[index], weights)
+                hidden, _ = layer(hidden, (index, of_layer))
+        return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
+
+    def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time hidden"]:
+        return constrain(self.embedding[...][tokens].astype(self.dtype), ("batch", None, None))
+
+    def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+        """Scores of the next token in float32, from the output of `__call__` or any selection of its positions."""
+        table = self.embedding if self.config.tie_word_embeddings else self.head
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        scores = jnp.matmul(rows, table[...].astype(self.dtype).T, preferred_element_type=jnp.float32)
+        return scores.reshape(*hidden.shape[:-1], -1)

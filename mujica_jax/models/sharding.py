@@ -1,0 +1,142 @@
+"""How arrays are laid out over a device mesh.
+
+Weights declare logical axes (`layers.Weight`); `RULES` maps these names to the mesh axes `data`, `fsdp` and `tensor`. To try
+another layout, change the mapping: initialisation, restoring, import and the ahead-of-time plan all read it from here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from mujica_jax.errors import UserError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Mesh axes over which a logical axis is split; none of them keeps it whole on every device."""
+
+    mesh_axes: tuple[str, ...] = ()
+    may_replicate: bool = False  # keep it whole, instead of refusing, where the mesh does not divide it
+
+
+RULES: Mapping[str, Rule] = {
+    "batch": Rule(mesh_axes=("data", "fsdp"), may_replicate=True),  # rows of activations; `shard_batch` is strict
+    "layers": Rule(),  # the scan runs over it
+    "vocab": Rule(mesh_axes=("tensor",)),
+    "embed": Rule(mesh_axes=("fsdp",)),
+    "heads": Rule(mesh_axes=("tensor",)),
+    "kv_heads": Rule(mesh_axes=("tensor",), may_replicate=True),  # often fewer than tensor; their kernels are small
+    "head_dim": Rule(),
+    "mlp": Rule(mesh_axes=("tensor",)),
+    "norm": Rule(),  # vectors: gathering them costs more than keeping them
+}
+
+
+def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of data x fsdp x tensor devices: the first ones, where one process has more; all of them over several processes."""
+    shape = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    if min(shape.values()) < 1:
+        raise UserError(f"mesh axes are data={data}, fsdp={fsdp}, tensor={tensor}: give each at least 1")
+    available = list(jax.devices() if devices is None else devices)
+    wanted = math.prod(shape.values())
+    must_use_all = len({device.process_index for device in available}) > 1
+    if wanted > len(available) or (must_use_all and wanted != len(available)):
+        raise UserError(
+            f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices and {len(available)} are available: "
+            f"choose three numbers whose product is {'' if must_use_all else 'at most '}{len(available)}, "
+            f"for example data=1, fsdp={len(available)}, tensor=1"
+        )
+    return jax.make_mesh(
+        tuple(shape.values()), MESH_AXES, devices=available[:wanted], axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )
+
+
+def partition_spec(logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """Where each dimension of a weight goes. Refuses a size that the mesh does not divide and a mesh axis used twice."""
+    sizes, spec, taken = dict(mesh.shape), [], {}
+    for axis, size in zip(logical_axes, shape, strict=True):
+        assert axis is None or axis in RULES, f"logical axis {axis!r} has no rule: add it to RULES"
+        rule = Rule() if axis is None else RULES[axis]
+        parts = math.prod(sizes[name] for name in rule.mesh_axes)
+        if size % parts:
+            if rule.may_replicate:
+                spec.append(None)
+                continue
+            divisors = [count for count in range(1, size + 1) if size % count == 0 and count <= mesh.size]
+            raise UserError(
+                f"axis {axis} of size {size} cannot be split over {' x '.join(rule.mesh_axes)} of size {parts}: "
+                f"use {' x '.join(rule.mesh_axes)} of {_either(divisors)}"
+            )
+        for name in rule.mesh_axes:
+            if name in taken:
+                raise UserError(
+                    f"axes {taken[name]} and {axis} of one array would both be split over mesh axis {name}: "
+                    "map one of them to another mesh axis in sharding.RULES"
+                )
+            taken[name] = axis
+        spec.append(rule.mesh_axes[0] if len(rule.mesh_axes) == 1 else (rule.mesh_axes or None))
+    return PartitionSpec(*spec)
+
+
+def shardings_of(tree: Tree, mesh: Mesh) -> Tree:
+    """A NamedSharding for every array of a decoder, or of any state made from one (optimiser state, abstract state).
+
+    The result has the structure of the state, so it can stand beside it in `jax.tree.map`, `jax.jit` and `jax.device_put`. An
+    array that declares no logical axes, such as a step counter, is replicated.
+    """
+    state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+
+    def of_variable(leaf):
+        if not isinstance(leaf, nnx.Variable):
+            return NamedSharding(mesh, PartitionSpec())
+        axes = leaf.get_metadata().get("logical_axes")
+        return jax.tree.map(
+            lambda array: NamedSharding(mesh, PartitionSpec() if axes is None else partition_spec(axes, array.shape, mesh)),
+            leaf,
+        )
+
+    return jax.tree.map(of_variable, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
+    """Put the rows (leading dimension) of every array over data x fsdp. Each process passes the same whole batch."""
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+    def put(array: np.ndarray | Array) -> Array:
+        if array.shape[0] % parts:
+            raise UserError(
+                f"a batch of {array.shape[0]} rows cannot be split over data x fsdp = {parts} devices: "
+                f"use a multiple of {parts} rows"
+            )
+        if jax.process_count() == 1:
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put, batch)
+
+
+def constrain(array: Array, logical_axes: Sequence[str | None]) -> Array:
+    """Pin the layout of an activation under `jax.set_mesh(mesh)`; without a mesh, or inside `shard_map`, nothing happens.
+
+    Without this the compiler may carry the layout of the embedding table (split over features) through the whole network.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.axis_names != MESH_AXES or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return array
+    return jax.lax.with_sharding_constraint(array, partition_spec(logical_axes, array.shape, mesh))
+
+
+def _either(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last

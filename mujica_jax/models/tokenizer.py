@@ -1,0 +1,249 @@
+"""Text to token ids and back, with a wall between what we write and what the world writes.
+
+Three kinds of text, three encoders: the chat template's scaffold, whose special tokens count; a model's own words, whose protocol
+tags count; and everything else, out of which no special or added token can come, whatever it says. Conversations are rendered
+turn by turn from the pieces of the chat template, so that token ids once made are never made again from text.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from mujica_jax.errors import UserError
+from mujica_jax.models.families import token_ids
+
+PROTOCOL_TAGS = ("think", "search", "action", "answer", "select", "sentence", "information")
+END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHATML_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Llama-3.1 templates print the date of the call unless they are told one: a run would not repeat on another day.
+TEMPLATE_DATE = "26 Jul 2024"
+TAG_PATTERN = re.compile(rf"<(\s*/?\s*(?:{'|'.join(PROTOCOL_TAGS)})\s*/?\s*)>", re.IGNORECASE)
+# Stand-ins for message contents while the template is taken apart: letters only, so that no template filter changes them.
+SYSTEM, USER, MODEL, NEXT_USER = "SystemStandIn", "UserStandIn", "ModelStandIn", "FollowUpStandIn"
+
+
+def neutralise(text: str) -> str:
+    """Untrusted text with the angle brackets of our protocol's tags replaced: `< Answer >` becomes `‹ Answer ›`."""
+    return TAG_PATTERN.sub(r"‹\1›", text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatPieces:
+    """A chat template taken apart: the scaffold text around the contents of the messages."""
+
+    before_system: str | None  # None where the template has no system role: the system text then opens the user message
+    before_user: str
+    before_model: str  # closes the user message and opens the model's
+    after_model: str  # closes the model's message and opens the next user's
+    strips_contents: bool  # the template removes white space around contents
+
+
+class Tokenizer:
+    """A Hugging Face fast tokenizer with its chat template."""
+
+    def __init__(self, wrapped: Any, *, stop_token_ids: Sequence[int] = ()) -> None:
+        """`wrapped` is a transformers PreTrainedTokenizerFast. Without stop tokens given: its end of text and end of turn."""
+        self._wrapped = wrapped
+        self._backend: tokenizers.Tokenizer = wrapped.backend_tokenizer
+        added = {token.content: id for id, token in self._backend.get_added_tokens_decoder().items()}
+        self._added_ids = frozenset(added.values())
+        self._added = _TokenSplitter(added)
+        tags = {f"<{slash}{tag}>" for tag in PROTOCOL_TAGS for slash in ("", "/")}
+        self._tags = _TokenSplitter({content: id for content, id in added.items() if content in tags})
+        self._plain = _without_added_tokens(self._backend, added)
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        defaults = (self.end_of_turn_id, wrapped.eos_token_id) if wrapped.chat_template else (wrapped.eos_token_id,)
+        stops = tuple(stop_token_ids) or tuple(dict.fromkeys(id for id in defaults if id is not None))
+        self.stop_token_ids: tuple[int, ...] = stops
+        self.pad_token_id: int = next(id for id in (wrapped.pad_token_id, wrapped.eos_token_id, 0) if id is not None)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> "Tokenizer":
+        """From a Hugging Face directory with tokenizer.json; stop tokens are those of generation_config.json, if it has any."""
+        from transformers import PreTrainedTokenizerFast
+
+        folder = pathlib.Path(directory)
+        if not (folder / "tokenizer.json").exists():
+            raise UserError(f"{folder} has no tokenizer.json: give the directory of a checkpoint with a fast tokenizer")
+        generation = folder / "generation_config.json"
+        stops = token_ids(json.loads(generation.read_text()).get("eos_token_id")) if generation.exists() else ()
+        return cls(PreTrainedTokenizerFast.from_pretrained(folder), stop_token_ids=stops)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write tokenizer.json and its companions; the stop tokens stand in the model's generation_config.json."""
+        self._wrapped.save_pretrained(directory)
+
+    @classmethod
+    def train(cls, texts: Iterator[str], vocab_tokens: int, tags: Sequence[str] = PROTOCOL_TAGS) -> "Tokenizer":
+        """A byte-level BPE of at most `vocab_tokens` ids, special tokens and two tokens a tag (<tag>, </tag>) included."""
+        from transformers import PreTrainedTokenizerFast
+
+        special = [END_OF_TEXT, START_OF_TURN, END_OF_TURN]
+        added = special + [f"<{slash}{tag}>" for tag in tags for slash in ("", "/")]
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        if vocab_tokens < len(added) + len(alphabet):
+            raise UserError(
+                f"vocab_tokens is {vocab_tokens} but {len(alphabet)} bytes and {len(added)} special tokens need "
+                f"{len(added) + len(alphabet)}: choose at least that many"
+            )
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_tokens - len(added), initial_alphabet=alphabet, show_progress=False
+        )
+        backend.train_from_iterator(texts, trainer)
+        backend.add_special_tokens(special)
+        # Tags are added but not special: decoding must show them even where special tokens are skipped.
+        backend.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in added[len(special) :]])
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+        )
+        wrapped.chat_template = CHATML_TEMPLATE
+        return cls(wrapped)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Untrusted text: protocol tags are neutralised, and no special or added token comes out."""
+        return self.encode_trusted(neutralise(text))
+
+    def encode_trusted(self, text: str) -> list[int]:
+        """Our own prose, such as a system prompt: tags stay readable as text; still no special or added token comes out."""
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        assert self._added_ids.isdisjoint(ids), f"plain text was encoded to the added tokens {self._added_ids & set(ids)}"
+        return ids
+
+    def encode_model(self, text: str) -> list[int]:
+        """What a model would have written: protocol tags become their tokens where the vocabulary has such tokens."""
+        return self._encode(self._tags.split(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text with special tokens visible and no white space changed."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def open_conversation(self, system: str, user: str) -> list[int]:
+        """Ids from the first token to the generation prompt. `user` is untrusted, `system` is ours."""
+        pieces = self._pieces
+        user = self._content(neutralise(user))
+        if pieces.before_system is None:
+            opening = [*self._added.split(pieces.before_user), f"{system}\n\n{user}"]
+        else:
+            head = [*self._added.split(pieces.before_system), self._content(system)]
+            opening = [*head, *self._added.split(pieces.before_user), user]
+        return self._encode([*opening, *self._added.split(pieces.before_model)])
+
+    def continue_conversation(self, user: str, stopped: bool) -> list[int]:
+        """Ids after a model turn: end of turn (unless the model `stopped` by writing it), user message, generation prompt."""
+        after_model = self._added.split(self._pieces.after_model)
+        scaffold = after_model[1:] if stopped else after_model
+        content = self._content(neutralise(user))
+        return self._encode([*scaffold, content, *self._added.split(self._pieces.before_model)])
+
+    @property
+    def end_of_turn_id(self) -> int:
+        """The token with which a model ends its turn in the chat template."""
+        first = self._added.split(self._pieces.after_model)[0]
+        assert isinstance(first, int), "the chat template was checked to close a model turn with a special token"
+        return first
+
+    @functools.cached_property
+    def _pieces(self) -> ChatPieces:
+        pieces = _take_apart(self._render)
+        first = self._added.split(pieces.after_model)[:1]
+        if not first or not isinstance(first[0], int):
+            raise UserError(
+                f"the chat template closes a model turn with {pieces.after_model!r}, which does not begin with a special token: "
+                "use a tokenizer whose turns end in one"
+            )
+        return pieces
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        if not self._wrapped.chat_template:
+            raise UserError("the tokenizer has no chat template: use the checkpoint of a chat model, or add chat_template.jinja")
+        return self._wrapped.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False, date_string=TEMPLATE_DATE
+        )
+
+    def _content(self, text: str) -> str:
+        return text.strip() if self._pieces.strips_contents else text
+
+    def _encode(self, parts: Sequence[int | str]) -> list[int]:
+        """Token ids stay; text between two of them is encoded in one run, so that word boundaries fall as in the whole text."""
+        ids: list[int] = []
+        run = ""
+        for part in [*parts, None]:
+            if isinstance(part, str):
+                run += part
+                continue
+            if run:
+                ids += self.encode_trusted(run)
+                run = ""
+            if part is not None:
+                ids.append(part)
+        return ids
+
+
+class _TokenSplitter:
+    """Cuts text at the given tokens: "a<t>b" becomes ["a", id of <t>, "b"]."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self.tokens = dict(tokens)
+        longest_first = sorted(self.tokens, key=len, reverse=True)
+        self.pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self.tokens else None
+
+    def split(self, text: str) -> list[int | str]:
+        if self.pattern is None:
+            return [text]
+        return [self.tokens.get(part, part) for part in self.pattern.split(text) if part]
+
+
+def _without_added_tokens(backend: tokenizers.Tokenizer, added: Mapping[str, int]) -> tokenizers.Tokenizer:
+    """A copy that knows no added token and adds none of its own accord."""
+    description = json.loads(backend.to_str())
+    description |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    vocabulary = description["model"].get("vocab")
+    if isinstance(vocabulary, dict):  # some tokenizers keep their special tokens in the model's vocabulary as well
+        description["model"]["vocab"] = {token: id for token, id in vocabulary.items() if token not in added}
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
+
+
+def _take_apart(render: Any) -> ChatPieces:
+    """Render the template with stand-ins for the contents and cut the text at them."""
+    import jinja2
+
+    system, user = {"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}
+    model, next_user = {"role": "assistant", "content": MODEL}, {"role": "user", "content": NEXT_USER}
+    try:
+        opening = [system, user]
+        text = render(opening)
+    except jinja2.TemplateError:
+        text = ""
+    if SYSTEM not in text:
+        opening = [user]
+        text = render(opening)
+    before_system = text.partition(SYSTEM)[0] if SYSTEM in text else None
+    before_user, _, before_model = text.partition(SYSTEM)[2 if SYSTEM in text else 0].partition(USER)
+    after_opening = render([*opening, model, next_user])
+    after_model, _, generation_prompt = after_opening.partition(MODEL)[2].partition(NEXT_USER)
+    if not after_opening.startswith(text + MODEL) or generation_prompt != before_model:
+        raise UserError(
+            "the chat template writes earlier turns differently once later ones follow, so a conversation cannot grow by "
+            f"appending tokens: {after_opening!r} does not begin with {text + MODEL!r}; use another template"
+        )
+    padded = render([*opening[:-1], {"role": "user", "content": f" {USER} "}])
+    return ChatPieces(
+        before_system=before_system,
+        before_user=before_user,
+        before_model=before_model,
+        after_model=after_model,
+        strips_contents=f" {USER} " not in padded,
+    )

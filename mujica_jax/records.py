@@ -1,0 +1,131 @@
+"""The nouns of the system: question, turn, conversation, trajectory.
+
+One record goes from rollout to gradient. The engine's own token ids, log-probabilities and loss mask are stored where they are
+made; text is never tokenised again for training. Every file above imports these names from here.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Literal
+
+ConversationRole = Literal["planner", "worker", "single"]
+TurnRole = Literal["context", "model"]
+
+
+class StopReason(enum.StrEnum):
+    """Why an episode ended. Only ANSWERED carries an answer that can be scored; all others score zero."""
+
+    ANSWERED = "answered"  # the planner closed with an <answer> tag
+    NO_ACTION = "no_action"  # a planner turn held neither a search nor an answer that the parser accepts
+    UNKNOWN_CANDIDATE = "unknown_candidate"  # a graph search named a candidate number that was never given
+    TOO_MANY_SEARCHES = "too_many_searches"  # one planner turn asked more searches than max_searches_per_turn
+    ITERATION_LIMIT = "iteration_limit"  # max_iterations turns passed without an answer
+    TURN_LENGTH = "turn_length"  # a planner turn reached max_turn_tokens before it ended
+    TRAJECTORY_LENGTH = "trajectory_length"  # the planner's conversation would exceed max_trajectory_tokens
+    RETRIEVER_FAILED = "retriever_failed"  # the environment raised a typed retrieval error after its retries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entity:
+    """A node that a graph task offers as candidate. `id` is the graph's key (a Q-id or the label itself)."""
+
+    id: str
+    label: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One gold triple, in the order in which the chain uses it."""
+
+    subject: str
+    relation: str
+    object: str
+    subject_id: str = ""  # the graph's key where the task knows it
+    object_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    id: str
+    text: str
+    answers: tuple[str, ...]  # gold answer first, aliases after it
+    candidates: tuple[Entity, ...] = ()  # topic entities, for graph environments
+    gold_passages: tuple[str, ...] = ()  # titles
+    evidences: tuple[Evidence, ...] = ()
+    kind: str = ""  # compositional, comparison, inference, bridge_comparison, ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A run of tokens with one author: `context` came from templates, users and retrievers, `model` was sampled.
+
+    `logprobs` (one float a token, float32, under the unmodified policy) exist for model turns that an engine sampled;
+    `trained` says whether the tokens carry loss. It is True for model turns only.
+    """
+
+    role: TurnRole
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...] | None = None
+    trained: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.trained and self.role != "model"), "only tokens that the model generated carry loss"
+        assert self.logprobs is None or len(self.logprobs) == len(self.token_ids), "one log-probability a token"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversation:
+    role: ConversationRole
+    turns: tuple[Turn, ...]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for turn in self.turns for token in turn.token_ids]
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """True where the token itself is a training target."""
+        return [turn.trained for turn in self.turns for _ in turn.token_ids]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """One sub-question of the planner with what came back: the node of the graph that a reader sees."""
+
+    iteration: int
+    query: str
+    entity: str = ""  # label of the candidate searched, for graphs
+    materials: tuple[str, ...] = ()  # what the retriever returned, in the order shown to the worker
+    selected: tuple[int, ...] = ()  # indexes into materials that the worker chose
+    sentence: str = ""  # the worker's answer as the planner saw it
+    found: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    question_id: str
+    attempt: int
+    policy_version: int
+    seed: int
+    planner: Conversation
+    workers: tuple[Conversation, ...]
+    answer: str
+    reward: float
+    rewards_by_part: dict[str, float]
+    stop_reason: StopReason
+    searches: tuple[Search, ...]
+    seconds: float  # not part of the trajectory's identity: excluded from checksums of content
+
+    @property
+    def conversations(self) -> tuple[Conversation, ...]:
+        """The planner's conversation and every worker's: each an independent training row."""
+        return (self.planner, *self.workers)
+
+
+def generated_tokens(trajectories: Sequence[Trajectory]) -> int:
+    """Number of tokens the model sampled in these trajectories."""
+    return sum(
+        len(turn.token_ids) for t in trajectories for c in t.conversations for turn in c.turns if turn.role == "model"
+    )

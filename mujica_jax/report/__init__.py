@@ -1,0 +1,23 @@
+"""What a user sees of a run: progress of a stage, the closing table, one solved question as a tree, and the metrics files.
+
+Methods and entry points call this; it computes no score. Percentages are percent here (0 to 100), times are seconds. rich and
+tensorboardX are imported at their first use, so that importing this package costs nothing.
+"""
+
+from mujica_jax.report.metrics_log import MetricsLog
+from mujica_jax.report.progress import Progress, Stage
+from mujica_jax.report.results import Phase, Summary, closing_table, question_tree, summary_dict
+from mujica_jax.report.text import plain, visible
+
+__all__ = [
+    "MetricsLog",
+    "Phase",
+    "Progress",
+    "Stage",
+    "Summary",
+    "closing_table",
+    "plain",
+    "question_tree",
+    "summary_dict",
+    "visible",
+]

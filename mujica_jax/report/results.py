@@ -1,0 +1,118 @@
+"""The end of a run: its phases as a table and as `summary.json`, and one solved question as a tree."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mujica_jax.records import Question, Search, StopReason, Trajectory
+from mujica_jax.report.text import visible
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One row of the closing table: what a phase cost and how the policy after it scores on held-out questions."""
+
+    name: str
+    em: float  # greedy decoding, percent
+    f1: float
+    em_sampled: float | None = None  # at the evaluation temperature, percent; None where it was not measured
+    f1_sampled: float | None = None
+    questions: int  # held-out questions evaluated
+    trajectories: int = 0  # sampled in this phase
+    accepted: int = 0  # of these, kept for training
+    searches: float | None = None  # a question, in the greedy evaluation
+    by_kind: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)  # kind -> em, f1, questions
+    seconds: float  # the phase and its evaluation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    task: str
+    method: str
+    seed: int
+    phases: tuple[Phase, ...]
+    seconds: float  # of all runs that worked on the directory
+
+
+def summary_dict(summary: Summary) -> dict[str, Any]:
+    """The content of `summary.json`. Numbers are rounded to two decimals; `Phase(**phase)` takes a phase back."""
+    return {
+        "task": summary.task,
+        "method": summary.method,
+        "seed": summary.seed,
+        "phases": [_rounded(dataclasses.asdict(phase)) for phase in summary.phases],
+        "seconds": round(summary.seconds, 2),
+    }
+
+
+def closing_table(phases: Sequence[Phase]) -> "Table":
+    """A row a phase: scores in percent, greedy unless it says sampled, and searches a question. For `Progress.show` or `plain`."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))  # narrow enough for 80 columns
+    table.add_column("phase", no_wrap=True)
+    for heading in ("EM", "F1", "EM\nsampled", "F1\nsampled", "trajectories", "accepted", "searches", "minutes"):
+        table.add_column(heading, justify="right")
+    for phase in phases:
+        numbers = (phase.em, phase.f1, phase.em_sampled, phase.f1_sampled)
+        table.add_row(
+            Text(visible(phase.name)),
+            *("-" if number is None else f"{number:.1f}" for number in numbers),
+            f"{phase.trajectories:,}" if phase.trajectories else "-",
+            f"{phase.accepted:,}" if phase.trajectories else "-",
+            "-" if phase.searches is None else f"{phase.searches:.2f}",
+            f"{phase.seconds / 60:.1f}",
+        )
+    return table
+
+
+def question_tree(question: Question, trajectory: Trajectory) -> "Tree":
+    """Question -> iterations -> sub-questions, each with the evidence its worker chose and the sentence it wrote; then the answer.
+
+    Data is shown literally: "[bold]" in a passage is no markup, and control characters are made visible.
+    """
+    from rich.text import Text
+    from rich.tree import Tree
+
+    def node(label: str, text: str = "", style: str = "") -> Text:
+        return Text.assemble((label, "dim"), (visible(text), style))
+
+    assert question.id == trajectory.question_id, f"question {question.id}, trajectory of {trajectory.question_id}"
+    tree = Tree(node("", question.text, "bold"), guide_style="dim")
+    ordered = sorted(trajectory.searches, key=lambda search: search.iteration)
+    for number, (_, group) in enumerate(itertools.groupby(ordered, key=lambda search: search.iteration), start=1):
+        iteration = tree.add(node(f"iteration {number}"))
+        for search in group:
+            branch = iteration.add(node(f"{search.entity and f'[{visible(search.entity)}] '}", search.query, "cyan"))
+            for evidence in _selected_materials(search):
+                branch.add(node("evidence: ", evidence))
+            nothing = f"nothing found in {len(search.materials)} materials"
+            branch.add(node("worker: ", search.sentence or ("" if search.found else nothing)))
+    if trajectory.stop_reason is StopReason.ANSWERED:
+        tree.add(node("answer: ", trajectory.answer, "green" if trajectory.reward > 0 else "red"))
+    else:
+        tree.add(node("no answer: ", trajectory.stop_reason.value, "red"))
+    tree.add(node("gold: ", " | ".join(question.answers)))
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in trajectory.rewards_by_part.items())
+    tree.add(node("reward: ", f"{trajectory.reward:.2f}{f' ({parts})' if parts else ''}"))
+    return tree
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return round(value, 2) if isinstance(value, float) else value
+
+
+def _selected_materials(search: Search) -> list[str]:
+    total = len(search.materials)
+    return [
+        search.materials[i] if 0 <= i < total else f"number {i} of {total} (does not exist)" for i in search.selected
+    ]

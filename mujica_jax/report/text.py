@@ -1,0 +1,63 @@
+"""Text for terminals, files and pipes: tables without colours, and data that cannot steer a terminal."""
+
+import io
+import os
+import unicodedata
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PLAIN_COLUMNS = 120  # width of output that goes to a file or a pipe
+JOINERS = "\u200c\u200d"  # format characters that ordinary text needs
+
+
+def plain(renderable: "RenderableType", *, columns: int = PLAIN_COLUMNS, encoding: str = "utf-8") -> str:
+    """A table or tree as text without colours or trailing blanks; in ASCII drawings where the encoding asks for them."""
+    from rich.console import Console
+
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace", newline="\n")
+    console = Console(
+        file=file,
+        width=columns,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        markup=False,
+        emoji=False,
+    )
+    console.print(renderable, highlight=False)
+    file.seek(0)
+    lines = [line.rstrip() for line in file.read().split("\n")]
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def visible(text: str) -> str:
+    """`text` with control, direction and surrogate characters written out (`\\x1b`, `\\u202e`), so that data cannot steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(_written_out(character) if _is_control(character) else character for character in text)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def encoding_of(stream: TextIO) -> str:
+    return getattr(stream, "encoding", None) or "utf-8"
+
+
+def write(stream: TextIO, text: str) -> None:
+    """Write what the stream's encoding cannot hold as escapes: a run must not end for a name with an accent."""
+    encoding = encoding_of(stream)
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
+
+
+def _is_control(character: str) -> bool:
+    category = unicodedata.category(character)
+    return category in ("Cc", "Cs", "Zl", "Zp") or (category == "Cf" and character not in JOINERS)
+
+
+def _written_out(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

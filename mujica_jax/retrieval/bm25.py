@@ -1,0 +1,132 @@
+"""BM25 over passages, on bm25s, with two tokenisers. The tokeniser is part of a published number, so it has a name.
+
+    score(q, d) = sum over t in q of  ln(1 + (N - df + 1/2) / (df + 1/2)) * tf / (tf + k1 * (1 - b + b * |d| / avg|d|))
+
+- `default`: bm25s as it comes (words of two and more characters, English stop words removed, k1 = 1.5, b = 0.75).
+- `elasticsearch`: Lucene's standard analyser and similarity (Unicode word tokens, no stop words, k1 = 1.2, b = 0.75), with |d|
+  rounded as Lucene stores it in one byte. Chinese and Japanese text is not split into single characters as Lucene does.
+
+The indexed text is title, newline, text. On the 6,119-passage 2Wiki corpus the two differ by 3.5 points of recall@2.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from mujica_jax.retrieval.corpus import Passage
+
+if TYPE_CHECKING:
+    import bm25s
+
+Tokeniser = Literal["default", "elasticsearch"]
+
+LUCENE_K1, LUCENE_B = 1.2, 0.75
+
+# Unicode word boundaries (UAX 29): a run of word characters and marks; apostrophes, points and colons join letters, and
+# apostrophes, points, commas and semicolons join digits.
+_WORD = r"[\w\u0300-\u036f]+"
+_unicode_words = re.compile(rf"{_WORD}(?:(?:(?<=[^\W\d_])['’.:·](?=[^\W\d_])|(?<=\d)['’.,;](?=\d)){_WORD})*")
+
+
+class Bm25Index:
+    """An index in memory. Building takes about 70 microseconds a passage; a search reads the postings of its words."""
+
+    def __init__(self, passages: Sequence[Passage], tokeniser: Tokeniser = "default") -> None:
+        import bm25s
+
+        self.passages = tuple(passages)
+        self.tokeniser: Tokeniser = tokeniser
+        documents = self._tokens([f"{passage.title}\n{passage.text}" for passage in self.passages])
+        self._index: bm25s.BM25 | None = None
+        if any(documents):  # bm25s cannot index a corpus without a single word
+            self._index = bm25s.BM25() if tokeniser == "default" else _lucene_index()
+            self._index.index(documents, create_empty_token=False, show_progress=False)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
+        """For each query the positions and scores of the at most k best passages, best first, ties in corpus order.
+
+        A passage that shares no word with the query is never returned, so a result can be shorter than k, or empty.
+        """
+        if k < 1:
+            raise ValueError(f"k is {k}; a search returns at least one passage, so give k >= 1")
+        return [self._search_one(words, k) for words in self._tokens(queries)]
+
+    def _search_one(self, words: list[str], k: int) -> list[tuple[int, float]]:
+        import numpy
+
+        token_ids = self._index.get_tokens_ids(words) if self._index is not None else []
+        if not token_ids:
+            return []
+        scores = self._index.get_scores_from_ids(token_ids)  # pyright: ignore[reportOptionalMemberAccess]
+        matching = numpy.flatnonzero(scores > 0)
+        if len(matching) > k:
+            threshold = numpy.partition(scores[matching], len(matching) - k)[len(matching) - k]
+            matching = matching[scores[matching] >= threshold]  # all ties with the k-th stay, so that the order decides
+        best = matching[numpy.argsort(-scores[matching], kind="stable")][:k]
+        return [(int(position), float(scores[position])) for position in best]
+
+    def _tokens(self, texts: Sequence[str]) -> list[list[str]]:
+        if self.tokeniser == "elasticsearch":
+            return [unicode_words(text) for text in texts]
+        import bm25s
+
+        tokens: Any = bm25s.tokenize(
+            list(texts), stopwords="en", return_ids=False, show_progress=False, allow_empty=False
+        )
+        return tokens
+
+
+def unicode_words(text: str) -> list[str]:
+    """Lower-cased words as Lucene's standard analyser finds them."""
+    return [word.lower() for word in _unicode_words.findall(text)]
+
+
+def lucene_length(words: int) -> int:
+    """Document length after Lucene's SmallFloat.intToByte4 and back: exact below 40, then three significant bits."""
+    exact = 255 - _to_four_bits(2**31 - 1)
+    return words if words < exact else exact + _from_four_bits(_to_four_bits(words - exact))
+
+
+def _to_four_bits(value: int) -> int:
+    if value < 8:
+        return value
+    shift = value.bit_length() - 4
+    return (value >> shift) & 7 | (shift + 1) << 3
+
+
+def _from_four_bits(code: int) -> int:
+    return code if code < 8 else (code & 7 | 8) << ((code >> 3) - 1)
+
+
+def _lucene_index() -> "bm25s.BM25":
+    """A bm25s index whose precomputed scores use Lucene's rounded lengths (the average length stays exact, as in Lucene)."""
+    import bm25s
+    import numpy
+
+    class LuceneIndex(bm25s.BM25):
+        def build_index_from_ids(
+            self,
+            unique_token_ids: list[int],
+            corpus_token_ids: list[list[int]],
+            show_progress: bool = True,
+            leave_progress: bool = False,
+        ) -> dict[str, Any]:
+            lengths = numpy.array([len(ids) for ids in corpus_token_ids])
+            rounded = numpy.array([lucene_length(int(length)) for length in lengths])
+            tokens = numpy.concatenate([numpy.asarray(ids, dtype=numpy.int64) for ids in corpus_token_ids])
+            documents = numpy.repeat(numpy.arange(len(lengths)), lengths)
+            # Sorted by token, then document: the column layout that bm25s reads.
+            pairs, frequency = numpy.unique(tokens * len(lengths) + documents, return_counts=True)
+            token, document = numpy.divmod(pairs, len(lengths))
+            document_frequency = numpy.bincount(token, minlength=len(unique_token_ids))
+            idf = numpy.log1p((len(lengths) - document_frequency + 0.5) / (document_frequency + 0.5))
+            saturation = self.k1 * (1 - self.b + self.b * rounded[document] / lengths.mean())
+            self.nonoccurrence_array = None
+            return {
+                "data": (idf[token] * frequency / (frequency + saturation)).astype(self.dtype),
+                "indices": document.astype(self.int_dtype),
+                "indptr": numpy.concatenate([[0], numpy.cumsum(document_frequency)]),
+                "num_docs": len(lengths),
+            }
+
+    return LuceneIndex(k1=LUCENE_K1, b=LUCENE_B)

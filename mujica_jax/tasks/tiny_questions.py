@@ -1,0 +1,246 @@
+"""Question templates of the tiny world: a path of relations from each topic, a rule that turns the ends into an answer, wordings.
+
+The four kinds and the wordings are those of 2WikiMultihopQA (Ho et al., 2020). The evidence of a question lists its path step by step,
+topic after topic: for two topics and two steps (a, director, p), (b, director, q), (p, date of birth, x), (q, date of birth, y).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from mujica_jax.records import Evidence
+
+FinalRule = Literal["last_object", "earlier", "later", "same"]
+
+MAX_PARAPHRASES = 4  # every template below has this many wordings
+KIND_SHARES = {"compositional": 0.44, "comparison": 0.23, "bridge_comparison": 0.21, "inference": 0.12}  # as in 2Wiki
+
+MONTHS: tuple[str, ...] = tuple(
+    "January February March April May June July August September October November December".split()
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One search: `relation` of a topic entity (`candidate` counts from 0) or of the object found by the hop `after`."""
+
+    relation: str
+    candidate: int | None = None
+    after: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Template:
+    id: str  # such as "compositional: director, date of birth"
+    kind: str
+    path: tuple[str, ...]  # relations followed from every topic
+    topics: int  # 1 or 2
+    rule: FinalRule
+    wordings: tuple[str, ...]  # with {a} and, for two topics, {b}
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The searches that answer the question, in the order of its evidences; hops of one step do not depend on each other."""
+        first = [Hop(relation=self.path[0], candidate=topic) for topic in range(self.topics)]
+        later = [
+            Hop(relation=relation, after=(step - 1) * self.topics + topic)
+            for step, relation in enumerate(self.path[1:], start=1)
+            for topic in range(self.topics)
+        ]
+        return (*first, *later)
+
+    def answer(self, topics: Sequence[str], objects: Sequence[str]) -> str:
+        """The answer, from the topics' labels and the objects that the last step found for them."""
+        match self.rule:
+            case "last_object":
+                return objects[0]
+            case "same":
+                return "yes" if objects[0] == objects[1] else "no"
+            case "earlier":
+                return min(zip(objects, topics, strict=True), key=lambda pair: date_key(pair[0]))[1]
+            case "later":
+                return max(zip(objects, topics, strict=True), key=lambda pair: date_key(pair[0]))[1]
+
+    def answer_from_evidences(self, topics: Sequence[str], evidences: Sequence[Evidence]) -> str:
+        return self.answer(topics, [evidence.object for evidence in evidences[-self.topics :]])
+
+
+def date_text(year: int, month: int, day: int) -> str:
+    return f"{day} {MONTHS[month - 1]} {year}"
+
+
+def date_key(text: str) -> tuple[int, int, int]:
+    """(year, month, day) of "14 March 1931": orders dates."""
+    day, month, year = text.split()
+    return int(year), MONTHS.index(month) + 1, int(day)
+
+
+# What a second step asks of {x}, a phrase that names a person.
+PERSON_WORDINGS: dict[str, tuple[str, str, str]] = {
+    "date of birth": ("When was {x} born?", "What is the date of birth of {x}?", "On which date was {x} born?"),
+    "place of birth": ("Where was {x} born?", "What is the place of birth of {x}?", "In which city was {x} born?"),
+    "country of citizenship": (
+        "Which country is {x} from?",
+        "What nationality is {x}?",
+        "What is the nationality of {x}?",
+    ),
+    "date of death": ("When did {x} die?", "What is the date of death of {x}?", "On which date did {x} die?"),
+    "place of death": ("Where did {x} die?", "What is the place of death of {x}?", "In which city did {x} die?"),
+    "place of burial": ("Where is {x} buried?", "What is the place of burial of {x}?", "In which city is {x} buried?"),
+    "educated at": ("Where did {x} study?", "Where was {x} educated?", "At which school did {x} study?"),
+    "employer": ("Where does {x} work?", "Who is the employer of {x}?", "For whom does {x} work?"),
+    "spouse": ("Who is the spouse of {x}?", "Who married {x}?", "To whom is {x} married?"),
+    "father": ("Who is the father of {x}?", "What is the name of the father of {x}?", "Who was the father of {x}?"),
+    "mother": ("Who is the mother of {x}?", "What is the name of the mother of {x}?", "Who was the mother of {x}?"),
+}
+CREW = ("director", "composer", "producer", "screenwriter")
+RELATIVES = ("father", "mother", "spouse")
+FAMILY_WORDS = {  # two steps inside a family: inference, because the question names neither of them
+    ("father", "father"): "paternal grandfather",
+    ("father", "mother"): "paternal grandmother",
+    ("mother", "father"): "maternal grandfather",
+    ("mother", "mother"): "maternal grandmother",
+    ("spouse", "father"): "father-in-law",
+    ("spouse", "mother"): "mother-in-law",
+}
+# (relation of a person, rule) -> wordings of the comparison of two people, clauses on the directors of two films.
+SUPERLATIVES: dict[tuple[str, FinalRule], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    ("date of birth", "earlier"): (
+        (
+            "Who was born first, {a} or {b}?",
+            "Who is older, {a} or {b}?",
+            "Was {a} or {b} born first?",
+            "Who was born earlier, {a} or {b}?",
+        ),
+        ("was born first", "was born earlier", "is older than the other", "is older"),
+    ),
+    ("date of birth", "later"): (
+        (
+            "Who was born later, {a} or {b}?",
+            "Who is younger, {a} or {b}?",
+            "Was {a} or {b} born later?",
+            "Who was born later out of {a} and {b}?",
+        ),
+        ("was born later", "is younger", "is younger than the other", "was born last"),
+    ),
+    ("date of death", "earlier"): (
+        (
+            "Who died first, {a} or {b}?",
+            "Who died earlier, {a} or {b}?",
+            "Which person died first, {a} or {b}?",
+            "Who died first out of {a} and {b}?",
+        ),
+        ("died first", "died earlier", "died earlier than the other", "died first"),
+    ),
+    ("date of death", "later"): (
+        (
+            "Who died later, {a} or {b}?",
+            "Who lived until a later date, {a} or {b}?",
+            "Who died last, {a} or {b}?",
+            "Who died later out of {a} and {b}?",
+        ),
+        ("died later", "died last", "died later than the other", "died later"),
+    ),
+}
+
+
+def _compositional() -> list[Template]:
+    templates = []
+    for first in (*CREW, *RELATIVES):
+        phrases = (
+            (f"the {first} of film {{a}}", f"the {first} of the film {{a}}")
+            if first in CREW
+            else (f"the {first} of {{a}}", f"{{a}}'s {first}")
+        )
+        for second, patterns in PERSON_WORDINGS.items():
+            if first in RELATIVES and second in RELATIVES:
+                continue
+            wordings = tuple(patterns[i % 3].format(x=phrases[i % 2]) for i in range(MAX_PARAPHRASES))
+            templates.append(_template("compositional", (first, second), 1, "last_object", wordings))
+    return templates
+
+
+def _inference() -> list[Template]:
+    patterns = (
+        "Who is the {w} of {{a}}?",
+        "Who is {{a}}'s {w}?",
+        "Who was the {w} of {{a}}?",
+        "What is the name of {{a}}'s {w}?",
+    )
+    return [
+        _template("inference", path, 1, "last_object", tuple(pattern.format(w=word) for pattern in patterns))
+        for path, word in FAMILY_WORDS.items()
+    ]
+
+
+def _comparison() -> list[Template]:
+    people = [
+        _template("comparison", (relation,), 2, rule, wordings)
+        for (relation, rule), (wordings, _) in SUPERLATIVES.items()
+    ]
+    film = "Which film {w}, {{a}} or {{b}}?"
+    earlier = ("came out first", "came out earlier", "was released first", "was released earlier")
+    later = ("came out later", "was released later", "was released more recently", "came out more recently")
+    releases: dict[FinalRule, tuple[str, ...]] = {"earlier": earlier, "later": later}
+    films = [
+        _template("comparison", ("publication date",), 2, rule, tuple(film.format(w=words) for words in wordings))
+        for rule, wordings in releases.items()
+    ]
+    same = {
+        "country of citizenship": (
+            "Are {a} and {b} from the same country?",
+            "Do {a} and {b} have the same nationality?",
+            "Are {a} and {b} of the same nationality?",
+            "Do {a} and {b} come from the same country?",
+        ),
+        "country of origin": (
+            "Are both movies, {a} and {b}, from the same country?",
+            "Are the movies {a} and {b} from the same country?",
+            "Do the films {a} and {b} come from the same country?",
+            "Were both films, {a} and {b}, made in the same country?",
+        ),
+        "country": (
+            "Are {a} and {b} located in the same country?",
+            "Are both {a} and {b} located in the same country?",
+            "Are the cities {a} and {b} in the same country?",
+            "Do the cities {a} and {b} lie in the same country?",
+        ),
+    }
+    return (
+        people
+        + films
+        + [_template("comparison", (relation,), 2, "same", wordings) for relation, wordings in same.items()]
+    )
+
+
+def _bridge_comparison() -> list[Template]:
+    patterns = (
+        "Which film has the director who {w}, {{a}} or {{b}}?",
+        "Which film whose director {w}, {{a}} or {{b}}?",
+    )
+    ordered = [
+        _template(
+            "bridge_comparison",
+            ("director", relation),
+            2,
+            rule,
+            tuple(patterns[i % 2].format(w=words) for i, words in enumerate(clauses)),
+        )
+        for (relation, rule), (_, clauses) in SUPERLATIVES.items()
+    ]
+    same = (
+        "Do both directors of films {a} and {b} share the same nationality?",
+        "Do both films {a} and {b} have directors from the same country?",
+        "Are the directors of both films {a} and {b} from the same country?",
+        "Do the directors of films {a} and {b} have the same nationality?",
+    )
+    return [*ordered, _template("bridge_comparison", ("director", "country of citizenship"), 2, "same", same)]
+
+
+def _template(kind: str, path: tuple[str, ...], topics: int, rule: FinalRule, wordings: tuple[str, ...]) -> Template:
+    assert len(set(wordings)) == MAX_PARAPHRASES, "every template has the same number of different wordings"
+    name = f"{kind}: {', '.join(path)}" + ("" if rule == "last_object" else f", {rule}")
+    return Template(id=name, kind=kind, path=path, topics=topics, rule=rule, wordings=wordings)
+
+
+TEMPLATES: tuple[Template, ...] = (*_compositional(), *_comparison(), *_bridge_comparison(), *_inference())

@@ -1,0 +1,203 @@
+"""2WikiMultihopQA (Ho et al., 2020) as a task: questions over its knowledge graph or over a corpus of passages.
+
+- `environment="graph"` (2Wiki-KG): every question with evidences. Its candidates are the topic entities that the question itself
+  names, under the graph's labels, in the order of the question; a search returns the triples of one entity, in both directions.
+- `environment="text"` (2Wiki-Text): the questions made for the corpus (`questions*.jsonl`, with aliases) whose gold passages it
+  holds; a search is BM25 over the corpus.
+
+Questions are held out by a hash of their id. Held-out questions, and triples or passages that no training question uses, appear
+neither in demonstrations' new names nor in the tokenizer's text; the graph and the corpus that are searched are the whole ones.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mujica_jax.config import TwoWikiConfig
+from mujica_jax.errors import UserError
+from mujica_jax.metrics import Rule
+from mujica_jax.records import Entity, Question
+from mujica_jax.retrieval.bm25 import Bm25Index
+from mujica_jax.retrieval.corpus import read_corpus
+from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
+from mujica_jax.tasks.chains import answer_from_evidence, follows_from_evidence
+from mujica_jax.tasks.demonstrations import Demonstrations, copy_plan
+from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
+from mujica_jax.tasks.renaming import NameParts
+from mujica_jax.tasks.task import Environment, Split
+from mujica_jax.tasks.two_wiki_records import (
+    CORPUS_FILES,
+    CORPUS_QUESTION_FILES,
+    GRAPH_FILES,
+    QUESTION_FILES,
+    Record,
+    chain_evidences,
+    data_files,
+    mentions,
+    read_questions,
+    with_known_ids,
+)
+
+
+class TwoWiki:
+    """Implements `Task`. Building it reads the files once: half a second for the graph, two for the corpus's index."""
+
+    name = "two_wiki"
+    rule: Rule = "two_wiki"
+
+    def __init__(self, config: TwoWikiConfig, environment: Environment, questions: Sequence[Question]) -> None:
+        ordered = sorted(questions, key=lambda question: _hash(question.id))
+        held_out = [question for question in ordered if is_held_out(question.id, config.hold_out_percent)]
+        self.config, self.environment = config, environment
+        self._train = [question for question in ordered if not is_held_out(question.id, config.hold_out_percent)]
+        self._test = held_out[: config.test_questions]
+
+    def questions(self, split: Split) -> Sequence[Question]:
+        """In the order of the hash of their ids, so a prefix is a random sample and stays one when files are added."""
+        return self._train if split == "train" else self._test
+
+    def demonstrations(self) -> Demonstrations:
+        """Training questions whose gold answer follows from their evidence, then `augmented_copies` renamed copies of each.
+
+        The answer of a demonstration is written as the graph labels it: questions write names In Title Case.
+        """
+        usable = [question for question in self._train if follows_from_evidence(question)]
+        originals = [_with_label_as_answer(question) for question in usable]
+        if not (self.config.augmented_copies and isinstance(self.environment, GraphEnvironment)):
+            return Demonstrations(originals, self.environment)
+        graph = self.environment.graph
+        plans = [plan for question in originals if (plan := copy_plan(question, graph)) is not None]
+        return Demonstrations(
+            originals,
+            self.environment,
+            plans=plans,
+            parts=NameParts(self._training_triples()),
+            copies=self.config.augmented_copies,
+            top_k=self.config.top_k,
+        )
+
+    def tokenizer_text(self) -> Iterator[str]:
+        """Questions of the training side, and the labels and triples (or the passages) that they use."""
+        yield from (question.text for question in self._train)
+        if isinstance(self.environment, TextEnvironment):
+            titles = {title for question in self._train for title in question.gold_passages}
+            for passage in self.environment.index.passages:
+                if passage.title in titles:
+                    yield f"{passage.title}: {passage.text}"
+            return
+        yield from dict.fromkeys(entity.label for question in self._train for entity in question.candidates)
+        for triple in self._training_triples():
+            yield triple.text
+
+    def _training_triples(self) -> list[Triple]:
+        """What the training questions' evidences say, without the bridge's second name."""
+        triples = {
+            Triple(
+                subject=evidence.subject,
+                relation=evidence.relation,
+                object=evidence.object,
+                subject_id=evidence.subject_id,
+                object_id=evidence.object_id,
+            ): None
+            for question in self._train
+            for evidence in question.evidences
+        }
+        return list(triples)
+
+
+def build(config: TwoWikiConfig) -> TwoWiki:
+    if not 1 <= config.hold_out_percent <= 99:
+        raise UserError(
+            f"hold_out_percent is {config.hold_out_percent}; give 1 to 99, so that both splits have questions"
+        )
+    if config.top_k < 1 or config.test_questions < 1 or config.augmented_copies < 0:
+        raise UserError(
+            f"top_k is {config.top_k}, test_questions {config.test_questions} and augmented_copies {config.augmented_copies}; "
+            "give at least 1, 1 and 0"
+        )
+    records = read_questions(data_files(config.data_dir, QUESTION_FILES, "questions"))
+    if config.environment == "text":
+        return _text_task(config, records)
+    graph = TripleGraph(with_known_ids(_read_graph(config.data_dir), records))
+    questions = [question for record in records if (question := graph_question(record, graph)) is not None]
+    _refuse_none(questions, config, "evidences and entity_ids")
+    return TwoWiki(config, GraphEnvironment(graph, config.top_k), questions)
+
+
+def is_held_out(question_id: str, hold_out_percent: int) -> bool:
+    return _hash(question_id) % 100 < hold_out_percent
+
+
+def graph_question(record: Record, graph: TripleGraph) -> Question | None:
+    """None where the record has no evidences, or where the graph does not know an entity that the question names."""
+    evidences = chain_evidences(record.triples)
+    label_of = {evidence.subject_id: evidence.subject for evidence in evidences}
+    candidates = []
+    for topic in record.topic_ids:
+        key = graph.find(topic) or graph.find(label_of[topic])
+        if key is None:
+            return None
+        candidates.append(Entity(id=key, label=label_of[topic]))
+    if not candidates:
+        return None
+    places = mentions(record.text, [candidate.label for candidate in candidates], record.titles)
+    if places is not None:
+        order = sorted(range(len(candidates)), key=lambda position: places[position].start)
+        candidates = [candidates[position] for position in order]
+    return Question(
+        id=record.id,
+        text=record.text,
+        answers=record.answers,
+        candidates=tuple(candidates),
+        gold_passages=record.titles,
+        evidences=evidences,
+        kind=record.kind,
+    )
+
+
+def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
+    if config.augmented_copies:
+        raise UserError(
+            f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set augmented_copies "
+            "to 0 or environment to graph"
+        )
+    passages = read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))
+    titles = {passage.title for passage in passages}
+    sample = {
+        record.id
+        for record in read_questions(data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus"))
+    }
+    questions = [
+        Question(
+            id=record.id,
+            text=record.text,
+            answers=record.answers,
+            gold_passages=record.titles,
+            evidences=chain_evidences(record.triples),
+            kind=record.kind,
+        )
+        for record in records
+        if record.id in sample and record.titles and titles.issuperset(record.titles)
+    ]
+    _refuse_none(questions, config, "gold passages in the corpus")
+    return TwoWiki(config, TextEnvironment(Bm25Index(passages, "default"), config.top_k), questions)
+
+
+def _read_graph(data_dir: str | Path) -> list[Triple]:
+    return [triple for file in data_files(data_dir, GRAPH_FILES, "triples") for triple in read_triples(file)]
+
+
+def _refuse_none(questions: Sequence[Question], config: TwoWikiConfig, what: str) -> None:
+    if not questions:
+        raise UserError(f"no question in {config.data_dir} has {what}, which environment={config.environment!r} needs")
+
+
+def _with_label_as_answer(question: Question) -> Question:
+    label = answer_from_evidence(question)
+    assert label is not None, "only questions whose answer follows from their evidence are demonstrated"
+    return dataclasses.replace(question, answers=tuple(dict.fromkeys((label, *question.answers))))
+
+
+def _hash(question_id: str) -> int:
+    return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)

@@ -1,0 +1,62 @@
+"""MyGO's selection: which sampled trajectories become training rows.
+
+After each batch of questions the threshold rises with the policy,
+
+    K := max(K', (r_mean / r_sup + 1) / 2 * r_sup)
+
+where r_mean is the mean reward of the batch's *first* attempts, r_sup the best possible reward and K' the previous threshold. The paper
+prints the formula without the factor one half; its K would lie above r_sup and accept nothing, so we read the midpoint of r_mean
+and r_sup. A trajectory is kept if its reward is above K or reaches r_sup (K = r_sup would accept nothing otherwise), at most m a question.
+Learning is then plain maximum likelihood on the planner's conversation and on each of its workers', as independent rows.
+
+Pure functions, called by `methods.mygo`.
+"""
+
+import collections
+from collections.abc import Sequence
+
+from mujica_jax.records import Conversation, Trajectory
+
+
+def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_reward: float) -> float:
+    """The threshold K after a batch; it never falls."""
+    return max(previous_k, (mean_first_attempt_reward / best_reward + 1.0) / 2.0 * best_reward)
+
+
+def mean_first_attempt_reward(trajectories: Sequence[Trajectory]) -> float:
+    """r_mean: failed first attempts count with the reward they have (zero); 0.0 for no trajectories."""
+    attempts = [trajectory.attempt for trajectory in trajectories]
+    first = min(attempts, default=0)
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.attempt == first]
+    return sum(rewards) / len(rewards) if rewards else 0.0
+
+
+def accepts(reward: float, *, k: float, best_reward: float) -> bool:
+    return reward > k or reward >= best_reward
+
+
+def select(
+    trajectories: Sequence[Trajectory], *, k: float, keep_per_question: int, best_reward: float
+) -> list[Trajectory]:
+    """At most `keep_per_question` accepted trajectories of each question, the earliest attempts first.
+
+    A trajectory whose planner conversation repeats, token for token, one already kept for its question is dropped: it would only
+    weigh the same text twice. The result stands in the order in which questions first appear, attempts ascending, whatever the order
+    in which samplers finished within a question.
+    """
+    by_question: dict[str, list[Trajectory]] = collections.defaultdict(list)
+    for trajectory in trajectories:
+        by_question[trajectory.question_id].append(trajectory)
+    selected: list[Trajectory] = []
+    for attempts in by_question.values():
+        kept: dict[tuple[int, ...], Trajectory] = {}
+        for trajectory in sorted(attempts, key=lambda trajectory: trajectory.attempt):
+            if len(kept) < keep_per_question and accepts(trajectory.reward, k=k, best_reward=best_reward):
+                kept.setdefault(tuple(trajectory.planner.token_ids), trajectory)
+        selected.extend(kept.values())
+    return selected
+
+
+def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
+    """The planner's conversation and every worker's, each an independent row."""
+    return [conversation for trajectory in trajectories for conversation in trajectory.conversations]

@@ -1,0 +1,51 @@
+"""A tiny decoder and made-up conversations, for the tests of packing, losses and training."""
+
+import numpy as np
+
+from mujica_jax.config import TrainerConfig
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.records import Conversation, Turn
+
+MODEL = DecoderConfig(
+    family="qwen3",
+    vocab_size=48,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=100.0,
+    rope_scaling=None,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    qk_norm=True,
+    max_position_embeddings=128,
+    eos_token_ids=(0,),
+    bos_token_id=None,
+    initializer_range=0.2,
+)
+TRAINER = TrainerConfig(row_tokens=32, rows_per_step=8)
+
+
+def conversation(*turns: tuple[int, ...], trained: tuple[bool, ...] | None = None) -> Conversation:
+    """Turns alternate between context and model; by default the model's are trained."""
+    trained = tuple(index % 2 == 1 for index in range(len(turns))) if trained is None else trained
+    return Conversation(
+        role="worker",
+        turns=tuple(
+            Turn(role="model" if is_trained else "context", token_ids=ids, text="", trained=is_trained)
+            for ids, is_trained in zip(turns, trained, strict=True)
+        ),
+    )
+
+
+def random_conversations(count: int, seed: int = 0, longest: int = 30) -> list[Conversation]:
+    """Four turns each, of one to a quarter of `longest` tokens."""
+    random = np.random.default_rng(seed)
+
+    def turn() -> tuple[int, ...]:
+        return tuple(random.integers(0, MODEL.vocab_size, random.integers(1, longest // 4 + 1)).tolist())
+
+    return [conversation(turn(), turn(), turn(), turn()) for _ in range(count)]

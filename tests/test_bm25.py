@@ -1,0 +1,95 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mujica_jax.retrieval.bm25 import Bm25Index, lucene_length, unicode_words
+from mujica_jax.retrieval.corpus import Passage, read_corpus, read_records
+from shared_data import TWO_WIKI, needs_data
+
+ANIMALS = [
+    Passage(id="0", title="Cat", text="The cat purrs and the cat sleeps."),
+    Passage(id="1", title="Dog", text="The dog barks."),
+    Passage(id="2", title="Cat and dog", text="Neither the cat nor the dog flies."),
+]
+
+
+@needs_data
+@pytest.mark.parametrize(("tokeniser", "recall_at_2", "recall_at_5"), [("default", 54.16, 64.60), ("elasticsearch", 50.66, 61.39)])
+def test_recall_on_2wiki_is_the_published_one(tokeniser, recall_at_2, recall_at_5):
+    index = Bm25Index(read_corpus([TWO_WIKI / "corpus_6119.json.gz"]), tokeniser)
+    questions = [record for _, record in read_records(TWO_WIKI / "questions_visible.jsonl.gz")]
+    results = index.search([question["question"] for question in questions], 5)
+
+    def recall(k: int) -> float:
+        shares = []
+        for question, result in zip(questions, results, strict=True):
+            gold = set(question["supporting_facts"])
+            shares.append(len(gold & {index.passages[position].title for position, _ in result[:k]}) / len(gold))
+        return 100 * sum(shares) / len(shares)
+
+    assert recall(2) == pytest.approx(recall_at_2, abs=0.1)
+    assert recall(5) == pytest.approx(recall_at_5, abs=0.1)
+
+
+def test_elasticsearch_scores_by_hand():
+    # Words with the title: 8, 4 and 10, on average 22/3; "cat" stands in two of three passages, three times in the first.
+    idf = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))
+    expected = [
+        (0, idf * 3 / (3 + 1.2 * (0.25 + 0.75 * 8 / (22 / 3)))),
+        (2, idf * 2 / (2 + 1.2 * (0.25 + 0.75 * 10 / (22 / 3)))),
+    ]
+    found = Bm25Index(ANIMALS, "elasticsearch").search(["cat"], 3)[0]
+    assert [position for position, _ in found] == [position for position, _ in expected]
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected])
+
+
+@pytest.mark.parametrize(("words", "stored"), [(0, 0), (7, 7), (39, 39), (40, 40), (41, 40), (43, 42), (100, 96), (1000, 984)])
+def test_lengths_are_rounded_as_in_lucene(words, stored):
+    assert lucene_length(words) == stored
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_rounded_lengths_are_at_most_an_eighth_too_small(words):
+    assert words * 7 / 8 <= lucene_length(words) <= words
+
+
+def test_unicode_words():
+    assert unicode_words("Can't stop U.S.A. at 1,234.5; naïve 'quote' a:b x_1 7:30") == [
+        *("can't", "stop", "u.s.a", "at", "1,234.5", "naïve", "quote", "a:b", "x_1", "7", "30"),
+    ]
+
+
+@pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
+def test_more_results_than_passages_and_queries_without_known_words(tokeniser):
+    index = Bm25Index(ANIMALS, tokeniser)
+    assert [position for position, _ in index.search(["cat dog"], 100)[0]] == [2, 0, 1]
+    assert index.search(["", "zebra", "?!"], 5) == [[], [], []]
+    assert index.search([], 5) == []
+
+
+@pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
+def test_a_corpus_without_words_finds_nothing(tokeniser):
+    assert Bm25Index([], tokeniser).search(["cat"], 3) == [[]]
+    assert Bm25Index([Passage(id="0", title="!", text="?")], tokeniser).search(["cat"], 3) == [[]]
+
+
+def test_k_below_one_is_refused():
+    with pytest.raises(ValueError, match="k is 0"):
+        Bm25Index(ANIMALS).search(["cat"], 0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from(["red", "green", "blue", "grey"]), min_size=1, max_size=4), min_size=1, max_size=8),
+    st.sampled_from(["default", "elasticsearch"]),
+)
+def test_a_shorter_result_is_a_prefix_of_a_longer_one(texts, tokeniser):
+    passages = [Passage(id=str(n), title="colour", text=" ".join(words)) for n, words in enumerate(texts)]
+    index = Bm25Index(passages, tokeniser)
+    longest = index.search(["red blue"], len(passages))[0]
+    assert [score for _, score in longest] == sorted((score for _, score in longest), reverse=True)
+    assert {position for position, _ in longest} == {n for n, words in enumerate(texts) if {"red", "blue"} & set(words)}
+    for k in range(1, len(passages) + 1):
+        assert index.search(["red blue"], k)[0] == longest[:k]

@@ -1,0 +1,144 @@
+"""Rules of the house: imports go down, heavy packages load late, no large files, every config loads, entry points start fast."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mujica_jax.config import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mujica_jax"
+FLOORS = (  # from the ground up; a room is a folder or a file of the package
+    ("models", "config", "records", "metrics", "errors"),
+    ("inference", "retrieval", "rewards"),
+    ("tasks", "trajectories", "index"),
+    ("agents", "learning", "report"),
+    ("methods", "eval", "serve", "plan", "view"),
+    ("train", "sample"),
+)
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
+HEAVY = {"tensorflow", "tensorflow_datasets", "torch", "jetstream", "seqio", "scann"}
+ADAPTERS = {
+    "inference/jetstream.py": {"jetstream"}
+}  # a file whose whole purpose is the package; imported where it is used
+LARGEST_FILE_BYTES = 2_000_000
+START_SECONDS = 3.0
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+ENTRY_POINTS = [name for name in ("train", "eval") if (PACKAGE / f"{name}.py").exists()]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(nodes: Iterator[ast.AST], path: Path) -> Iterator[str]:
+    """Absolute names of the modules that these statements import."""
+    package = ("mujica_jax", *path.relative_to(PACKAGE).parts[:-1])
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when the module is imported: not those in functions or under TYPE_CHECKING."""
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from run_at_import(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+            for field in ("body", "orelse", "finalbody"):
+                yield from run_at_import(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from run_at_import(handler.body)
+
+
+def rooms_imported_by(path: Path) -> set[str]:
+    names = imports(ast.walk(ast.parse(path.read_text())), path)
+    return {parts[1] for name in names if (parts := name.split("."))[0] == "mujica_jax" and len(parts) > 1}
+
+
+def test_every_module_stands_on_a_floor():
+    homeless = {room_of(path) for path in SOURCES} - set(FLOOR_OF) - {"__init__"}
+    assert not homeless, f"give {sorted(homeless)} a floor in FLOORS"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_never_go_up(path):
+    floor = FLOOR_OF.get(room_of(path), 0)
+    above = {room for room in rooms_imported_by(path) if FLOOR_OF.get(room, 0) > floor}
+    assert not above, f"{room_of(path)} stands on floor {floor} and imports {sorted(above)} from above"
+
+
+def test_rooms_of_one_floor_do_not_import_in_a_circle():
+    below: dict[str, set[str]] = {}
+    for path in SOURCES:
+        below.setdefault(room_of(path), set()).update(rooms_imported_by(path) & set(FLOOR_OF) - {room_of(path)})
+    while free := [room for room in below if not below[room] & set(below)]:  # remove what depends on nothing left
+        for room in free:
+            del below[room]
+    assert not below, f"these rooms import each other in a circle: {sorted(below)}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_heavy_packages_load_where_they_are_used(path):
+    names = imports(run_at_import(ast.parse(path.read_text()).body), path)
+    heavy = {name.split(".")[0] for name in names} & HEAVY - ADAPTERS.get(str(path.relative_to(PACKAGE)), set())
+    assert not heavy, f"import {sorted(heavy)} inside the function that needs it"
+
+
+def test_the_rules_see_what_they_forbid():
+    source = "import os\nif x:\n    import torch\ntry:\n    from scann import y\nexcept E:\n    import seqio.z\n"
+    late = "def f():\n    import tensorflow\nif TYPE_CHECKING:\n    import jetstream\n"
+    found = set(imports(run_at_import(ast.parse(source + late).body), PACKAGE / "tasks" / "task.py"))
+    assert found == {"os", "torch", "scann.y", "seqio.z"}
+    relative = ast.parse("from ..train import main\nfrom . import sibling\nfrom mujica_jax import eval")
+    found = set(imports(ast.walk(relative), PACKAGE / "tasks" / "task.py"))
+    assert found == {"mujica_jax.train.main", "mujica_jax.tasks.sibling", "mujica_jax.eval"}
+
+
+def test_no_large_file_is_tracked():
+    listing = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    files = [ROOT / name for name in listing.stdout.split("\0") if name]
+    large = [
+        str(file.relative_to(ROOT)) for file in files if file.is_file() and file.stat().st_size > LARGEST_FILE_BYTES
+    ]
+    assert not large, f"over {LARGEST_FILE_BYTES} bytes: {large}"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads(path):
+    spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert isinstance(module.get_config(), Config)
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_an_entry_point_starts_fast_and_without_tensorflow(name):
+    program = (
+        "import sys, time; began = time.perf_counter()\n"
+        f"import mujica_jax.{name}\n"
+        "print(time.perf_counter() - began, 'tensorflow' in sys.modules)"
+    )
+    for _ in range(3):  # the best of three: the first one may find a cold disk, any one a busy machine
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+        assert run.returncode == 0, run.stderr
+        seconds, tensorflow = run.stdout.split()
+        assert tensorflow == "False", f"importing mujica_jax.{name} loads TensorFlow"
+        if float(seconds) < START_SECONDS:
+            return
+    pytest.fail(f"importing mujica_jax.{name} takes {seconds} s, more than {START_SECONDS} s")

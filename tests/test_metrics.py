@@ -1,0 +1,90 @@
+import gzip
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mujica_jax.metrics import bootstrap_interval, score
+from shared_data import DATA, needs_data
+
+RULES = ("hotpot", "two_wiki", "musique", "triviaqa", "cover_em")
+WORDS = st.lists(st.sampled_from(["yes", "no", "the", "Paris", "a", "1,234", "film", "U.S.", "‘x’"]), max_size=5).map(" ".join)
+
+
+@needs_data
+@pytest.mark.parametrize("rule", RULES)
+def test_scores_are_those_of_the_official_script(rule):
+    compared = 0
+    with gzip.open(DATA / "metric_fixtures.jsonl.gz", "rt", encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            expected = row["expected"][rule]
+            if expected is None:  # the HotpotQA script takes one gold answer
+                continue
+            expected = {"em": expected} if rule == "cover_em" else expected
+            found = score(row["prediction"], row["golds"], rule)
+            assert {name: getattr(found, name) for name in expected} == expected, (row["prediction"], row["golds"])
+            compared += 1
+    assert compared == (1222 if rule == "hotpot" else 1638)
+
+
+def test_precision_and_recall_are_best_over_golds_each_by_itself():
+    found = score("Anna Maria Mozart", ["Constanze Mozart", "Maria Constanze Caecilia Josepha Johanna Aloisia Mozart"], "two_wiki")
+    assert (found.precision, found.recall, found.f1) == (2 / 3, 1 / 2, pytest.approx(0.4))
+
+
+def test_hotpot_over_several_golds_is_the_best_of_each():
+    several = score("Robert II Isumbert", ["Robert II of France", "Robert II"], "hotpot")
+    assert several.f1 == score("Robert II Isumbert", ["Robert II"], "hotpot").f1 == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "rule", "f1"),
+    [
+        ("no no no", "no", "hotpot", 0.0),
+        ("no no no", "no", "musique", 0.5),
+        ("Band-e-Amir", "Band-e Amir", "triviaqa", 1.0),
+        ("Band-e-Amir", "Band-e Amir", "two_wiki", 0.0),
+        ("", "the", "musique", 1.0),
+        ("", "the", "two_wiki", 0.0),
+    ],
+)
+def test_where_the_rules_differ(prediction, gold, rule, f1):
+    assert score(prediction, [gold], rule).f1 == f1
+
+
+def test_no_gold_is_refused():
+    with pytest.raises(ValueError, match="at least one gold"):
+        score("Paris", [], "two_wiki")
+
+
+@given(WORDS, st.lists(WORDS, min_size=1, max_size=3), st.sampled_from(RULES))
+def test_scores_lie_between_zero_and_one_and_ignore_the_order_of_golds(prediction, golds, rule):
+    found = score(prediction, golds, rule)
+    assert all(0.0 <= value <= 1.0 for value in (found.em, found.f1, found.precision, found.recall))
+    assert found == score(prediction, golds[::-1], rule)
+
+
+@given(WORDS.filter(lambda text: "Paris" in text), st.sampled_from(RULES))
+def test_the_gold_itself_scores_full_marks(gold, rule):
+    assert score(gold, [gold], rule).em == score(gold, [gold], rule).f1 == 1.0
+
+
+def test_bootstrap_interval_holds_the_mean_and_has_the_width_of_the_normal_approximation():
+    values = [1.0] * 300 + [0.0] * 700
+    low, high = bootstrap_interval(values)
+    assert low < 30.0 < high
+    # half width 1.96 * sqrt(0.3 * 0.7 / 1000) = 2.84 points
+    assert (high - low) / 2 == pytest.approx(2.84, abs=0.3)
+
+
+def test_bootstrap_interval_depends_on_the_seed_alone():
+    values = [0.0, 0.25, 1.0, 0.5]
+    assert bootstrap_interval(values, seed=1) == bootstrap_interval(values, seed=1)
+    assert bootstrap_interval(values, seed=1) != bootstrap_interval(values, seed=2)
+    assert bootstrap_interval([0.5] * 7) == (50.0, 50.0)
+
+
+def test_bootstrap_interval_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one value"):
+        bootstrap_interval([])

@@ -1,0 +1,555 @@
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from mujica_jax.errors import RunMismatch, StoreError, UserError
+from mujica_jax.records import Conversation, Search, StopReason, Trajectory, Turn
+from mujica_jax.trajectories import objects, provenance, shards
+from mujica_jax.trajectories.store import RoundSummary, Store, open_run, shard_name
+
+
+def trajectory(number: int = 0, tokens: int = 6, workers: int = 2) -> Trajectory:
+    random = np.random.default_rng(number)
+
+    def turn(role: str, trained: bool = False) -> Turn:
+        logprobs = tuple(float(value) for value in -random.exponential(size=tokens).astype(np.float32))
+        return Turn(
+            role=role,  # pyright: ignore[reportArgumentType]
+            token_ids=tuple(int(token) for token in random.integers(0, 150_000, tokens)),
+            text=f"text {number} with an accent: é",
+            logprobs=logprobs if role == "model" else None,
+            trained=trained,
+        )
+
+    def search(iteration: int) -> Search:
+        return Search(
+            iteration=iteration,
+            query="Who directed The Silent Harbor?",
+            entity="The Silent Harbor",
+            materials=("The Silent Harbor, director, Ada Crane", "The Silent Harbor, genre, crime"),
+            selected=(0,),
+            sentence="Ada Crane directed The Silent Harbor.",
+            found=True,
+        )
+
+    return Trajectory(
+        question_id=f"tiny-train-{number:06d}",
+        attempt=number % 3,
+        policy_version=2,
+        seed=2**62 + number,
+        planner=Conversation(role="planner", turns=(turn("context"), turn("model", trained=True), turn("context"))),
+        workers=tuple(
+            Conversation(role="worker", turns=(turn("context"), turn("model", True))) for _ in range(workers)
+        ),
+        answer="Ada Crane",
+        reward=0.1 + number,
+        rewards_by_part={"em": 1.0, "f1": 1 / 3},
+        stop_reason=StopReason.ANSWERED,
+        searches=tuple(search(iteration) for iteration in range(workers)),
+        seconds=0.25,
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "run")
+
+
+@pytest.fixture
+def rows() -> list[Trajectory]:
+    return [trajectory(number) for number in range(4)]
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+# Objects
+
+
+def test_an_object_is_created_once_and_the_second_bytes_are_dropped(store: Store) -> None:
+    assert store.create("rounds/0001/x", b"first")
+    assert not store.create("rounds/0001/x", b"second")
+    assert store.read("rounds/0001/x") == b"first"
+    assert files(store.root) == ["rounds/0001/x"]  # no temporary file stays
+
+
+def test_of_many_writers_exactly_one_wins(store: Store) -> None:
+    barrier = threading.Barrier(8)
+    won: list[int] = []
+
+    def write(number: int) -> None:
+        barrier.wait()
+        if store.create("x", bytes([number]) * 10_000):
+            won.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert store.read("x") == bytes(won) * 10_000
+
+
+def test_a_writer_killed_in_the_middle_leaves_no_object(tmp_path: Path) -> None:
+    program = (
+        "import os, signal\n"
+        "from mujica_jax.trajectories.objects import Objects\n"
+        "os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"Objects({str(tmp_path)!r}).create('x', b'never whole')\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], check=False)
+    assert killed.returncode < 0
+    store = Store(tmp_path)
+    assert not store.exists("x")
+    assert store.create("x", b"whole")
+
+
+def test_json_comes_back(store: Store) -> None:
+    assert store.write_json_once("a.json", {"x": [1, 2.5, None, "é"]})
+    assert not store.write_json_once("a.json", {"x": 0})
+    assert store.read_json("a.json") == {"x": [1, 2.5, None, "é"]}
+
+
+@pytest.mark.parametrize(("content", "complaint"), [("{", "is not JSON"), ("[1]", "holds no JSON object")])
+def test_json_that_was_changed_is_named(store: Store, content: str, complaint: str) -> None:
+    (store.root / "a.json").write_text(content)
+    with pytest.raises(StoreError, match=rf"a\.json {complaint}"):
+        store.read_json("a.json")
+
+
+def test_a_missing_object_is_named(store: Store) -> None:
+    with pytest.raises(StoreError, match=r"plan\.json is missing"):
+        store.read_json("plan.json")
+
+
+def test_json_refuses_what_is_not_a_number(store: Store) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        store.write_json_once("a.json", {"x": float("nan")})
+
+
+# Metrics
+
+
+def test_metrics_are_appended(store: Store) -> None:
+    assert store.read_metrics() == []
+    store.append_metrics({"step": 1, "loss": 0.5})
+    store.append_metrics({"step": 2, "loss": float("nan")})
+    assert store.read_metrics() == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": None}]
+
+
+def test_a_line_that_a_killed_writer_left_is_cut_off(store: Store) -> None:
+    store.append_metrics({"step": 1})
+    with open(store.root / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')
+    assert store.read_metrics() == [{"step": 1}]
+    store.append_metrics({"step": 2})
+    assert store.read_metrics() == [{"step": 1}, {"step": 2}]
+    assert (store.root / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_broken_line_in_the_middle_is_not_skipped(store: Store) -> None:
+    (store.root / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(StoreError, match="a line that is not JSON"):
+        store.read_metrics()
+
+
+# Shards
+
+
+def test_trajectories_come_back(store: Store, rows: list[Trajectory]) -> None:
+    entry = store.write_shard(3, 7, rows)
+    assert (entry.name, entry.rows) == ("rounds/0003/shard-00007.parquet", 4)
+    assert store.read_shard(entry) == rows
+    assert store.find_shard(3, 7) == entry
+    assert store.shard_exists(3, 7)
+    assert not store.shard_exists(3, 8)
+    assert store.find_shard(3, 8) is None
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        dataclasses.replace(trajectory(), workers=(), searches=(), rewards_by_part={}, answer=""),
+        dataclasses.replace(trajectory(), planner=Conversation(role="single", turns=())),
+        dataclasses.replace(
+            trajectory(),
+            planner=Conversation(
+                role="planner",
+                turns=(
+                    Turn(role="model", token_ids=(), text="", logprobs=(), trained=True),
+                    Turn(role="model", token_ids=(5,), text="a", logprobs=None, trained=True),
+                    Turn(role="context", token_ids=(0, 2**31 - 1), text="\x00 line\nbreak"),
+                ),
+            ),
+        ),
+        dataclasses.replace(trajectory(), searches=(Search(iteration=1, query="?"),)),
+        *(dataclasses.replace(trajectory(), stop_reason=reason) for reason in StopReason),
+    ],
+)
+def test_odd_trajectories_come_back(odd: Trajectory) -> None:
+    assert shards.decode(shards.encode([odd, trajectory(1), odd]), "x") == [odd, trajectory(1), odd]
+
+
+def test_a_shard_without_trajectories_comes_back(store: Store) -> None:
+    assert store.read_shard(store.write_shard(0, 0, [])) == []
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    logprobs=st.lists(st.floats(max_value=0, width=32, allow_nan=False), max_size=20),
+    text=st.text(st.characters(exclude_categories=["Cs"])),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    reward=st.floats(allow_nan=False),
+)
+def test_float32_logprobs_and_everything_else_are_exact(
+    logprobs: list[float], text: str, seed: int, reward: float
+) -> None:
+    turn = Turn(role="model", token_ids=tuple(range(len(logprobs))), text=text, logprobs=tuple(logprobs), trained=True)
+    row = dataclasses.replace(
+        trajectory(),
+        planner=Conversation(role="planner", turns=(turn, turn)),
+        seed=seed,
+        reward=reward,
+        rewards_by_part={text: reward},
+    )
+    assert shards.decode(shards.encode([row]), "x") == [row]
+
+
+def test_other_tools_read_plain_columns_and_metadata(store: Store, rows: list[Trajectory]) -> None:
+    entry = store.write_shard(0, 0, rows)
+    table = pyarrow.parquet.read_table(store.root / entry.name)
+    assert table.column("question_id").to_pylist() == [row.question_id for row in rows]
+    assert table.column("search_count").to_pylist() == [2, 2, 2, 2]
+    assert table.column("reward").to_pylist() == [row.reward for row in rows]
+    turn = table.column("conversations").to_pylist()[0][0]["turns"][1]
+    assert (turn["role"], turn["trained"]) == ("model", True)
+    assert turn["token_ids"] == list(rows[0].planner.turns[1].token_ids)
+    metadata = pyarrow.parquet.read_metadata(store.root / entry.name).metadata
+    assert (metadata[b"schema_version"], metadata[b"rows"]) == (b"1", b"4")
+
+
+def test_the_first_shard_stays(store: Store, rows: list[Trajectory]) -> None:
+    first = store.write_shard(0, 0, rows)
+    again = store.write_shard(0, 0, [dataclasses.replace(row, seconds=9.0) for row in rows])
+    assert again == first
+    assert store.read_shard(again) == rows
+
+
+def test_content_does_not_depend_on_seconds(rows: list[Trajectory]) -> None:
+    slower = [dataclasses.replace(row, seconds=9.0) for row in rows]
+    assert shards.content_sha256(slower) == shards.content_sha256(rows)
+    assert shards.encode(slower) != shards.encode(rows)
+
+
+def changed_contents() -> Iterator[Trajectory]:
+    row = trajectory()
+    first, second, third = row.planner.turns
+    yield dataclasses.replace(row, question_id="x")
+    yield dataclasses.replace(row, attempt=9)
+    yield dataclasses.replace(row, policy_version=9)
+    yield dataclasses.replace(row, seed=9)
+    yield dataclasses.replace(row, answer="x")
+    yield dataclasses.replace(row, reward=9.0)
+    yield dataclasses.replace(row, rewards_by_part={"em": 0.0, "f1": 1 / 3})
+    yield dataclasses.replace(row, stop_reason=StopReason.NO_ACTION)
+    yield dataclasses.replace(row, workers=row.workers[:1])
+    yield dataclasses.replace(row, searches=row.searches[:1])
+    yield dataclasses.replace(row, searches=(dataclasses.replace(row.searches[0], selected=()), row.searches[1]))
+    for changed in (
+        dataclasses.replace(second, token_ids=second.token_ids[::-1]),
+        dataclasses.replace(second, logprobs=tuple(value - 1 for value in second.logprobs or ())),
+        dataclasses.replace(second, logprobs=None),
+        dataclasses.replace(second, text="x"),
+        dataclasses.replace(second, trained=False),
+    ):
+        yield dataclasses.replace(row, planner=Conversation(role="planner", turns=(first, changed, third)))
+
+
+def test_content_depends_on_everything_else() -> None:
+    digests = [shards.content_sha256([row]) for row in (trajectory(), *changed_contents())]
+    assert len(digests) == len(set(digests))
+
+
+def test_every_flipped_bit_is_found_before_a_manifest_exists() -> None:
+    data = shards.encode([trajectory(tokens=2, workers=0)])
+    for place in range(len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << (place % 8)
+        with pytest.raises(StoreError, match="shard-x"):
+            shards.decode(bytes(damaged), "shard-x")
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, -1])
+def test_a_truncated_shard_is_found_before_a_manifest_exists(store: Store, rows: list[Trajectory], kept: int) -> None:
+    path = store.root / store.write_shard(1, 2, rows).name
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(StoreError, match=r"shard-00002\.parquet is .*sample it again"):
+        store.find_shard(1, 2)
+
+
+def test_a_foreign_parquet_file_is_no_shard(store: Store) -> None:
+    (store.root / "rounds/0000").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), store.root / shard_name(0, 0))
+    with pytest.raises(StoreError, match="hold no checksum"):
+        store.find_shard(0, 0)
+
+
+def test_a_shard_of_another_schema_is_refused(monkeypatch: pytest.MonkeyPatch, rows: list[Trajectory]) -> None:
+    monkeypatch.setattr(shards, "SCHEMA_VERSION", "7")
+    data = shards.encode(rows)
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match="shard-x has schema version 7 and this program reads 1"):
+        shards.decode(data, "shard-x")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "replaced"])
+def test_a_damaged_shard_is_named(store: Store, rows: list[Trajectory], damage: str) -> None:
+    entry = store.write_shard(1, 2, rows)
+    path = store.root / entry.name
+    data = path.read_bytes()
+    match damage:
+        case "missing":
+            path.unlink()
+        case "truncated":
+            path.write_bytes(data[:-7])
+        case "flipped":
+            path.write_bytes(bytes([*data[:50], data[50] ^ 1, *data[51:]]))
+        case "replaced":
+            path.write_bytes(shards.encode(rows[:1]))
+    with pytest.raises(StoreError, match=r"rounds/0001/shard-00002\.parquet is (missing|damaged)"):
+        store.read_shard(entry)
+
+
+def test_the_row_count_of_the_entry_is_compared(store: Store, rows: list[Trajectory]) -> None:
+    entry = store.write_shard(0, 0, rows)
+    with pytest.raises(StoreError, match="holds 4 rows and the manifest says 5"):
+        store.read_shard(dataclasses.replace(entry, rows=5))
+
+
+def test_a_quarantined_shard_can_be_sampled_again(store: Store, rows: list[Trajectory]) -> None:
+    damaged = store.write_shard(1, 2, rows)
+    (store.root / damaged.name).write_bytes(b"rubbish")
+    reason = store.quarantine(damaged, "its size is 7")
+    assert json.loads(reason.read_text()) == {"shard": damaged.name, "reason": "its size is 7"}
+    assert (reason.parent / "shard-00002.parquet").read_bytes() == b"rubbish"
+    assert not store.shard_exists(1, 2)
+    again = store.write_shard(1, 2, rows)
+    assert store.read_shard(again) == rows
+    assert again.content_sha256 == damaged.content_sha256
+
+
+def test_quarantine_opens_the_round_again(store: Store, rows: list[Trajectory]) -> None:
+    entries = [store.write_shard(1, shard, rows) for shard in (0, 1)]
+    store.write_done(1, entries, mean_reward=0.5, threshold=0.7)
+    unlisted = store.write_shard(1, 2, rows)
+    store.quarantine(unlisted, "nobody listed it")
+    assert store.read_done(1) is not None
+    (store.root / entries[0].name).unlink()
+    store.quarantine(entries[0].name, "missing")
+    assert store.read_done(1) is None
+    assert store.find_shard(1, 1) == entries[1]
+
+
+def test_the_same_shard_may_be_quarantined_twice(store: Store, rows: list[Trajectory]) -> None:
+    reasons = [store.quarantine(store.write_shard(0, 0, rows), "again") for _ in range(2)]
+    assert reasons[0] != reasons[1]
+
+
+# Rounds
+
+
+def test_a_plan_is_written_once(store: Store) -> None:
+    assert store.read_plan(3) is None
+    assert store.write_plan(3, {"policy_version": 2, "shards": [["q1"], ["q2"]]})
+    assert not store.write_plan(3, {"policy_version": 3})
+    assert store.read_plan(3) == {"policy_version": 2, "shards": [["q1"], ["q2"]]}
+    assert store.exists("rounds/0003/plan.json")
+
+
+def test_a_round_is_done_once(store: Store, rows: list[Trajectory]) -> None:
+    assert store.read_done(3) is None
+    entries = [store.write_shard(3, shard, rows[:shard]) for shard in (1, 2)]
+    summary = store.write_done(3, entries, mean_reward=0.25, threshold=None)
+    assert summary == RoundSummary(
+        round_number=3, trajectories=3, mean_reward=0.25, threshold=None, shards=tuple(entries)
+    )
+    assert store.read_done(3) == summary
+    assert store.write_done(3, [], mean_reward=0.0, threshold=1.0) == summary
+
+
+def test_a_done_file_with_other_fields_is_named(store: Store) -> None:
+    store.write_json_once("rounds/0003/DONE.json", {"shards": [{"name": "x"}]})
+    with pytest.raises(StoreError, match=r"DONE\.json has other fields"):
+        store.read_done(3)
+
+
+# Policies
+
+
+def write_weights(path: Path) -> None:
+    (path / "params").mkdir()
+    (path / "params" / "weights").write_bytes(b"0123456789")
+
+
+def test_a_policy_is_committed_once(store: Store) -> None:
+    assert store.latest_policy() is None
+    assert store.commit_policy(3, write_weights)
+    assert not store.commit_policy(3, lambda path: pytest.fail("the version exists"))
+    assert store.commit_policy(12, write_weights)
+    assert store.policies() == [3, 12]
+    assert store.latest_policy() == 12
+    assert (store.policy_path(3) / "params" / "weights").read_bytes() == b"0123456789"
+    assert files(store.root / "policies" / "000003") == ["COMMITTED", "params/weights"]
+
+
+def test_a_policy_that_fails_half_way_is_not_there(store: Store) -> None:
+    def fail(path: Path) -> None:
+        write_weights(path)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        store.commit_policy(1, fail)
+    assert store.latest_policy() is None
+    assert files(store.root) == []
+    assert store.commit_policy(1, write_weights)
+
+
+def test_a_policy_that_a_killed_writer_left_is_written_anew(store: Store) -> None:
+    partial = store.root / "policies" / ".partial-000001"
+    partial.mkdir(parents=True)
+    (partial / "old").write_bytes(b"half")
+    assert store.policies() == []
+    assert store.commit_policy(1, write_weights)
+    assert files(store.root / "policies") == ["000001/COMMITTED", "000001/params/weights"]
+
+
+def test_a_policy_without_committed_is_no_policy(store: Store) -> None:
+    store.commit_policy(1, write_weights)
+    (store.root / "policies" / "000002").mkdir()
+    assert store.latest_policy() == 1
+    with pytest.raises(StoreError, match=r"000002 is no committed policy; the versions that are: \[1\]"):
+        store.policy_path(2)
+
+
+@pytest.mark.parametrize("content", [None, b"01234", b"0123456780"])
+def test_a_damaged_policy_is_named(store: Store, content: bytes | None) -> None:
+    store.commit_policy(1, write_weights)
+    weights = store.root / "policies" / "000001" / "params" / "weights"
+    weights.unlink()
+    if content is not None:
+        weights.write_bytes(content)
+    with pytest.raises(StoreError, match=r"params/weights is (missing|damaged)"):
+        store.policy_path(1)
+
+
+# Runs
+
+CONFIG = {
+    "name": "tiny",
+    "run": None,
+    "seed": 0,
+    "task": {"paraphrases": 3, "kinds": ("a", "b")},
+    "eval": {"control": True},
+}
+
+
+def test_a_run_keeps_its_configuration_and_where_it_came_from(tmp_path: Path) -> None:
+    store = open_run(tmp_path / "runs" / "a", CONFIG)
+    saved = store.read_json("config.json")
+    assert saved["config"]["task"] == {"paraphrases": 3, "kinds": ["a", "b"]}
+    assert saved["python"].startswith("3.")
+    assert saved["packages"]["numpy"] == np.__version__
+    assert "git_revision" in saved
+
+
+def test_a_run_is_opened_again_with_the_same_configuration(tmp_path: Path) -> None:
+    open_run(tmp_path, CONFIG)
+    before = (tmp_path / "config.json").read_bytes()
+    open_run(tmp_path, {**CONFIG, "run": "elsewhere"})
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_another_configuration_is_refused_with_both_values_of_every_key(tmp_path: Path) -> None:
+    open_run(tmp_path, CONFIG)
+    other = {**CONFIG, "seed": 1, "task": {"paraphrases": 1, "kinds": ["a", "b"], "missing": 0.5}}
+    with pytest.raises(RunMismatch) as caught:
+        open_run(tmp_path, other)
+    assert str(caught.value) == (
+        f"{tmp_path} was begun with another configuration: seed was 0 and is now 1; task.paraphrases was 3 and is now 1; "
+        "task.missing was 'unset' and is now 0.5; repeat the old values or choose another --run directory"
+    )
+
+
+def test_ignored_keys_may_differ(tmp_path: Path) -> None:
+    open_run(tmp_path, CONFIG)
+    open_run(tmp_path, {**CONFIG, "name": "x", "eval": {"control": False}}, ignore=("name", "eval"))
+    with pytest.raises(RunMismatch, match="named"):
+        open_run(tmp_path, {**CONFIG, "named": 1}, ignore=("name",))
+
+
+def test_a_section_that_became_empty_is_a_difference() -> None:
+    assert provenance.differences({"task": {"a": 1}}, {"task": None}, ignore=()) == [
+        "task.a was 1 and is now 'unset'",
+        "task was 'unset' and is now None",
+    ]
+
+
+def test_a_bucket_is_no_local_directory() -> None:
+    with pytest.raises(UserError, match="gs://bucket/run is no local directory"):
+        open_run("gs://bucket/run", CONFIG)
+
+
+def test_a_file_in_the_place_of_the_run_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match=r"cannot use .*file.*: a file stands where a directory is needed"):
+            open_run(root, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [(errno.ENOSPC, "no space is left"), (errno.EROFS, "read-only"), (errno.EACCES, "permission is denied")],
+)
+def test_a_disk_that_cannot_be_written_is_explained(
+    store: Store, monkeypatch: pytest.MonkeyPatch, code: int, sentence: str
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(objects.os, "fsync", fail)
+    with pytest.raises(UserError, match=rf"cannot use .*config\.json: .*{sentence}.*--run directory"):
+        open_run(store.root, CONFIG)
+    with pytest.raises(UserError, match=rf"cannot use .*000001: .*{sentence}"):
+        store.commit_policy(1, write_weights)
+    monkeypatch.undo()
+    assert files(store.root) == []
+
+
+def test_other_errors_of_the_operating_system_keep_their_traceback(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(objects.os, "fsync", fail)
+    with pytest.raises(OSError, match="input/output error"):
+        store.create("x", b"")
+
+
+def test_importing_the_store_loads_no_arrow() -> None:
+    program = "import sys, mujica_jax.trajectories.store; sys.exit('pyarrow' in sys.modules or 'jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], check=True)
