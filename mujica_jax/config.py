@@ -87,13 +87,23 @@ class TrainerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadingConfig:
+    """What stands in for pre-training when a model starts from scratch: plain text about the training side of the task."""
+
+    documents: int  # distinct documents; 0 with `--init`
+    steps: int
+    learning_rate: float
+    learning_rate_floor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupConfig:
     """Supervised start: scripted demonstrations from scratch, few-shot trajectories with EM = 1 with `--init`."""
 
     steps: int
     learning_rate: float
     learning_rate_floor: float
-    demonstration_noise: float  # share of scripted planner and worker turns that are wrong on purpose (0 to 1)
+    reading_share: float  # reading documents mixed into the demonstrations, as a share of their tokens
     few_shot_trajectories: int = 300  # how many correct trajectories to sample with `--init` (appendix D.3)
     few_shot_attempts: int = 4  # at most this many tries a question
 
@@ -129,6 +139,7 @@ class Config:
     agent: AgentConfig
     engine: EngineConfig
     trainer: TrainerConfig
+    reading: ReadingConfig
     warmup: WarmupConfig
     mygo: MygoConfig
     eval: EvalConfig

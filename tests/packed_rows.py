@@ -1,8 +1,10 @@
 """A tiny decoder and made-up conversations, for the tests of packing, losses and training."""
 
 import numpy as np
+from flax import nnx
 
 from mujica_jax.config import TrainerConfig
+from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.records import Conversation, Turn
 
@@ -11,7 +13,7 @@ MODEL = DecoderConfig(
     vocab_size=48,
     hidden_size=16,
     intermediate_size=24,
-    num_layers=2,
+    num_layers=1,
     num_heads=2,
     num_kv_heads=2,
     head_dim=8,
@@ -49,3 +51,8 @@ def random_conversations(count: int, seed: int = 0, longest: int = 30) -> list[C
         return tuple(random.integers(0, MODEL.vocab_size, random.integers(1, longest // 4 + 1)).tolist())
 
     return [conversation(turn(), turn(), turn(), turn()) for _ in range(count)]
+
+
+def tiny_decoder(config: DecoderConfig = MODEL, seed: int = 0) -> Decoder:
+    """Drawn in one compiled program: op by op it would take seconds."""
+    return nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(seed)))()

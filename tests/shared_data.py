@@ -9,5 +9,6 @@ DATA = Path(os.environ.get("MUJICA_DATA", Path(__file__).resolve().parents[2] / 
 TWO_WIKI = DATA / "2wikimultihopqa"
 
 needs_data = pytest.mark.skipif(
-    not TWO_WIKI.is_dir(), reason=f"the data folder {DATA} is missing; set MUJICA_DATA to a folder with 2wikimultihopqa/"
+    not TWO_WIKI.is_dir(),
+    reason=f"the data folder {DATA} is missing; set MUJICA_DATA to a folder with 2wikimultihopqa/",
 )

@@ -4,10 +4,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.corpus import Passage, read_corpus, read_records
-from shared_data import TWO_WIKI, needs_data
 
 CAT = {"title": "Cat", "text": "Cats purr."}
 DOG = {"title": "Dog", "text": "Dogs bark."}
@@ -35,7 +35,9 @@ def test_ids_count_over_all_files(tmp_path):
     assert [passage.id for passage in read_corpus([first, second])] == ["0", "1"]
 
 
-@pytest.mark.parametrize("bad", [{"title": "Dog"}, {"title": "Dog", "text": "  "}, {"text": "Dogs bark."}, {"title": 3, "text": "x"}, "dog"])
+@pytest.mark.parametrize(
+    "bad", [{"title": "Dog"}, {"title": "Dog", "text": "  "}, {"text": "Dogs bark."}, {"title": 3, "text": "x"}, "dog"]
+)
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_passage_without_title_or_text_is_refused_with_its_line(tmp_path, bad, indent):
     lines = tmp_path / "corpus.jsonl"
@@ -57,7 +59,12 @@ def test_a_repeated_id_is_refused_with_both_lines(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "line"),
-    [('{"title": "Cat"', 1), ('[{"title": "Cat", "text": "x"}\n{"title"', 2), ('[\n{"title": "Cat",\n oops}]', 3), ("[\n", 2)],
+    [
+        ('{"title": "Cat"', 1),
+        ('[{"title": "Cat", "text": "x"}\n{"title"', 2),
+        ('[\n{"title": "Cat",\n oops}]', 3),
+        ("[\n", 2),
+    ],
 )
 def test_broken_json_is_refused_with_its_line(tmp_path, content, line):
     path = tmp_path / "corpus.json"
@@ -75,7 +82,10 @@ def test_a_missing_or_truncated_file_is_a_users_error(tmp_path):
         read_corpus([path])
 
 
-@given(st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=5), max_size=2), max_size=5), st.sampled_from([None, 0, 3]))
+@given(
+    st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=5), max_size=2), max_size=5),
+    st.sampled_from([None, 0, 3]),
+)
 def test_an_array_gives_what_json_gives(tmp_path_factory, records, indent):
     path = tmp_path_factory.mktemp("array") / "records.json"
     path.write_text(json.dumps(records, indent=indent), encoding="utf-8")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import filled_decoder
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.decoder import Decoder
@@ -53,13 +54,18 @@ PERTURBED = {
     "qk_norm": True,
 }
 RECORDED = {"initializer_range": 0.1, "max_position_embeddings": 256, "eos_token_ids": (1,), "bos_token_id": 2}
-SCALING_PERTURBED = {"factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 8.0, "original_max_position_embeddings": 32}
+SCALING_PERTURBED = {
+    "factor": 8.0,
+    "low_freq_factor": 0.5,
+    "high_freq_factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 20)))
 
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return _filled(CONFIG)
+    return filled_decoder(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +73,8 @@ def logits() -> jax.Array:
     return _fresh_logits(CONFIG)
 
 
-def _filled(config: DecoderConfig, **options) -> Decoder:
-    """A decoder with weights drawn by numpy: compiling the real initialisers would take most of these tests' time."""
-    draw = np.random.default_rng(0)
-    decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **options))
-
-    def fill(path, leaf):
-        centre = 1.0 if any("norm" in str(key) for key in path) else 0.0
-        return jnp.asarray(draw.normal(centre, 0.2, leaf.shape), leaf.dtype)
-
-    nnx.update(decoder, jax.tree_util.tree_map_with_path(fill, nnx.state(decoder)))
-    return decoder
-
-
 def _fresh_logits(config: DecoderConfig) -> jax.Array:
-    graph, state = nnx.split(_filled(config))
+    graph, state = nnx.split(filled_decoder(config))
     return jax.jit(lambda state: _logits(nnx.merge(graph, state)))(state)
 
 
@@ -89,6 +82,9 @@ def _logits(decoder, tokens=TOKENS, segment_ids=None, positions=None, **options)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
     segment_ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
     return decoder.logits(decoder(tokens, positions, causal_self_attention(segment_ids), **options))
+
+
+_compiled_logits = nnx.jit(_logits, static_argnames=("scan", "remat"))
 
 
 def test_the_tables_of_perturbations_cover_every_field():
@@ -131,7 +127,8 @@ def test_fresh_matrices_have_the_configured_deviation_and_norms_are_one():
 
 
 def test_scan_and_loop_give_the_same_logits(decoder):
-    np.testing.assert_allclose(_logits(decoder, scan=False), _logits(decoder, scan=True), atol=2e-5)
+    looped, scanned = (_compiled_logits(decoder, scan=scan) for scan in (False, True))
+    np.testing.assert_allclose(looped, scanned, atol=2e-5)
 
 
 def test_the_loop_names_layers_by_python_integers(decoder):
@@ -159,9 +156,9 @@ def test_packed_rows_equal_separate_rows(decoder):
     packed = jnp.concatenate([TOKENS[:1, :12], TOKENS[1:, :8], jnp.zeros((1, 4), jnp.int32)], axis=1)
     segment_ids = jnp.asarray([[1] * 12 + [2] * 8 + [0] * 4])
     positions = jnp.asarray([[*range(12), *range(8), *[0] * 4]])
-    logits = _logits(decoder, packed, segment_ids, positions)
-    np.testing.assert_allclose(logits[0, :12], _logits(decoder, TOKENS[:1, :12])[0], atol=1e-5)
-    np.testing.assert_allclose(logits[0, 12:20], _logits(decoder, TOKENS[1:, :8])[0], atol=1e-5)
+    logits = _compiled_logits(decoder, packed, segment_ids, positions)
+    np.testing.assert_allclose(logits[0, :12], _compiled_logits(decoder, TOKENS[:1, :12])[0], atol=1e-5)
+    np.testing.assert_allclose(logits[0, 12:20], _compiled_logits(decoder, TOKENS[1:, :8])[0], atol=1e-5)
     assert jnp.isfinite(logits).all()
 
 
@@ -221,8 +218,8 @@ def test_large_scores_do_not_overflow():
 
 
 def test_bfloat16_computes_close_to_float32_and_returns_float32_logits(decoder):
-    narrow = _filled(CONFIG, dtype=jnp.bfloat16)
+    narrow = filled_decoder(CONFIG, dtype=jnp.bfloat16)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(narrow)))
-    computed, expected = _logits(narrow), _logits(decoder)
+    computed, expected = _compiled_logits(narrow), _compiled_logits(decoder)
     assert computed.dtype == jnp.float32
     assert jnp.abs(computed - expected).mean() < 0.05 * jnp.abs(expected).mean()

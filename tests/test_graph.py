@@ -3,10 +3,10 @@ import gzip
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
-from shared_data import TWO_WIKI, needs_data
 
 HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
 
@@ -89,7 +89,9 @@ def test_dates_are_no_entities(graph):
 
 
 def test_equal_triples_are_shown_once():
-    twice = TripleGraph([triple("A", "father", "B"), triple("A", "father", "B", "Q1", "Q2"), triple("A", "father", "A")])
+    twice = TripleGraph(
+        [triple("A", "father", "B"), triple("A", "father", "B", "Q1", "Q2"), triple("A", "father", "A")]
+    )
     assert [found.text for found in twice.triples_of("A")] == ["A, father, B", "A, father, A"]
 
 
@@ -97,7 +99,10 @@ def test_reading_and_its_refusals(tmp_path):
     path = tmp_path / "triples.tsv.gz"
     with gzip.open(path, "wt", encoding="utf-8") as file:
         file.write(HEADER + " Agatha\tspouse\tSamuel of Bulgaria\tQ1\tQ2\n\nTaxi!\tdirector\tRoy Del Ruth\t\t\n")
-    assert read_triples(path) == [triple("Agatha", "spouse", "Samuel of Bulgaria", "Q1", "Q2"), triple("Taxi!", "director", "Roy Del Ruth")]
+    assert read_triples(path) == [
+        triple("Agatha", "spouse", "Samuel of Bulgaria", "Q1", "Q2"),
+        triple("Taxi!", "director", "Roy Del Ruth"),
+    ]
 
 
 @pytest.mark.parametrize(

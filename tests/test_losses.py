@@ -1,13 +1,15 @@
 import dataclasses
 import math
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from packed_rows import MODEL, random_conversations
+from jax import Array
+from packed_rows import MODEL, random_conversations, tiny_decoder
 
 from mujica_jax.learning import losses
 from mujica_jax.learning.losses import mle_loss, token_log_probs
@@ -17,7 +19,12 @@ from mujica_jax.trajectories.packing import Batch, pack
 
 # p(next | current), one row for each current token.
 BIGRAMS = np.array(
-    [[1 / 2, 1 / 4, 1 / 8, 1 / 8], [1 / 8, 1 / 8, 1 / 4, 1 / 2], [1 / 4, 1 / 4, 1 / 4, 1 / 4], [1 / 8, 1 / 2, 1 / 4, 1 / 8]]
+    [
+        [1 / 2, 1 / 4, 1 / 8, 1 / 8],
+        [1 / 8, 1 / 8, 1 / 4, 1 / 2],
+        [1 / 4, 1 / 4, 1 / 4, 1 / 4],
+        [1 / 8, 1 / 2, 1 / 4, 1 / 8],
+    ]
 )
 BY_HAND = Batch(
     tokens=jnp.array([[0, 1, 2, 0], [3, 1, 0, 1]]),
@@ -25,6 +32,8 @@ BY_HAND = Batch(
     positions=jnp.array([[0, 1, 2, 0], [0, 1, 0, 1]]),
     loss_mask=jnp.array([[False, False, True, False], [False, True, False, True]]),
 )
+CONVERSATIONS = random_conversations(12)
+ROW_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +43,7 @@ def bigram_model() -> Decoder:
     config = dataclasses.replace(
         MODEL, vocab_size=size, hidden_size=size, num_layers=1, rms_norm_eps=1e-30, tie_word_embeddings=False
     )
-    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    decoder = tiny_decoder(config)
     decoder.layers.output_kernel[...] = jnp.zeros_like(decoder.layers.output_kernel[...])
     decoder.layers.down_kernel[...] = jnp.zeros_like(decoder.layers.down_kernel[...])
     decoder.embedding[...] = jnp.eye(size)
@@ -45,26 +54,49 @@ def bigram_model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder(MODEL, rngs=nnx.Rngs(0))
+    return tiny_decoder()
 
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    return jax.tree.map(jnp.asarray, pack(random_conversations(20), row_tokens=32, seed=0).batch(slice(None)))
+    return pack(CONVERSATIONS, row_tokens=ROW_TOKENS, seed=0).batch(slice(None))
 
 
-def gradient(decoder: Decoder, batch: Batch) -> nnx.State:
-    graph, params = nnx.split(decoder)
-    return jax.grad(lambda params: mle_loss(nnx.merge(graph, params), batch)[0])(params)
+class Numbers(NamedTuple):
+    log_probs: Array
+    loss: Array
+    metrics: dict[str, Array]
+    gradient: nnx.State
+
+
+def compute(graph: nnx.GraphDef, params: nnx.State, batch: Batch) -> Numbers:
+    (loss, metrics), gradient = jax.value_and_grad(lambda p: mle_loss(nnx.merge(graph, p), batch), has_aux=True)(params)
+    return Numbers(token_log_probs(nnx.merge(graph, params), batch), loss, metrics, gradient)
+
+
+compiled = jax.jit(compute, static_argnums=0)
+
+
+def numbers(decoder: Decoder, batch: Batch) -> Numbers:
+    return compiled(*nnx.split(decoder), batch)
+
+
+def numbers_compiled_again(decoder: Decoder, batch: Batch) -> Numbers:
+    """Under constants that a test has changed."""
+    return jax.jit(lambda *given: compute(*given), static_argnums=0)(*nnx.split(decoder), batch)
+
+
+def assert_close(left: Numbers, right: Numbers, tolerance: float = 1e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), left, right)
 
 
 def test_log_probabilities_of_the_batch_worked_by_hand(bigram_model):
     expected = np.log([[1, 1 / 4, 1 / 4, 1], [1, 1 / 2, 1, 1 / 4]])  # 1 where nothing is predicted
-    np.testing.assert_allclose(token_log_probs(bigram_model, BY_HAND), expected, atol=1e-6)
+    np.testing.assert_allclose(numbers(bigram_model, BY_HAND).log_probs, expected, atol=1e-6)
 
 
 def test_the_loss_of_the_batch_worked_by_hand(bigram_model):
-    loss, metrics = mle_loss(bigram_model, BY_HAND)
+    _, loss, metrics, _ = numbers(bigram_model, BY_HAND)
     # p(2 | 1) = 1/4 in the first row; p(1 | 3) = 1/2 and p(1 | 0) = 1/4 in the second: 2 + 1 + 2 bits over 3 tokens
     assert float(loss) == pytest.approx(5 / 3 * math.log(2), abs=1e-6)
     assert float(metrics["loss"]) == float(loss)
@@ -72,71 +104,74 @@ def test_the_loss_of_the_batch_worked_by_hand(bigram_model):
 
 
 def test_log_probabilities_are_those_of_the_whole_logits(decoder, batch):
-    hidden = decoder(batch.tokens, batch.positions, causal_self_attention(batch.segment_ids))
-    logits = np.asarray(decoder.logits(hidden), np.float64)
+    @jax.jit
+    def whole_logits(batch: Batch) -> Array:
+        return decoder.logits(decoder(batch.tokens, batch.positions, causal_self_attention(batch.segment_ids)))
+
+    logits = np.asarray(whole_logits(batch), np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = np.zeros(batch.tokens.shape)
-    for row, time in np.argwhere(np.asarray(batch.positions) > 0):
+    for row, time in np.argwhere(batch.positions > 0):
         expected[row, time] = log_probs[row, time - 1, batch.tokens[row, time]]
-    np.testing.assert_allclose(token_log_probs(decoder, batch), expected, atol=1e-5)
+    np.testing.assert_allclose(numbers(decoder, batch).log_probs, expected, atol=1e-5)
 
 
 def test_packed_equals_unpacked(decoder):
-    conversations = random_conversations(20)
-    packed = pack(conversations, row_tokens=64, seed=0)
-    together, _ = mle_loss(decoder, jax.tree.map(jnp.asarray, packed.batch(slice(None))))
-    alone, trained_tokens = 0.0, 0
-    log_prob = jax.jit(lambda batch: mle_loss(decoder, batch))
-    for one in conversations:
-        loss, metrics = log_prob(pack([one], row_tokens=32, seed=0).batch(slice(None)))
-        alone += float(loss) * int(metrics["trained_tokens"])
-        trained_tokens += int(metrics["trained_tokens"])
-    assert float(together) == pytest.approx(alone / trained_tokens, abs=1e-5)
+    rows = pack(CONVERSATIONS, row_tokens=ROW_TOKENS, seed=0)
+    alone = [pack([one], row_tokens=ROW_TOKENS, seed=0).batch(slice(None)) for one in CONVERSATIONS]
+    packed = numbers(decoder, rows.batch(slice(None)))
+    unpacked = numbers(decoder, Batch(*(np.concatenate(arrays) for arrays in zip(*alone, strict=True))))
+    for index, (row, start) in enumerate(rows.placements):
+        tokens = len(CONVERSATIONS[index].token_ids)
+        in_its_row = packed.log_probs[row, start : start + tokens]
+        np.testing.assert_allclose(in_its_row, unpacked.log_probs[index, :tokens], atol=1e-5)
+    assert rows.num_rows < len(CONVERSATIONS)
+    assert_close(packed._replace(log_probs=unpacked.log_probs), unpacked)
 
 
-@pytest.mark.parametrize("positions", [1, 7 * 8, 10_000])
+@pytest.mark.parametrize("positions", [40, 10_000])
 def test_the_size_of_the_chunks_changes_nothing(decoder, batch, positions, monkeypatch):
-    expected, by_parameter = token_log_probs(decoder, batch), gradient(decoder, batch)
     monkeypatch.setattr(losses, "CHUNK_POSITIONS", positions)
-    np.testing.assert_allclose(token_log_probs(decoder, batch), expected, atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient(decoder, batch), by_parameter)
+    assert_close(numbers_compiled_again(decoder, batch), numbers(decoder, batch))
 
 
 def test_a_deep_model_scans_to_the_same_numbers(decoder, batch, monkeypatch):
-    loss, by_parameter = mle_loss(decoder, batch)[0], gradient(decoder, batch)
     monkeypatch.setattr(losses, "UNROLLED_LAYERS", 0)
-    assert float(mle_loss(decoder, batch)[0]) == pytest.approx(float(loss), abs=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient(decoder, batch), by_parameter)
+    assert_close(numbers_compiled_again(decoder, batch), numbers(decoder, batch))
 
 
 def test_only_wanted_tokens_are_scored(decoder, batch):
-    wanted = batch.loss_mask & (batch.positions > 5)
-    expected = np.where(wanted, token_log_probs(decoder, batch), 0.0)
-    np.testing.assert_allclose(token_log_probs(decoder, batch, wanted), expected, atol=1e-6)
+    wanted = jnp.asarray(batch.loss_mask & (batch.positions > 5))
+    expected = np.where(wanted, numbers(decoder, batch).log_probs, 0.0)
+    scored = jax.jit(lambda batch: token_log_probs(decoder, batch, wanted))(batch)
+    np.testing.assert_allclose(scored, expected, atol=1e-6)
 
 
 def test_logits_before_untrained_targets_get_no_gradient(bigram_model):
     # Token 2 stands only before padding, token 0 before an untrained 1 (first row) and a trained 1 (second row).
-    by_logit = np.asarray(gradient(bigram_model, BY_HAND)["head"][...]).T  # current, next
+    by_logit = np.asarray(numbers(bigram_model, BY_HAND).gradient["head"][...]).T  # current, next
     assert np.all(by_logit[2] == 0.0)
     # of -log p(1 | 0) / 3 by the logits after 0: (p - one-hot) / 3, once, though the pair stands there twice
     np.testing.assert_allclose(by_logit[0], (BIGRAMS[0] - np.eye(4)[1]) / 3, atol=1e-6)
 
 
 def test_a_target_that_is_not_trained_changes_nothing(decoder, batch):
-    last_of_row = jnp.sum(batch.segment_ids > 0, axis=1) - 1
-    rows = jnp.arange(len(last_of_row))
-    untrained = batch._replace(loss_mask=batch.loss_mask.at[rows, last_of_row].set(False))
-    changed = untrained._replace(tokens=batch.tokens.at[rows, last_of_row].add(1) % MODEL.vocab_size)
-    assert float(mle_loss(decoder, changed)[0]) == float(mle_loss(decoder, untrained)[0])
+    last_of_row = np.sum(batch.segment_ids > 0, axis=1) - 1
+    rows = np.arange(len(last_of_row))
+    mask, tokens = batch.loss_mask.copy(), batch.tokens.copy()
+    mask[rows, last_of_row] = False
+    tokens[rows, last_of_row] = (tokens[rows, last_of_row] + 1) % MODEL.vocab_size
+    before = numbers(decoder, batch._replace(loss_mask=mask))
+    after = numbers(decoder, batch._replace(loss_mask=mask, tokens=tokens))
+    assert float(after.loss) == float(before.loss)
+    assert_close(after._replace(log_probs=before.log_probs), before, tolerance=0.0)
 
 
 def test_a_batch_without_trained_tokens_has_loss_and_gradient_zero(decoder, batch):
-    nothing = batch._replace(loss_mask=jnp.zeros_like(batch.loss_mask))
-    loss, metrics = mle_loss(decoder, nothing)
+    _, loss, metrics, gradient = numbers(decoder, batch._replace(loss_mask=np.zeros_like(batch.loss_mask)))
     assert float(loss) == 0.0
     assert int(metrics["trained_tokens"]) == 0
-    assert all(np.all(np.asarray(leaf) == 0.0) for leaf in jax.tree.leaves(gradient(decoder, nothing)))
+    assert all(np.all(np.asarray(leaf) == 0.0) for leaf in jax.tree.leaves(gradient))
 
 
 def test_no_more_logits_than_a_chunk_exist_at_a_time(batch):

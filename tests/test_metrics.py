@@ -4,12 +4,14 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from mujica_jax.metrics import bootstrap_interval, score
 from shared_data import DATA, needs_data
 
+from mujica_jax.metrics import bootstrap_interval, score
+
 RULES = ("hotpot", "two_wiki", "musique", "triviaqa", "cover_em")
-WORDS = st.lists(st.sampled_from(["yes", "no", "the", "Paris", "a", "1,234", "film", "U.S.", "‘x’"]), max_size=5).map(" ".join)
+WORDS = st.lists(st.sampled_from(["yes", "no", "the", "Paris", "a", "1,234", "film", "U.S.", "‘x’"]), max_size=5).map(
+    " ".join
+)
 
 
 @needs_data
@@ -29,7 +31,9 @@ def test_scores_are_those_of_the_official_script(rule):
 
 
 def test_precision_and_recall_are_best_over_golds_each_by_itself():
-    found = score("Anna Maria Mozart", ["Constanze Mozart", "Maria Constanze Caecilia Josepha Johanna Aloisia Mozart"], "two_wiki")
+    found = score(
+        "Anna Maria Mozart", ["Constanze Mozart", "Maria Constanze Caecilia Josepha Johanna Aloisia Mozart"], "two_wiki"
+    )
     assert (found.precision, found.recall, found.f1) == (2 / 3, 1 / 2, pytest.approx(0.4))
 
 

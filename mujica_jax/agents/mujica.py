@@ -79,11 +79,11 @@ class Mujica:
     """The agent: tokenizer, prompts and limits. `run` plays one episode; any number may run at once."""
 
     def __init__(self, tokenizer: Tokenizer, config: AgentConfig, reward: Callable[[str, Question], float]) -> None:
-        self._tokenizer, self._config, self._reward = tokenizer, config, reward
+        self._tokenizer, self._config, self.reward = tokenizer, config, reward
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy, policy_version: int) -> Trajectory:
         return await _Episode(self._tokenizer, self._config, attempt, environment, policy).play(
-            policy_version, self._reward
+            policy_version, self.reward
         )
 
 

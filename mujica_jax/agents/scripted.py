@@ -9,15 +9,13 @@ index, both years before the earlier one.
 """
 
 import re
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Iterable, Iterator, Sequence
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.mujica import PlannerView, WorkerView
 from mujica_jax.inference.generator import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Evidence, Question
+from mujica_jax.records import Entity, Evidence, Question
 from mujica_jax.tasks.task import Material
 
 PERSON_RELATIONS = frozenset(
@@ -28,35 +26,30 @@ _YEAR = re.compile(r"\b\d{3,4}\b")
 
 
 class ScriptedPolicy:
-    """Writes one question's episode. With probability `noise` a turn does the wrong thing: the planner names another candidate as
-    its answer, the worker selects another material. Deterministic in the request's seed."""
+    """Writes any question's episode, without noise: what it cannot do right it leaves unanswered."""
 
     version = 0
 
-    def __init__(self, tokenizer: Tokenizer, *, noise: float) -> None:
-        self._tokenizer, self._noise = tokenizer, noise
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     async def write(
         self, prompt: Sequence[int], params: SamplingParams, view: PlannerView | WorkerView, *, continues: bool
     ) -> Completion:
         del prompt, continues  # the script reads the view
-        random = np.random.default_rng(params.seed)
-        wrong = bool(random.random() < self._noise)
-        text = self._plan(view, wrong, random) if isinstance(view, PlannerView) else self._read(view, wrong, random)
+        text = self._plan(view) if isinstance(view, PlannerView) else self._read(view)
         ids = (*self._tokenizer.encode_model(text), self._tokenizer.stop_token_ids[0])
         if len(ids) > params.max_new_tokens:
             return Completion(token_ids=ids[: params.max_new_tokens], logprobs=(), finish_reason="length", policy_version=0)
         return Completion(token_ids=ids, logprobs=(), finish_reason="stop", policy_version=0)
 
-    def _plan(self, view: PlannerView, wrong: bool, random: np.random.Generator) -> str:
+    def _plan(self, view: PlannerView) -> str:
         calls = self._open_searches(view)
         if calls:
             needed = _distinct(evidence.relation for evidence, _ in calls)
             thought = f"I need the {' and '.join(needed)}."
             return protocol.write_graph_searches(thought, [call for _, call in calls])
         answer = view.question.answers[0]
-        if wrong and view.candidates:
-            answer = view.candidates[int(random.integers(len(view.candidates)))].label
         return protocol.write_answer(conclusion(view.question, answer), answer)
 
     def _open_searches(self, view: PlannerView) -> list[tuple[Evidence, protocol.SearchCall]]:
@@ -75,14 +68,12 @@ class ScriptedPolicy:
                 calls.append((evidence, protocol.SearchCall(query=query, candidate=number)))
         return calls
 
-    def _read(self, view: WorkerView, wrong: bool, random: np.random.Generator) -> str:
+    def _read(self, view: WorkerView) -> str:
         assert view.entity is not None, "demonstrations are scripted for graphs, where a search names an entity"
         label = view.entity.label
         relation = view.query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
         triples = [_triple(material) for material in view.materials]
         chosen = [n for n, triple in enumerate(triples) if triple[0] == label and triple[1] == relation]
-        if wrong and triples:
-            chosen = [int(random.integers(len(triples)))]
         if not chosen:
             return protocol.write_worker(f"{relation}: none.", [], protocol.NOTHING_FOUND)
         objects = " and ".join(_distinct(triples[n][2] for n in chosen))
@@ -112,6 +103,24 @@ def conclusion(question: Question, answer: str) -> str:
     return f"{' and '.join(years)}: {side} {years[place]}."
 
 
+def sample_text() -> Iterator[str]:
+    """What prompts, scripts and reading documents say besides names and facts: text for a from-scratch tokenizer."""
+    call = protocol.SearchCall(query="Who is the of", candidate=0)
+    for kind in ("graph", "text"):
+        for role in ("planner", "worker"):
+            yield protocol.system_prompt(role, kind, "brief")
+    yield protocol.write_graph_searches("I need the and .", [call, call])
+    yield protocol.write_text_searches("I need the and .", [call])
+    yield protocol.write_answer(": same different earlier later", "yes no")
+    yield protocol.write_worker("none.", [], protocol.NOTHING_FOUND)
+    yield protocol.write_worker("of", [0], "The of is.")
+    yield protocol.planner_opening("What", [Entity(id="", label="")])
+    yield protocol.planner_observation(["The of is"], [Entity(id="", label="")], 1)
+    yield protocol.worker_opening("What is the of?", ["", ""], "graph")
+    yield protocol.worker_opening("What is the of?", ["", ""], "text")
+    yield "Years: 1, 2. system user assistant"
+
+
 def _continued(evidence: Evidence, question: Question) -> bool:
     """Whether another triple of the chain goes on from this one's object."""
     return any(
@@ -131,5 +140,5 @@ def _triple(material: Material) -> tuple[str, str, str]:
     return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (material.text, "", "")
 
 
-def _distinct(items) -> list[str]:
+def _distinct(items: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(items))

@@ -36,16 +36,15 @@ def token_log_probs(
 
     `wanted` limits the work to some tokens (0 elsewhere).
     """
-    segments = batch.segment_ids
+    tokens, segments, positions, _ = map(jnp.asarray, batch)
     predicted = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)  # position t predicts token t + 1
     if wanted is not None:
         predicted &= wanted[:, 1:]
     # The last position predicts nothing: it is carried along so that time keeps a length that divides into chunks.
     predicted = jnp.pad(predicted, ((0, 0), (0, 1)))
-    targets = jnp.roll(batch.tokens, -1, axis=1)
+    targets = jnp.roll(tokens, -1, axis=1)
     deep = decoder.config.num_layers > UNROLLED_LAYERS
-    attend = causal_self_attention(segments)
-    hidden = decoder(batch.tokens, batch.positions, attend, scan=deep, remat=deep)
+    hidden = decoder(tokens, positions, causal_self_attention(segments), scan=deep, remat=deep)
     log_probs = _target_log_probs(decoder, hidden, targets, predicted)
     return jnp.roll(log_probs, 1, axis=1)  # column 0 receives the last position's 0
 

@@ -32,9 +32,7 @@ class Schedule(NamedTuple):
 def schedule(*, peak: float, floor: float, total_steps: int, warmup_steps: int = 0) -> Schedule:
     """A checked schedule for one phase of training."""
     if not 0 <= floor <= peak:
-        raise UserError(
-            f"the learning rate goes from {peak} down to {floor}: give a floor between 0 and the peak"
-        )
+        raise UserError(f"the learning rate goes from {peak} down to {floor}: give a floor between 0 and the peak")
     if not 0 <= warmup_steps <= total_steps:
         raise UserError(
             f"{warmup_steps} warm-up steps do not fit into {total_steps} steps: give at most as many warm-up steps as steps"

@@ -69,14 +69,14 @@ class Trainer:
     """A model on a mesh with its compiled step. It holds no weights: they live in the `TrainState` that goes round."""
 
     def __init__(self, model: DecoderConfig, config: TrainerConfig) -> None:
-        self.model, self.config = model, config
-        self.mesh = make_mesh(config.data, config.fsdp, config.tensor)
         row_parts = config.data * config.fsdp
         if config.rows_per_step % row_parts:
             raise UserError(
                 f"trainer.rows_per_step {config.rows_per_step} cannot be split over data x fsdp = {row_parts} devices: "
                 f"use a multiple of {row_parts}"
             )
+        self.model, self.config = model, config
+        self.mesh = make_mesh(config.data, config.fsdp, config.tensor)
         self._program = _program(model, config, self.mesh)
 
     def initial_state(self, decoder: Decoder) -> TrainState:
@@ -135,7 +135,7 @@ def fit(
     the phase is returned and not saved. `on_step` sees every step once, in order.
     """
     if not rows.num_rows:
-        raise UserError("there are no rows to train on: no conversation was selected, so skip this phase or lower the threshold")
+        raise UserError("there are 0 rows to train on and a step needs at least 1: skip this phase or select more")
     done = saved = int(state.step)
     stopped, unread = False, None
     while done < steps:
@@ -168,10 +168,10 @@ def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
 def rows_of_step(num_rows: int, rows_per_step: int, *, seed: int, step: int) -> Int[np.ndarray, "rows_per_step"]:
     """Which rows a step sees: the epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step` of them."""
     epochs, places = np.divmod(np.arange(step * rows_per_step, (step + 1) * rows_per_step), num_rows)
-    shuffles = [
-        np.random.default_rng((seed, int(epoch))).permutation(num_rows)[places[epochs == epoch]] for epoch in np.unique(epochs)
-    ]
-    return np.concatenate(shuffles)
+    shuffles = {
+        epoch: np.random.default_rng((seed, epoch)).permutation(num_rows) for epoch in np.unique(epochs).tolist()
+    }
+    return np.concatenate([shuffle[places[epochs == epoch]] for epoch, shuffle in shuffles.items()])
 
 
 def _read(step: int, metrics: dict[str, Array]) -> StepMetrics:
@@ -222,14 +222,15 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
     def score(params: nnx.State, batch: Batch) -> Array:
         return token_log_probs(nnx.merge(graph, params), batch)
 
+    def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
     abstract_state = jax.eval_shape(empty_state, abstract_params)
     shardings = shardings_of(abstract_state, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     return _Program(
         graph=graph,
-        abstract_state=jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract_state, shardings
-        ),
+        abstract_state=jax.tree.map(placed, abstract_state, shardings),
         shardings=shardings,
         empty_state=jax.jit(empty_state, out_shardings=shardings, donate_argnums=0),
         # The state's layout is fixed on the way out, or the compiler might choose another one and compile again for it.

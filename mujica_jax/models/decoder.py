@@ -19,6 +19,10 @@ from mujica_jax.models.sharding import constrain
 class Decoder(nnx.Module):
     """A causal language model. Parameters are float32; products run in `dtype`; norms, softmax and logits in float32."""
 
+    embedding: nnx.Param
+    final_norm: nnx.Param
+    head: nnx.Param  # absent where embeddings are tied
+
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
         self.config, self.dtype = config, dtype
         for weight in model_weights(config):
@@ -38,7 +42,7 @@ class Decoder(nnx.Module):
         """Hidden states after the final norm.
 
         With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep no state. Without it they
-        run in a Python loop and `layer_index` is an int. `remat` recomputes each layer in the backward pass.
+        run in a Python loop and `layer_index` is an int. `remat` recomputes the layers of a scan in the backward pass.
         """
         rotation = rotary_angles(positions, self.config)
         graph, weights = nnx.split(self.layers)
@@ -47,9 +51,10 @@ class Decoder(nnx.Module):
             index, of_layer = index_and_weights
             return nnx.merge(graph, of_layer)(index, hidden, rotation, attend), None
 
-        step = jax.checkpoint(layer) if remat else layer
+        assert scan or not remat, "layers are recomputed in the scan only"
         hidden = self.embed(tokens)
         if scan:
+            step = jax.checkpoint(layer) if remat else layer
             hidden, _ = jax.lax.scan(step, hidden, (jnp.arange(self.config.num_layers), weights))
         else:
             for index in range(self.config.num_layers):

@@ -92,7 +92,7 @@ class DecoderConfig:
 
 def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
     """Read the contents of a `config.json`, in the layout of transformers 4 or 5."""
-    family = config.get("model_type")
+    family: Any = config.get("model_type")
     architectures = config.get("architectures") or []
     if family not in FAMILIES or architectures not in ([], [FAMILIES[family].architecture]):
         raise UserError(
@@ -152,7 +152,9 @@ def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
     }
     if config.rope_scaling is not None:
         written["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
-    if config.family != "qwen2":  # Qwen2 has its bias by class, the others by this field, and then on the output as well
+    if (
+        config.family != "qwen2"
+    ):  # Qwen2 has its bias by class, the others by this field, and then on the output as well
         written["attention_bias"] = False
     return written
 
@@ -194,7 +196,9 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]
     fields.pop("type", None)
     partial = _or(fields.pop("partial_rotary_factor", None), _or(config.get("partial_rotary_factor"), 1.0))
     if partial != 1.0:
-        raise UserError(f"partial_rotary_factor is {partial}, this decoder rotates whole heads (1.0): choose another checkpoint")
+        raise UserError(
+            f"partial_rotary_factor is {partial}, this decoder rotates whole heads (1.0): choose another checkpoint"
+        )
     if kind == "default" and not fields:
         return theta, None
     expected = {field.name for field in dataclasses.fields(Llama3RopeScaling)}

@@ -7,12 +7,12 @@ another layout, change the mapping: initialisation, restoring, import and the ah
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mujica_jax.errors import UserError
@@ -42,7 +42,7 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of data x fsdp x tensor devices: the first ones, where one process has more; all of them over several processes."""
     shape = {"data": data, "fsdp": fsdp, "tensor": tensor}
     if min(shape.values()) < 1:
@@ -61,7 +61,9 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] |
     )
 
 
-def partition_spec(logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+def partition_spec(
+    logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
     """Where each dimension of a weight goes. Refuses a size that the mesh does not divide and a mesh axis used twice."""
     sizes, spec, taken = dict(mesh.shape), [], {}
     for axis, size in zip(logical_axes, shape, strict=True):
@@ -88,20 +90,22 @@ def partition_spec(logical_axes: Sequence[str | None], shape: Sequence[int], mes
     return PartitionSpec(*spec)
 
 
-def shardings_of(tree: Tree, mesh: Mesh) -> Tree:
-    """A NamedSharding for every array of a decoder, or of any state made from one (optimiser state, abstract state).
+def shardings_of(tree: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for every array of a decoder, an optimiser, or any state made from one (abstract state, gradients).
 
     The result has the structure of the state, so it can stand beside it in `jax.tree.map`, `jax.jit` and `jax.device_put`. An
     array that declares no logical axes, such as a step counter, is replicated.
     """
-    state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+    state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
 
     def of_variable(leaf):
         if not isinstance(leaf, nnx.Variable):
             return NamedSharding(mesh, PartitionSpec())
         axes = leaf.get_metadata().get("logical_axes")
         return jax.tree.map(
-            lambda array: NamedSharding(mesh, PartitionSpec() if axes is None else partition_spec(axes, array.shape, mesh)),
+            lambda array: NamedSharding(
+                mesh, PartitionSpec() if axes is None else partition_spec(axes, array.shape, mesh)
+            ),
             leaf,
         )
 

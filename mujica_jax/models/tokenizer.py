@@ -119,7 +119,9 @@ class Tokenizer:
     def encode_trusted(self, text: str) -> list[int]:
         """Our own prose, such as a system prompt: tags stay readable as text; still no special or added token comes out."""
         ids = self._plain.encode(text, add_special_tokens=False).ids
-        assert self._added_ids.isdisjoint(ids), f"plain text was encoded to the added tokens {self._added_ids & set(ids)}"
+        assert self._added_ids.isdisjoint(ids), (
+            f"plain text was encoded to the added tokens {self._added_ids & set(ids)}"
+        )
         return ids
 
     def encode_model(self, text: str) -> list[int]:
@@ -168,7 +170,9 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         if not self._wrapped.chat_template:
-            raise UserError("the tokenizer has no chat template: use the checkpoint of a chat model, or add chat_template.jinja")
+            raise UserError(
+                "the tokenizer has no chat template: use the checkpoint of a chat model, or add chat_template.jinja"
+            )
         return self._wrapped.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False, date_string=TEMPLATE_DATE
         )

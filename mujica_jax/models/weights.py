@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -31,7 +31,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import FAMILIES, DecoderConfig, from_hugging_face, to_hugging_face, token_ids
 from mujica_jax.models.layers import Weight, block_weights, causal_self_attention, model_weights
-from mujica_jax.models.sharding import shardings_of
+from mujica_jax.models.sharding import partition_spec
 from mujica_jax.models.tokenizer import Tokenizer
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -56,32 +56,21 @@ def load_checkpoint(
     folder = pathlib.Path(directory)
     config = load_config(folder)
     decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    shardings = None if mesh is None else nnx.to_pure_dict(shardings_of(decoder, mesh))
-
-    def put(values: np.ndarray, *path: str) -> jax.Array:
-        if shardings is None:
-            return jnp.asarray(values)
-        sharding = shardings
-        for name in path:
-            sharding = sharding[name]
-        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
-
     with contextlib.ExitStack() as stack:
         tensors = _Tensors(folder, config, stack)
-        loaded: dict[str, Any] = {w.name: put(tensors.read(w, w.hugging_face), w.name) for w in model_weights(config)}
-        loaded["layers"] = {
-            w.name: put(
-                np.stack([tensors.read(w, _layer_name(w, layer)) for layer in range(config.num_layers)]), "layers", w.name
-            )
-            for w in block_weights(config)
+        loaded: dict[str, Any] = {
+            weight.name: _put(tensors.read(weight, weight.hugging_face), weight.axes, mesh)
+            for weight in model_weights(config)
         }
+        loaded["layers"] = {}
+        for weight in block_weights(config):
+            layers = [tensors.read(weight, _layer_name(weight, layer)) for layer in range(config.num_layers)]
+            loaded["layers"][weight.name] = _put(np.stack(layers), ("layers", *weight.axes), mesh)
     nnx.update(decoder, loaded)
     return decoder
 
 
-def save_checkpoint(
-    decoder: Decoder, directory: str | os.PathLike[str], *, tokenizer: Tokenizer | None = None
-) -> None:
+def save_checkpoint(decoder: Decoder, directory: str | os.PathLike[str], *, tokenizer: Tokenizer | None = None) -> None:
     """Write a directory that transformers loads. It appears whole or not at all; an existing one is not overwritten."""
     target = pathlib.Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -107,6 +96,14 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def _put(values: np.ndarray, logical_axes: tuple[str, ...], mesh: Mesh | None) -> jax.Array:
+    """On the default device, or each process's part on its devices of the mesh."""
+    if mesh is None:
+        return jnp.asarray(values)
+    sharding = NamedSharding(mesh, partition_spec(logical_axes, values.shape, mesh))
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
 class _Tensors:
     """The tensors of a checkpoint directory, opened lazily and checked by name before the first one is read."""
 
@@ -129,7 +126,9 @@ class _Tensors:
                 self.files[name] = opened
         self._drop_tied_head(config)
         for name in sorted(self.files.keys() - expected):
-            raise UserError(f"{folder} has a tensor {name} that its config.json does not expect: which of the two is right?")
+            raise UserError(
+                f"{folder} has a tensor {name} that its config.json does not expect: which of the two is right?"
+            )
         for name in sorted(expected - self.files.keys()):
             raise UserError(f"{folder} lacks the tensor {name} that its config.json asks for: download it again")
 
@@ -192,7 +191,9 @@ def _safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
         raise UserError(
             f"{folder} has only pickled weights ({pickled[0]}), which can run code when opened: convert them to safetensors first"
         )
-    raise UserError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the directory of a Hugging Face checkpoint")
+    raise UserError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the directory of a Hugging Face checkpoint"
+    )
 
 
 def _open(path: pathlib.Path) -> Any:
@@ -240,7 +241,9 @@ def _write_tensors(decoder: Decoder, folder: pathlib.Path | None) -> None:
 def _exported(decoder: Decoder, weight: Weight, name: str) -> np.ndarray:
     """One tensor in the layout of transformers."""
     layer = LAYER.match(name)
-    values = getattr(decoder, weight.name)[...] if layer is None else getattr(decoder.layers, weight.name)[int(layer[1])]
+    values = (
+        getattr(decoder, weight.name)[...] if layer is None else getattr(decoder.layers, weight.name)[int(layer[1])]
+    )
     if not values.is_fully_addressable:
         from jax.experimental import multihost_utils
 

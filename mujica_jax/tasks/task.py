@@ -45,6 +45,10 @@ class Task(Protocol):
         """Questions with gold evidence for scripted demonstrations, each with the environment it is answered in."""
         ...
 
+    def reading_documents(self, seed: int) -> Iterator[str]:
+        """Endless training-side text (never held-out) that a from-scratch model reads before it is shown any demonstration."""
+        ...
+
     def tokenizer_text(self) -> Iterator[str]:
         """Training-side text (never held-out) on which a from-scratch tokenizer is trained."""
         ...

@@ -15,6 +15,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Evidence, Question
 from mujica_jax.retrieval.corpus import Passage
+from mujica_jax.tasks.reading import documents
 from mujica_jax.tasks.task import Environment, Material, Split
 from mujica_jax.tasks.tiny_draws import Plan, draw_plans
 from mujica_jax.tasks.tiny_facts import Value, WorldPart
@@ -33,6 +34,7 @@ LIMITS = {  # inclusive bounds of the configuration
 # Keys of entities look like Wikidata's: the first one of a part, and how many it may give away.
 FIRST_KEY: dict[Part, int] = {"train": 1_000_000, "demonstration": 2_000_000, "test": 3_000_000}
 KEYS_PER_PART = 1_000_000
+READING_YEARS = (1850, 2015)  # the years that facts of the world lie in
 TOKENIZER_QUESTIONS = 1000  # of each training-side part
 TOKENIZER_ENTITIES = 300  # with their triples; names are shown of all
 NAMES_PER_LINE = 10
@@ -149,6 +151,17 @@ class TinyWorld:
             yield from (", ".join(labels) for labels in _batched(owner.labels, NAMES_PER_LINE))
             for number in random.Random(part).sample(range(len(owner.labels)), TOKENIZER_ENTITIES):
                 yield from (material.text for material in self.graph.materials(_key(owner, number)))
+
+    def reading_documents(self, seed: int) -> Iterator[str]:
+        """What the graph says of train entities, see `reading.py`."""
+        owner = self._part("train")
+        entries = []
+        for number, label in enumerate(owner.labels):
+            lines = [material.text for material in self.environment.materials(_key(owner, number))]
+            if len(lines) > 1:
+                entries.append((label, lines))
+        relations = sorted({relation for facts in owner.facts for relation in facts})
+        return documents(entries, relations, READING_YEARS, seed)
 
     def passages(self) -> Iterator[Passage]:
         """One passage an entity, saying what the graph says of it: the same world for environments that search text."""

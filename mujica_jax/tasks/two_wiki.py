@@ -10,7 +10,10 @@ neither in demonstrations' new names nor in the tokenizer's text; the graph and 
 """
 
 import dataclasses
+import functools
 import hashlib
+import itertools
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,8 +25,9 @@ from mujica_jax.retrieval.bm25 import Bm25Index
 from mujica_jax.retrieval.corpus import read_corpus
 from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
 from mujica_jax.tasks.chains import answer_from_evidence, follows_from_evidence
-from mujica_jax.tasks.demonstrations import Demonstrations, copy_plan
+from mujica_jax.tasks.demonstrations import CopyPlan, Demonstrations, copy_plan, renamed_copy
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
+from mujica_jax.tasks.reading import documents
 from mujica_jax.tasks.renaming import NameParts
 from mujica_jax.tasks.task import Environment, Split
 from mujica_jax.tasks.two_wiki_records import (
@@ -38,6 +42,9 @@ from mujica_jax.tasks.two_wiki_records import (
     read_questions,
     with_known_ids,
 )
+
+READING_COPIES = 4  # of each training question
+READING_YEARS = (1000, 2020)  # the years that dates of copies lie in
 
 
 class TwoWiki:
@@ -66,29 +73,63 @@ class TwoWiki:
         originals = [_with_label_as_answer(question) for question in usable]
         if not (self.config.augmented_copies and isinstance(self.environment, GraphEnvironment)):
             return Demonstrations(originals, self.environment)
-        graph = self.environment.graph
-        plans = [plan for question in originals if (plan := copy_plan(question, graph)) is not None]
         return Demonstrations(
             originals,
             self.environment,
-            plans=plans,
-            parts=NameParts(self._training_triples()),
+            plans=self._plans(originals, self.environment.graph),
+            parts=self._parts,
             copies=self.config.augmented_copies,
             top_k=self.config.top_k,
         )
 
+    def reading_documents(self, seed: int) -> Iterator[str]:
+        """Graph: what renamed copies say of the entities they search, see `reading.py`. Text: passages of the training side."""
+        if isinstance(self.environment, GraphEnvironment):
+            relations = sorted({triple.relation for triple in self._training_triples()})
+            return documents(self._reading_entries, relations, READING_YEARS, seed)
+        passages = self._training_passages()
+        draw = random.Random(f"reading {seed}")
+        return (draw.choice(passages) for _ in itertools.repeat(None))
+
     def tokenizer_text(self) -> Iterator[str]:
         """Questions of the training side, and the labels and triples (or the passages) that they use."""
         yield from (question.text for question in self._train)
-        if isinstance(self.environment, TextEnvironment):
-            titles = {title for question in self._train for title in question.gold_passages}
-            for passage in self.environment.index.passages:
-                if passage.title in titles:
-                    yield f"{passage.title}: {passage.text}"
-            return
+        yield from self._training_passages()
         yield from dict.fromkeys(entity.label for question in self._train for entity in question.candidates)
         for triple in self._training_triples():
             yield triple.text
+
+    @functools.cached_property
+    def _parts(self) -> NameParts:
+        return NameParts(self._training_triples())
+
+    def _plans(self, questions: Sequence[Question], graph: TripleGraph) -> list[CopyPlan]:
+        return [plan for question in questions if (plan := copy_plan(question, graph)) is not None]
+
+    @functools.cached_property
+    def _reading_entries(self) -> list[tuple[str, list[str]]]:
+        """Label and materials of the chains' entities in copies that no demonstration uses."""
+        assert isinstance(self.environment, GraphEnvironment), "only graphs have copies"
+        entries = []
+        usable = [question for question in self._train if follows_from_evidence(question)]
+        for plan in self._plans(usable, self.environment.graph):
+            for number in range(READING_COPIES):
+                question, environment = renamed_copy(plan, self._parts, -1 - number, self.config.top_k)
+                searched = {evidence.subject_id: evidence.subject for evidence in question.evidences}
+                for key, label in searched.items():
+                    lines = [material.text for material in environment.materials("", Entity(id=key, label=label))]
+                    if len(lines) > 1:
+                        entries.append((label, lines))
+        return entries
+
+    def _training_passages(self) -> list[str]:
+        """Gold passages of the training questions; none for graphs."""
+        if not isinstance(self.environment, TextEnvironment):
+            return []
+        titles = {title for question in self._train for title in question.gold_passages}
+        return [
+            f"{passage.title}: {passage.text}" for passage in self.environment.index.passages if passage.title in titles
+        ]
 
     def _training_triples(self) -> list[Triple]:
         """What the training questions' evidences say, without the bridge's second name."""
@@ -111,11 +152,13 @@ def build(config: TwoWikiConfig) -> TwoWiki:
         raise UserError(
             f"hold_out_percent is {config.hold_out_percent}; give 1 to 99, so that both splits have questions"
         )
-    if config.top_k < 1 or config.test_questions < 1 or config.augmented_copies < 0:
-        raise UserError(
-            f"top_k is {config.top_k}, test_questions {config.test_questions} and augmented_copies {config.augmented_copies}; "
-            "give at least 1, 1 and 0"
-        )
+    for name, value, least in (
+        ("top_k", config.top_k, 1),
+        ("test_questions", config.test_questions, 1),
+        ("augmented_copies", config.augmented_copies, 0),
+    ):
+        if value < least:
+            raise UserError(f"{name} is {value}; give at least {least}")
     records = read_questions(data_files(config.data_dir, QUESTION_FILES, "questions"))
     if config.environment == "text":
         return _text_task(config, records)

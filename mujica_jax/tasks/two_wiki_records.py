@@ -92,7 +92,7 @@ def chain_evidences(triples: Sequence[Triple]) -> tuple[Evidence, ...]:
 
 
 def with_known_ids(rows: Iterable[Triple], records: Iterable[Record]) -> list[Triple]:
-    """Graph rows with the Q-ids that gold evidences give them.
+    """Graph rows with clean labels and the Q-ids that gold evidences give them.
 
     A file of triples has no Q-id where its record gave none, and a wrong one where a record lists evidences and their ids in
     different orders; `Record.triples` has both put right. A row that questions use for several entities becomes several rows.
@@ -104,7 +104,8 @@ def with_known_ids(rows: Iterable[Triple], records: Iterable[Record]) -> list[Tr
                 ids = known.setdefault((triple.subject, triple.relation, triple.object), {})
                 ids[triple.subject_id, triple.object_id] = None
     result: dict[Triple, None] = {}
-    for row in rows:
+    for raw in rows:
+        row = dataclasses.replace(raw, subject=clean_label(raw.subject), object=clean_label(raw.object))
         for subject_id, object_id in known.get(
             (row.subject, row.relation, row.object), {(row.subject_id, row.object_id): None}
         ):
@@ -112,6 +113,11 @@ def with_known_ids(rows: Iterable[Triple], records: Iterable[Record]) -> list[Tr
                 object_id = row.object_id
             result[dataclasses.replace(row, subject_id=subject_id, object_id=object_id)] = None
     return list(result)
+
+
+def clean_label(label: str) -> str:
+    """Single spaces, and no double quotes: planners put names between double quotes, and scores ignore both."""
+    return " ".join(label.replace('"', "'").split())
 
 
 def mentions(text: str, labels: Sequence[str], titles: Sequence[str]) -> list[Mention] | None:
@@ -123,7 +129,7 @@ def mentions(text: str, labels: Sequence[str], titles: Sequence[str]) -> list[Me
     found: dict[str, Mention] = {}
     for label in sorted(labels, key=len, reverse=True):
         bare = normalise_label(without_parenthesis(label))
-        likely = [title for title in titles if normalise_label(without_parenthesis(title)) == bare]
+        likely = [title for title in titles if normalise_label(without_parenthesis(clean_label(title))) == bare]
         others = [title for title in titles if title not in likely] if len(labels) == 1 else []
         place = _first_mention(text, [*likely, label]) or _first_mention(text, others)
         if place is None:
@@ -189,7 +195,7 @@ def _gold_triples(fields: Mapping[str, Any]) -> tuple[tuple[Triple, ...], tuple[
     `entity_ids` lists the subjects in the order in which the evidences first name them: topic and bridge entity of a single chain,
     both topics of a comparison, two films and their two directors of a bridge comparison.
     """
-    evidences = [tuple(cell.strip() for cell in evidence) for evidence in fields.get("evidences") or ()]
+    evidences = [tuple(clean_label(cell) for cell in evidence) for evidence in fields.get("evidences") or ()]
     entity_ids = [part for part in (fields.get("entity_ids") or "").split("_") if part]
     subjects = list(dict.fromkeys(subject for subject, _, _ in evidences))
     if not evidences or len(subjects) != len(entity_ids):

@@ -22,13 +22,14 @@ from mujica_jax.records import Conversation
 # tokens and take 10 ms; the last rows of a window stay part empty, under 2% of the slots at this size.
 WINDOW_CONVERSATIONS = 1024
 
+
 class Batch(NamedTuple):
     """What one training step or one scoring call sees. A pytree of arrays, on the host or on the mesh."""
 
     tokens: Int[np.ndarray | Array, "rows time"]
     segment_ids: Int[np.ndarray | Array, "rows time"]  # 0 is padding, 1.. number the conversations of a row
     positions: Int[np.ndarray | Array, "rows time"]  # restart at 0 in each segment
-    loss_mask: Bool[np.ndarray | Array, "rows time"]  # True where the token itself is a target: position t-1 predicts it
+    loss_mask: Bool[np.ndarray | Array, "rows time"]  # the token itself is a target: position t-1 predicts it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +40,7 @@ class PackedRows:
     segment_ids: Int[np.ndarray, "rows time"]
     positions: Int[np.ndarray, "rows time"]
     loss_mask: Bool[np.ndarray, "rows time"]
-    placements: Int[np.ndarray, "conversations 2"]  # row and first slot of each conversation, in the order they were given
+    placements: Int[np.ndarray, "conversations 2"]  # row and first slot of each, in the order they were given
 
     @property
     def num_rows(self) -> int:

@@ -58,6 +58,7 @@ def reference(request, tmp_path_factory):
     return model.eval(), directory
 
 
+@nnx.jit
 def _logits(decoder) -> jax.Array:
     tokens = jnp.asarray(TOKENS)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -81,11 +82,13 @@ def test_gradient_of_mean_nll_agrees(reference, tmp_path):
     theirs, directory = reference
     ours = load_checkpoint(directory)
 
-    def mean_nll(decoder):
+    @nnx.jit
+    @nnx.grad
+    def gradient_of_mean_nll(decoder):
         log_probabilities = jax.nn.log_softmax(_logits(decoder)[:, :-1])
         return -jnp.take_along_axis(log_probabilities, jnp.asarray(TOKENS)[:, 1:, None], axis=-1).mean()
 
-    save_checkpoint(nnx.merge(nnx.graphdef(ours), nnx.grad(mean_nll)(ours)), tmp_path / "gradient")
+    save_checkpoint(nnx.merge(nnx.graphdef(ours), gradient_of_mean_nll(ours)), tmp_path / "gradient")
     theirs.zero_grad()
     theirs(torch.asarray(TOKENS), labels=torch.asarray(TOKENS)).loss.backward()
     from safetensors.numpy import load_file

@@ -1,0 +1,68 @@
+"""The tiny world: MyGO from nothing, on two cores, in a few minutes.
+
+    python -m mujica_jax.train
+
+A decoder of 0.3 million parameters reads generated text, is shown a few hundred demonstrations, and then improves on thousands of
+questions of which it only knows the answers.
+"""
+
+from mujica_jax.config import (
+    AgentConfig,
+    Config,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    MygoConfig,
+    ReadingConfig,
+    TinyWorldConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        name="tiny_world",
+        task=TinyWorldConfig(
+            train_questions=10_000,
+            demonstrations=400,
+            test_questions=400,
+            facts_per_entity=6,
+            distractor_names=0.2,
+        ),
+        model=ModelConfig(
+            family="qwen3",
+            vocab_tokens=2048,
+            hidden_size=64,
+            intermediate_size=192,
+            num_layers=3,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+        ),
+        agent=AgentConfig(
+            prompt="brief",
+            max_iterations=4,
+            max_searches_per_turn=4,
+            max_turn_tokens=96,
+            max_trajectory_tokens=384,
+            max_observation_tokens=200,
+        ),
+        engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
+        trainer=TrainerConfig(row_tokens=384, rows_per_step=12),
+        reading=ReadingConfig(documents=20_000, steps=1000, learning_rate=8e-3, learning_rate_floor=8e-4),
+        warmup=WarmupConfig(steps=150, learning_rate=2e-3, learning_rate_floor=4e-4, reading_share=0.5),
+        mygo=MygoConfig(
+            rounds=4,
+            questions_per_round=600,
+            max_attempts=8,
+            keep_per_question=3,
+            shard_questions=300,
+            temperature=1.0,
+            learning_rate=1e-3,
+            learning_rate_floor=1e-4,
+            epochs=2,
+            replay=0.3,
+        ),
+        eval=EvalConfig(questions=400),
+    )

@@ -1,0 +1,195 @@
+"""MyGO: minimalist policy gradient optimisation (Mujica-MyGO paper, section 3.3 and appendix D).
+
+A round samples trajectories for its questions from the current policy, keeps those whose reward beats a threshold, and maximises
+their likelihood: no advantages, no ratios, no reference model. The threshold follows the policy:
+
+    K := max(K', (r_mean / r_sup + 1) / 2 * r_sup)
+
+with r_mean the mean reward of the round's first attempts and r_sup the best reward there is (`trajectories.select` says how the printed
+formula is read). A question is tried until m trajectories are kept or `max_attempts` are spent; each kept planner conversation
+brings the conversations of its workers along as rows of their own.
+
+Differences from the paper: attempts after the first come in waves of 1, 2, 4, ... so that the engine's batch stays full near a round's
+end (at most the last wave is more than needed); rows of earlier rounds and of the warm-up are replayed at a stated share; the
+learning rate follows one cosine over all rounds.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from mujica_jax.agents.mujica import Attempt
+from mujica_jax.learning.trainer import TrainState, steps_of_epochs
+from mujica_jax.methods.run import PhaseResult, Run, tokens_of
+from mujica_jax.methods.warmup import fitting
+from mujica_jax.records import Conversation, Question, Trajectory
+from mujica_jax.rewards import BEST_REWARD
+from mujica_jax.trajectories.packing import PackedRows, pack
+from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, select, threshold, training_rows
+from mujica_jax.trajectories.store import ShardEntry
+
+
+def run_mygo(run: Run, state: TrainState, demonstrations: Sequence[Conversation]) -> tuple[TrainState, list[PhaseResult]]:
+    """All rounds, from the warmed-up state. Rounds that an earlier run finished are read from the run directory."""
+    config = run.config.mygo
+    k = 0.0
+    replay = list(demonstrations)
+    results: list[PhaseResult] = []
+    for number in range(1, config.rounds + 1):
+        began = time.monotonic()
+        name = f"round {number}"
+        trajectories, k = _sample_round(run, state, number, k)
+        kept = select(trajectories, k=k, keep_per_question=config.keep_per_question, best_reward=BEST_REWARD)
+        rows = fitting(run, training_rows(kept))
+        packed = _mixture(run, rows, replay, number)
+        steps = steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs) if kept else 0
+        if steps:
+            before = state
+            peak, floor = _rates(run, number)
+            state = run.learn(name, lambda: before, lambda: packed, steps=steps, peak=peak, floor=floor)
+        else:
+            run.progress.line(f"{name}: no trajectory of {len(trajectories)} beat K = {k:.3f}; the policy stays as it is")
+        replay += rows
+        run.commit_policy(state, number)
+        results.append(
+            run.finish_phase(
+                name,
+                state,
+                number,
+                began=began,
+                trajectories=len(trajectories),
+                accepted=len(kept),
+                forward_tokens=tokens_of(trajectories),
+                trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
+            )
+        )
+        run.metrics.write(
+            "mygo",
+            number,
+            {
+                "k": k,
+                "mean_reward": mean_first_attempt_reward(trajectories),
+                "trajectories": len(trajectories),
+                "accepted": len(kept),
+                "rows": len(rows),
+                "steps": steps,
+            },
+        )
+    return state, results
+
+
+def _rates(run: Run, number: int) -> tuple[float, float]:
+    """Learning rate at the beginning and the end of a round: its stretch of one cosine over all rounds."""
+    config = run.config.mygo
+
+    def at(progress: float) -> float:
+        span = config.learning_rate - config.learning_rate_floor
+        return config.learning_rate_floor + span * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return at((number - 1) / config.rounds), at(number / config.rounds)
+
+
+def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversation], number: int) -> PackedRows:
+    """The round's rows and `replay` times as many older ones, drawn without replacement."""
+    draw = np.random.default_rng((run.config.seed, number))
+    count = min(len(replay), round(run.config.mygo.replay * len(rows)))
+    older = [replay[index] for index in sorted(draw.choice(len(replay), count, replace=False))] if count else []
+    return pack([*rows, *older], row_tokens=run.config.trainer.row_tokens, seed=run.config.seed + number)
+
+
+def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -> tuple[list[Trajectory], float]:
+    """All trajectories of a round and its threshold. Shards 0.. hold the first attempts, the same number after them the others."""
+    config = run.config.mygo
+    done = run.store.read_done(number)
+    if done is not None:
+        assert done.threshold is not None, "a MyGO round is closed with its threshold"
+        return [t for entry in done.shards for t in run.store.read_shard(entry)], done.threshold
+    questions = _questions_of(run, number)
+    shards = [questions[at : at + config.shard_questions] for at in range(0, len(questions), config.shard_questions)]
+    run.store.write_plan(
+        number,
+        {
+            "policy_version": number - 1,
+            "shards": [[question.id for question in shard] for shard in shards],
+            "previous_threshold": previous_k,
+            "max_attempts": config.max_attempts,
+            "keep_per_question": config.keep_per_question,
+        },
+    )
+    run.use_policy(state, number - 1)
+    entries: list[ShardEntry] = []
+    trajectories: list[Trajectory] = []
+    seen = correct = 0
+    k = previous_k
+    with run.progress.stage(f"round {number}: sampling", total=2 * len(questions), unit="questions") as stage:
+
+        def on_episode(trajectory: Trajectory) -> None:
+            nonlocal seen, correct
+            seen += 1
+            correct += accepts(trajectory.reward, k=k, best_reward=BEST_REWARD)
+            stage.update(stage_done, k=k, acceptance=correct / seen, episodes=seen)
+
+        stage_done = 0
+        for index, shard in enumerate(shards):
+            entry, found = run.sample(number, index, [_attempt(run, question, 0, number) for question in shard], on_episode)
+            entries.append(entry)
+            trajectories += found
+            stage_done += len(shard)
+        k = threshold(
+            previous_k=previous_k,
+            mean_first_attempt_reward=mean_first_attempt_reward(trajectories),
+            best_reward=BEST_REWARD,
+        )
+        for index, shard in enumerate(shards):
+            first = {t.question_id: t for t in trajectories if t.attempt == 0}
+            entry, found = run.sample_waves(
+                number, len(shards) + index, lambda earlier, shard=shard: _wave(run, shard, first, earlier, k, number), on_episode
+            )
+            if entry is not None:
+                entries.append(entry)
+            trajectories += found
+            stage_done += len(shard)
+    firsts = [t for t in trajectories if t.attempt == 0]
+    run.store.write_done(number, entries, mean_reward=mean_first_attempt_reward(firsts), threshold=k)
+    return trajectories, k
+
+
+def _wave(
+    run: Run,
+    shard: Sequence[Question],
+    first: dict[str, Trajectory],
+    earlier: Sequence[Trajectory],
+    k: float,
+    number: int,
+) -> list[Attempt]:
+    """The next attempts of a shard's questions that still lack kept trajectories; empty when nothing is left to try."""
+    config = run.config.mygo
+    tried = 1 + max((t.attempt for t in earlier), default=0)
+    if tried >= config.max_attempts:
+        return []
+    kept: dict[str, int] = dict.fromkeys((question.id for question in shard), 0)
+    for trajectory in [*(first[question.id] for question in shard), *earlier]:
+        kept[trajectory.question_id] += accepts(trajectory.reward, k=k, best_reward=BEST_REWARD)
+    wave = range(tried, min(2 * tried, config.max_attempts))
+    return [
+        _attempt(run, question, attempt, number)
+        for question in shard
+        if kept[question.id] < config.keep_per_question
+        for attempt in wave
+    ]
+
+
+def _attempt(run: Run, question: Question, attempt: int, number: int) -> Attempt:
+    return Attempt(
+        question=question, number=attempt, seed=1000 * run.config.seed + number, temperature=run.config.mygo.temperature
+    )
+
+
+def _questions_of(run: Run, number: int) -> list[Question]:
+    """The questions of a round: the next ones in the task's order, from the beginning again when they are used up."""
+    questions = run.task.questions("train")
+    per_round = min(run.config.mygo.questions_per_round, len(questions))
+    start = (number - 1) * per_round
+    return [questions[index % len(questions)] for index in range(start, start + per_round)]

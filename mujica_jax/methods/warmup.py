@@ -1,0 +1,174 @@
+"""Before MyGO: a policy that knows the format.
+
+From scratch: read plain text about the training side of the task (in place of pre-training), then learn a fixed set of scripted
+demonstrations by maximum likelihood. With a checkpoint (`--init`): sample trajectories under worked examples, keep those with
+EM = 1, and learn them without the examples (appendix D.3 of the Mujica-MyGO paper).
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import time
+
+from mujica_jax import metrics
+from mujica_jax.agents import protocol
+from mujica_jax.agents.dialogue import with_system
+from mujica_jax.agents.mujica import Attempt, Mujica
+from mujica_jax.agents.scripted import ScriptedPolicy
+from mujica_jax.errors import UserError
+from mujica_jax.learning.trainer import TrainState
+from mujica_jax.methods.run import PhaseResult, Run, tokens_of
+from mujica_jax.records import Conversation, Trajectory, Turn
+from mujica_jax.trajectories.packing import PackedRows, pack
+from mujica_jax.trajectories.select import training_rows
+
+ROUND = 0  # the warm-up's trajectories are round 0 of the run directory
+POLICY = 0
+NAME = "warm-up"
+READING = "reading"
+
+
+def warm_up(run: Run) -> tuple[TrainState, PhaseResult, list[Conversation]]:
+    """The warmed-up state, its phase, and the rows it was trained on (MyGO replays them)."""
+    began = time.monotonic()
+    config = run.config.warmup
+    trajectories, kept = _few_shot(run) if run.config.init else _scripted(run)
+    conversations = fitting(run, training_rows(kept))
+    if not conversations:
+        raise UserError(
+            f"none of {len(trajectories)} warm-up trajectories was answered correctly and fits trainer.row_tokens "
+            f"{run.config.trainer.row_tokens}: raise warmup.few_shot_attempts or row_tokens, or start from a stronger model"
+        )
+    state = run.learn(
+        NAME,
+        run.initial_state if run.config.init else lambda: _read(run),
+        lambda: pack(conversations + _mixed_reading(run, conversations), row_tokens=run.config.trainer.row_tokens, seed=run.config.seed),
+        steps=config.steps,
+        peak=config.learning_rate,
+        floor=config.learning_rate_floor,
+        warmup_steps=min(20, config.steps),
+    )
+    run.commit_policy(state, POLICY)
+    result = run.finish_phase(
+        NAME,
+        state,
+        POLICY,
+        began=began,
+        trajectories=len(trajectories),
+        accepted=len(kept),
+        forward_tokens=tokens_of(trajectories) if run.config.init else 0,
+        trained_slots=(config.steps + run.config.reading.steps) * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
+    )
+    return state, result, conversations
+
+
+def fitting(run: Run, conversations: list[Conversation]) -> list[Conversation]:
+    """Conversations that fit a row and train anything; how many do not is said."""
+    limit = run.config.trainer.row_tokens
+    trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
+    kept = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
+    if len(kept) < len(trained):
+        run.progress.line(f"{len(trained) - len(kept)} of {len(trained)} conversations exceed {limit} tokens and are left out")
+    return kept
+
+
+def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Play the demonstrations in their environments; a script that does not reach the gold answer is left out."""
+    policy = ScriptedPolicy(run.tokenizer)
+    demonstrations = run.task.demonstrations()
+
+    async def play() -> list[Trajectory]:
+        return [
+            await run.agent.run(
+                Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0), environment, policy, policy.version
+            )
+            for question, environment in demonstrations
+        ]
+
+    trajectories = asyncio.run(play())
+    golds = {question.id: question.answers for question, _ in demonstrations}
+    kept = [t for t in trajectories if metrics.score(t.answer, golds[t.question_id], run.task.rule).em == 1.0]
+    run.progress.line(f"{len(kept)} of {len(trajectories)} scripted demonstrations reach the gold answer and are kept")
+    return trajectories, kept
+
+
+def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Sample with worked examples in the prompt until enough trajectories are right, then take the examples out."""
+    config = run.config
+    run.use_policy(run.initial_state(), POLICY)
+    few_shot = Mujica(run.tokenizer, dataclasses.replace(config.agent, prompt="few_shot"), run.agent.reward)
+    questions = run.task.questions("train")
+    wanted = config.warmup.few_shot_trajectories
+    sampled: list[Trajectory] = []
+    kept: list[Trajectory] = []
+    orders = itertools.product(range(config.warmup.few_shot_attempts), range(0, len(questions), config.mygo.shard_questions))
+    with run.progress.stage(f"{NAME}: sampling with worked examples", total=wanted, unit="correct") as stage:
+        for shard, (number, start) in enumerate(orders):
+            chosen = questions[start : start + config.mygo.shard_questions]
+            attempts = [
+                Attempt(question=question, number=number, seed=config.seed, temperature=config.mygo.temperature)
+                for question in chosen
+            ]
+            _, trajectories = run.sample(ROUND, shard, attempts, lambda trajectory: None, agent=few_shot)
+            sampled += trajectories
+            golds = {question.id: question.answers for question in chosen}
+            kept += [t for t in trajectories if metrics.score(t.answer, golds[t.question_id], run.task.rule).em == 1.0]
+            stage.update(min(len(kept), wanted), sampled=len(sampled))
+            if len(kept) >= wanted:
+                break
+    return sampled, [_zero_shot(run, trajectory) for trajectory in kept[:wanted]]
+
+
+def _zero_shot(run: Run, trajectory: Trajectory) -> Trajectory:
+    """The same trajectory under the prompt that is trained."""
+
+    def prompted(conversation: Conversation) -> Conversation:
+        role = "planner" if conversation.role == "planner" else "worker"
+        system = protocol.system_prompt(role, run.task.environment.kind, run.config.agent.prompt)
+        return with_system(conversation, run.tokenizer, system)
+
+    return dataclasses.replace(
+        trajectory, planner=prompted(trajectory.planner), workers=tuple(map(prompted, trajectory.workers))
+    )
+
+
+def _read(run: Run) -> TrainState:
+    """Pre-training on reading documents, from the random start."""
+    config = run.config.reading
+    if config.steps == 0:
+        return run.initial_state()
+    return run.learn(
+        READING,
+        run.initial_state,
+        lambda: pack(reading_rows(run, config.documents, stream=0), row_tokens=run.config.trainer.row_tokens, seed=run.config.seed),
+        steps=config.steps,
+        peak=config.learning_rate,
+        floor=config.learning_rate_floor,
+        warmup_steps=min(50, config.steps),
+    )
+
+
+def reading_rows(run: Run, count: int, stream: int) -> list[Conversation]:
+    """`count` documents as rows in which every token is a target; `stream` chooses other documents."""
+    documents = run.task.reading_documents(seed=1000 * run.config.seed + stream)
+    rows = []
+    for text in itertools.islice(documents, count):
+        ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
+        if len(ids) <= run.config.trainer.row_tokens:
+            rows.append(Conversation(role="single", turns=(Turn(role="model", token_ids=ids, text=text, trained=True),)))
+    return rows
+
+
+def _mixed_reading(run: Run, conversations: list[Conversation]) -> list[Conversation]:
+    """Reading documents kept in the mixture, so that learning the format does not unlearn copying."""
+    share = run.config.warmup.reading_share
+    if run.config.init or share == 0:
+        return []
+    wanted = share * sum(len(conversation.token_ids) for conversation in conversations)
+    rows, tokens = [], 0
+    for row in reading_rows(run, run.config.reading.documents, stream=1):
+        if tokens >= wanted:
+            break
+        rows.append(row)
+        tokens += len(row.token_ids)
+    return rows

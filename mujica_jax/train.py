@@ -1,0 +1,71 @@
+"""Train an agent: warm-up, MyGO, the equal-compute control, and the table of what came of it.
+
+    python -m mujica_jax.train [configs/NAME.py] [--run DIR] [--init HF_DIR] [--section.field value ...]
+
+Without a configuration file it trains the tiny world. The same --run directory again goes on where a killed run stopped.
+"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+from mujica_jax.config import Config
+from mujica_jax.config_files import command_line
+from mujica_jax.errors import UserError
+
+DEFAULT_CONFIG = "tiny_world"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 done, 2 a mistake of the user's, 130 interrupted (and resumable)."""
+    directory = "the run directory"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a preemption notice ends like Ctrl-C: all that matters is on disk
+    try:
+        config = command_line(sys.argv[1:] if arguments is None else arguments, default=DEFAULT_CONFIG)
+        directory = config.run or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        train(config, Path(directory))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; go on with: python -m mujica_jax.train {_repeat(directory, arguments)}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train(config: Config, directory: Path) -> None:
+    """The whole run. Everything that a restart needs is under `directory`."""
+    # Imported here: a mistake in the configuration is answered before JAX has started.
+    from mujica_jax.methods.control import run_control
+    from mujica_jax.methods.mygo import run_mygo
+    from mujica_jax.methods.start import open_training
+    from mujica_jax.methods.warmup import warm_up
+    from mujica_jax.report import Summary, closing_table, question_tree, summary_dict
+
+    with open_training(config, directory) as run:
+        state, warmed, demonstrations = warm_up(run)
+        _, rounds = run_mygo(run, state, demonstrations)
+        control = [run_control(run, state, demonstrations, rounds)] if config.eval.control else []
+        phases = tuple(result.phase for result in (warmed, *control, *rounds))
+        summary = Summary(
+            task=run.task.name,
+            method="mygo",
+            seed=config.seed,
+            phases=phases,
+            seconds=sum(phase.seconds for phase in phases),
+        )
+        run.store.write_json_once("summary.json", summary_dict(summary))
+        run.progress.show(closing_table(phases))
+        if solved := run.solved_question(phases[-1].name):
+            run.progress.show(question_tree(*solved))
+        run.progress.line(f"policies, predictions and metrics: {directory}")
+
+
+def _repeat(directory: str, arguments: list[str] | None) -> str:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return " ".join(words if "--run" in words else [*words, "--run", directory])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

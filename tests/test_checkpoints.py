@@ -1,0 +1,114 @@
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mujica_jax.errors import UserError
+from mujica_jax.learning.checkpoints import COMMITTED, Checkpoints
+
+
+class State(NamedTuple):
+    step: jax.Array
+    params: dict[str, nnx.Param]
+
+
+def state(step: int, width: int = 4, **extra: nnx.Param) -> State:
+    kernel = np.random.default_rng(step).normal(size=(3, width))
+    return State(jnp.int32(step), {"kernel": nnx.Param(jnp.asarray(kernel, jnp.float32)), **extra})
+
+
+def assert_same(left: State, right: State) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def folders(checkpoints: Checkpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.directory.iterdir())
+
+
+def largest_file(folder: Path) -> Path:
+    return max(
+        (path for path in (folder / "arrays").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+
+
+@pytest.fixture
+def three_saved(tmp_path) -> Checkpoints:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        checkpoints.save(state(step), {"round": step})
+    return checkpoints
+
+
+def test_a_state_comes_back_bit_for_bit_with_its_loop_state(tmp_path):
+    loop_state = {"phase": "round", "round": 3, "k": 0.1 + 0.2, "done": [1, 2]}
+    Checkpoints(tmp_path / "run", keep=1).save(state(7), loop_state)
+    restored, loop_restored = Checkpoints(tmp_path / "run", keep=1).restore_latest(jax.eval_shape(lambda: state(0)))
+    assert_same(restored, state(7))
+    assert loop_restored == loop_state
+
+
+def test_nothing_saved_restores_nothing(tmp_path):
+    assert Checkpoints(tmp_path / "run", keep=1).restore_latest(state(0)) is None
+
+
+def test_the_newest_is_restored_whatever_its_step(three_saved):
+    three_saved.save(state(0), {"round": 4})
+    restored, loop_state = three_saved.restore_latest(state(9))
+    assert_same(restored, state(0))
+    assert loop_state == {"round": 4}
+
+
+def test_the_last_ones_are_kept_and_numbers_go_on_in_a_new_process(three_saved):
+    again = Checkpoints(three_saved.directory, keep=2)
+    again.save(state(4), {})
+    assert folders(again) == ["000003", "000004"]
+
+
+def test_a_checkpoint_without_its_mark_is_ignored_and_removed_by_the_next_save(three_saved, caplog):
+    (three_saved.directory / "000003" / COMMITTED).unlink()
+    assert_same(three_saved.restore_latest(state(0))[0], state(2))
+    assert "000003 is incomplete or damaged and is ignored" in caplog.text
+    Checkpoints(three_saved.directory, keep=3).save(state(4), {})
+    assert folders(three_saved) == ["000001", "000002", "000004"]
+
+
+def test_a_truncated_checkpoint_is_ignored(three_saved):
+    file = largest_file(three_saved.directory / "000003")
+    file.write_bytes(file.read_bytes()[:-7])
+    assert_same(three_saved.restore_latest(state(0))[0], state(2))
+
+
+def test_a_torn_mark_is_ignored(three_saved):
+    mark = three_saved.directory / "000003" / COMMITTED
+    mark.write_text(mark.read_text()[:50])
+    assert_same(three_saved.restore_latest(state(0))[0], state(2))
+
+
+def test_no_flipped_byte_reaches_a_state(three_saved, caplog):
+    file = largest_file(three_saved.directory / "000003")
+    whole = file.read_bytes()
+    for place in range(0, len(whole), len(whole) // 10):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        caplog.clear()
+        assert_same(three_saved.restore_latest(state(0))[0], state(2))
+        assert "000003 is incomplete or damaged and is ignored" in caplog.text
+    file.write_bytes(whole)
+    assert_same(three_saved.restore_latest(state(0))[0], state(3))
+
+
+def test_another_model_is_refused_with_both_shapes(three_saved):
+    with pytest.raises(UserError, match=r"params/kernel is of shape \[3, 4\] there and of shape \[3, 5\] in this run"):
+        three_saved.restore_latest(state(0, width=5))
+    with pytest.raises(UserError, match=r"params/bias is absent there and of shape \[2\] in this run"):
+        three_saved.restore_latest(state(0, bias=nnx.Param(jnp.zeros(2))))
+
+
+def test_a_disk_that_cannot_be_used_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="a file stands where a directory is needed"):
+        Checkpoints(tmp_path / "file", keep=1).save(state(1), {})

@@ -1,0 +1,96 @@
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from packed_rows import MODEL, TRAINER
+
+from mujica_jax.errors import UserError
+from mujica_jax.learning.optimizer import adamw, decayed, learning_rate, schedule
+from mujica_jax.models.decoder import Decoder
+
+
+def rates(steps: range, **settings: float) -> list[float]:
+    chosen = schedule(**settings)  # pyright: ignore[reportArgumentType]
+    return [float(rate) for rate in jax.vmap(lambda step: learning_rate(chosen, step))(jnp.array(steps))]
+
+
+def update(config, gradient, params, steps=1):
+    """The parameters after some steps with this gradient at learning rate 1."""
+    optimizer = adamw(config)
+    state = optimizer.init(params)
+    for _ in range(steps):
+        direction, state = optimizer.update(gradient, state, params)
+        params = jax.tree.map(lambda parameter, change: parameter - change, params, direction)
+    return params
+
+
+def test_the_rate_rises_linearly_and_falls_along_half_a_cosine():
+    assert rates(range(0, 9, 2), peak=1.0, floor=0.0, total_steps=8) == pytest.approx(
+        [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0], abs=1e-6
+    )
+    assert rates(range(3), peak=3.0, floor=1.0, total_steps=10, warmup_steps=2) == pytest.approx([1.5, 3.0, 3.0])
+
+
+def test_the_rate_ends_at_the_floor_and_stays_there():
+    assert rates(range(10, 13), peak=1.0, floor=0.25, total_steps=10, warmup_steps=3) == pytest.approx([0.25] * 3)
+
+
+def test_a_schedule_that_cannot_be_is_refused_with_both_values():
+    with pytest.raises(UserError, match=r"from 0\.1 down to 0\.2"):
+        schedule(peak=0.1, floor=0.2, total_steps=10)
+    with pytest.raises(UserError, match=r"20 warm-up steps do not fit into 10 steps"):
+        schedule(peak=0.1, floor=0.0, total_steps=10, warmup_steps=20)
+
+
+def test_only_matrices_decay():
+    config = dataclasses.replace(MODEL, family="qwen2", attention_bias=True, qk_norm=False, tie_word_embeddings=False)
+    params = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    by_name = {path[-1]: leaf.get_value() for path, leaf in nnx.to_flat_state(decayed(params))}
+    free = {name for name, is_decayed in by_name.items() if not is_decayed}
+    assert free == {"attention_norm", "mlp_norm", "final_norm", "query_bias", "key_bias", "value_bias"}
+    assert {"embedding", "head", "query_kernel", "down_kernel"} <= by_name.keys() - free
+
+
+def test_two_steps_are_those_of_optax_adamw():
+    params = {"kernel": jnp.array([[0.5, -1.0]]), "norm": jnp.array([1.0])}
+    gradient = {"kernel": jnp.array([[0.1, -0.2]]), "norm": jnp.array([0.3])}
+    reference = optax.adamw(1.0, b1=TRAINER.b1, b2=TRAINER.b2, weight_decay=TRAINER.weight_decay, mask=decayed)
+    expected, state = params, reference.init(params)
+    for _ in range(2):
+        direction, state = reference.update(gradient, state, expected)
+        expected = optax.apply_updates(expected, direction)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), update(TRAINER, gradient, params, 2), expected
+    )
+
+
+def test_the_norm_of_the_whole_gradient_is_clipped():
+    # Adam forgets the scale of one gradient, so the first moment itself is looked at: (1 - b1) * gradient * 1 / 5.
+    _, state = adamw(TRAINER).update(
+        {"kernel": jnp.array([[3.0]]), "norm": jnp.array([4.0])},
+        adamw(TRAINER).init(params := {"kernel": jnp.zeros((1, 1)), "norm": jnp.zeros(1)}),
+        params,
+    )
+    moments = optax.tree.get(state, "mu")
+    assert float(moments["kernel"][0, 0]) == pytest.approx((1 - TRAINER.b1) * 3 / 5)
+    assert float(moments["norm"][0]) == pytest.approx((1 - TRAINER.b1) * 4 / 5)
+
+
+@pytest.mark.parametrize(("field", "value"), [("weight_decay", 0.5), ("b1", 0.5), ("b2", 0.5), ("clip_norm", 0.01)])
+def test_every_setting_changes_the_update(field, value):
+    params, gradients = {"kernel": jnp.ones((1, 2))}, [jnp.array([[0.3, -0.1]]), jnp.array([[0.5, 0.4]])]
+
+    def after_two_steps(config):
+        optimizer, now = adamw(config), params
+        state = optimizer.init(now)
+        for gradient in gradients:
+            direction, state = optimizer.update({"kernel": gradient}, state, now)
+            now = optax.apply_updates(now, direction)
+        return np.asarray(now["kernel"])
+
+    assert not np.allclose(after_two_steps(TRAINER), after_two_steps(dataclasses.replace(TRAINER, **{field: value})))

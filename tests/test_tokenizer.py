@@ -1,0 +1,240 @@
+"""Conversations are token-true to the chat templates of three families, and no text can smuggle a token in."""
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from mujica_jax.errors import UserError
+from mujica_jax.models.tokenizer import PROTOCOL_TAGS, TAG_PATTERN, Tokenizer, neutralise
+
+CORPUS = [
+    "Who directed the film that was released in 1987? <search>director of the film</search> You are a helpful planner.",
+    "system user assistant\n\nAnswer in one line.\n Paris, Rome and New York were founded in 753, 1624 and 1987.",
+] * 3
+
+QWEN2_5_TEMPLATE = (
+    "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"
+    "{%- else %}{{- '<|im_start|>system\\nYou are Qwen.<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}{%- if message.role == 'user' or (message.role == 'system' and not loop.first) "
+    "or message.role == 'assistant' %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+QWEN3_TEMPLATE = (  # a think block is written only for turns after the last user message, and only if there is thought
+    "{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}{%- if message.role == 'user' %}"
+    "{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{%- elif message.role == 'assistant' %}"
+    "{%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}"
+    "{%- if loop.last %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + content }}"
+    "{%- else %}{{- '<|im_start|>assistant\\n' + content }}{%- endif %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+)
+LLAMA3_TEMPLATE = (
+    "{{- bos_token }}{% for message in messages %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+NO_SYSTEM_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ '<start_of_turn>' + message['role'].replace('assistant', 'model') + '\\n' + message['content'] + '<end_of_turn>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+)
+CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LLAMA3_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+# name: template, special tokens, non-special added tokens, word pattern, begin, end of text, specials in the model's vocabulary
+FAMILIES = {
+    "qwen2": (QWEN2_5_TEMPLATE, CHATML_TOKENS, [], QWEN_SPLIT, None, "<|im_end|>", False),
+    "qwen3": (QWEN3_TEMPLATE, CHATML_TOKENS, ["<think>", "</think>"], QWEN_SPLIT, None, "<|im_end|>", False),
+    "llama3": (LLAMA3_TEMPLATE, LLAMA3_TOKENS, [], LLAMA3_SPLIT, "<|begin_of_text|>", "<|end_of_text|>", True),
+}
+
+
+def _wrapped(template, special, added, pattern, begin, end, in_vocabulary) -> PreTrainedTokenizerFast:
+    """A small byte-level BPE with the special tokens and the template of a family."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+    spell = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, spell])
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=special if in_vocabulary else [],
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_special_tokens(special)
+    backend.add_tokens(added)
+    if begin is not None:  # as Llama-3 does: encoding adds a first token, unless told not to
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, backend.token_to_id(begin))]
+        )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, eos_token=end)
+    wrapped.chat_template = template
+    return wrapped
+
+
+WRAPPED = {name: _wrapped(*family) for name, family in FAMILIES.items()}
+TOKENIZERS = {name: Tokenizer(wrapped) for name, wrapped in WRAPPED.items()}
+TRAINED = Tokenizer.train(iter(CORPUS), 400)
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+SYSTEM = "You are a planner.\nAnswer in one line."
+USERS = ["Who directed it in 1987?", "  Rome? \n", "\n\nParis", "été – 東京 🎬", "a<b and c>d", "x"]
+
+
+def _expected(name: str, messages: list[tuple[str, str]]) -> list[int]:
+    """What transformers makes of the whole conversation at once."""
+    dictionaries = [{"role": role, "content": content} for role, content in messages]
+    return WRAPPED[name].apply_chat_template(dictionaries, add_generation_prompt=True, return_dict=False)
+
+
+@every_family
+@pytest.mark.parametrize("user", USERS)
+def test_an_opening_is_what_the_chat_template_gives(name, user):
+    assert TOKENIZERS[name].open_conversation(SYSTEM, user) == _expected(name, [("system", SYSTEM), ("user", user)])
+
+
+@every_family
+@pytest.mark.parametrize("user", USERS)
+def test_turns_appended_one_by_one_equal_the_whole_conversation(name, user):
+    tokenizer, said = TOKENIZERS[name], "Ask for the director."
+    ids = tokenizer.open_conversation(SYSTEM, "Who?") + tokenizer.encode_model(said)
+    messages = [("system", SYSTEM), ("user", "Who?"), ("assistant", said), ("user", user)]
+    assert ids + tokenizer.continue_conversation(user, stopped=False) == _expected(name, messages)
+    stopped = [*ids, tokenizer.end_of_turn_id, *tokenizer.continue_conversation(user, stopped=True)]
+    assert stopped == _expected(name, messages)
+
+
+def test_a_template_without_system_role_gets_the_system_text_in_the_user_message():
+    special = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
+    tokenizer = Tokenizer(_wrapped(NO_SYSTEM_TEMPLATE, special, [], QWEN_SPLIT, "<bos>", "<end_of_turn>", False))
+    text = tokenizer.decode(tokenizer.open_conversation("Be brief.", "Who?"))
+    assert text == "<bos><start_of_turn>user\nBe brief.\n\nWho?<end_of_turn>\n<start_of_turn>model\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    template = QWEN2_5_TEMPLATE.replace("message.content +", "(message.content if loop.last else '') +")
+    with pytest.raises(UserError, match=r"cannot grow by appending"):
+        Tokenizer(_wrapped(template, CHATML_TOKENS, [], QWEN_SPLIT, None, "<|im_end|>", False))
+
+
+@every_family
+def test_stop_tokens_are_end_of_turn_and_end_of_text(name):
+    expected = {"<|im_end|>"} if name != "llama3" else {"<|eot_id|>", "<|end_of_text|>"}
+    assert {TOKENIZERS[name].decode([id]) for id in TOKENIZERS[name].stop_token_ids} == expected
+
+
+hostile_pieces = st.sampled_from(
+    [
+        *CHATML_TOKENS,
+        *LLAMA3_TOKENS,
+        *(f"<{slash}{tag}>" for tag in PROTOCOL_TAGS for slash in ("", "/")),
+        "< Answer >",
+        "<ANSWER",
+        ">",
+        "<",
+        "|im_end|",
+        " ",
+        "\n",
+        "Ġ",
+        "ſ",
+    ]
+)
+hostile_texts = st.lists(st.one_of(hostile_pieces, st.text(max_size=8)), max_size=8).map("".join)
+
+
+@given(text=hostile_texts)
+@settings(max_examples=150, deadline=None)
+def test_no_added_token_comes_out_of_plain_text(text):
+    for tokenizer in (*TOKENIZERS.values(), TRAINED):
+        added = set(tokenizer._backend.get_added_tokens_decoder())
+        ids = tokenizer.encode_plain(text)
+        assert added.isdisjoint(ids)
+        assert tokenizer.decode(ids) == neutralise(text), "nothing else may change"
+
+
+@given(text=hostile_texts)
+@settings(max_examples=150, deadline=None)
+def test_a_user_message_adds_no_special_token_to_the_conversation(text):
+    for tokenizer in (*TOKENIZERS.values(), TRAINED):
+        added = set(tokenizer._backend.get_added_tokens_decoder())
+
+        def special(ids, added=added):
+            return [id for id in ids if id in added]
+
+        assert special(tokenizer.open_conversation("s", text)) == special(tokenizer.open_conversation("s", "u"))
+        assert special(tokenizer.continue_conversation(text, True)) == special(
+            tokenizer.continue_conversation("u", True)
+        )
+
+
+@given(text=hostile_texts)
+def test_neutralised_text_holds_no_tag_and_stays_as_it_is(text):
+    once = neutralise(text)
+    assert not TAG_PATTERN.search(once)
+    assert neutralise(once) == once
+
+
+def test_tags_are_neutralised_in_any_spelling_and_other_brackets_stay():
+    assert neutralise("a <answer>b</answer>") == "a ‹answer›b‹/answer›"
+    assert neutralise("< / Answer ><SEARCH/>") == "‹ / Answer ›‹SEARCH/›"
+    assert neutralise("1 < 2 <b>bold</b> <answers>") == "1 < 2 <b>bold</b> <answers>"
+
+
+def test_tags_are_tokens_in_the_model_s_words_and_text_in_the_system_prompt():
+    ids = TRAINED.encode_model("<think>Rome</think>\n<search>a < b</search>")
+    shown = [TRAINED.decode([id]) for id in ids]
+    assert [t for t in shown if t.startswith("<") and len(t) > 1] == ["<think>", "</think>", "<search>", "</search>"]
+    trusted = TRAINED.encode_trusted("Reply as <answer>text</answer>.")
+    assert TRAINED.decode(trusted) == "Reply as <answer>text</answer>."
+    assert max(trusted) < TRAINED.encode_model("<think>")[0]
+
+
+def test_the_model_s_words_cannot_hold_a_turn_token():
+    assert TRAINED.end_of_turn_id not in TRAINED.encode_model("a<|im_end|>b")
+    assert TRAINED.decode(TRAINED.encode_model("a<|im_end|>b")) == "a<|im_end|>b"
+
+
+def test_a_family_s_own_think_token_is_used_for_the_model_s_words():
+    (token,) = TOKENIZERS["qwen3"].encode_model("<think>")
+    assert TOKENIZERS["qwen3"].decode([token]) == "<think>"
+    assert len(TOKENIZERS["qwen2"].encode_model("<think>")) > 1
+
+
+def test_training_is_deterministic_and_keeps_to_its_size():
+    again = Tokenizer.train(iter(CORPUS), 400)
+    assert again._backend.to_str() == TRAINED._backend.to_str()
+    assert Tokenizer.train(iter(CORPUS), 300).vocab_size == 300
+    with pytest.raises(UserError, match=r"vocab_tokens is 100 .* need 273"):
+        Tokenizer.train(iter(CORPUS), 100)
+
+
+def test_a_trained_tokenizer_comes_back_from_disk(tmp_path):
+    TRAINED.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    for text in USERS:
+        assert loaded.open_conversation(SYSTEM, text) == TRAINED.open_conversation(SYSTEM, text)
+    assert loaded.encode_model("<answer>Rome</answer>") == TRAINED.encode_model("<answer>Rome</answer>")
+    assert (loaded.vocab_size, loaded.stop_token_ids, loaded.pad_token_id) == (
+        TRAINED.vocab_size,
+        TRAINED.stop_token_ids,
+        TRAINED.pad_token_id,
+    )
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert Tokenizer.load(tmp_path).stop_token_ids == (5, 6)
+
+
+def test_years_in_the_training_text_become_few_tokens():
+    assert len(TRAINED.encode_plain(" 1987")) <= 2
+
+
+def test_a_directory_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"has no tokenizer.json"):
+        Tokenizer.load(tmp_path)

@@ -1,0 +1,264 @@
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
+
+from mujica_jax.errors import UserError
+from mujica_jax.learning.checkpoints import Checkpoints
+from mujica_jax.learning.losses import mle_loss, token_log_probs
+from mujica_jax.learning.optimizer import decayed, schedule
+from mujica_jax.learning.trainer import (
+    FitResult,
+    NotFinite,
+    StepMetrics,
+    Trainer,
+    TrainState,
+    fit,
+    rows_of_step,
+    steps_of_epochs,
+)
+from mujica_jax.trajectories.packing import pack
+
+ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+SCHEDULE = schedule(peak=1e-2, floor=1e-3, total_steps=8, warmup_steps=2)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return tiny_decoder()
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return Trainer(MODEL, TRAINER)
+
+
+def run(trainer: Trainer, state: TrainState, steps: int = 8, **changes) -> FitResult:
+    return fit(trainer, state, ROWS, **({"schedule": SCHEDULE, "steps": steps, "seed": 3} | changes))
+
+
+def assert_same(left, right, tolerance: float = 0.0) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), left, right)
+
+
+def test_a_step_is_adamw_on_the_gradient_of_the_loss(trainer, decoder):
+    batch = ROWS.batch(slice(0, TRAINER.rows_per_step))
+    graph, params = nnx.split(decoder)
+    reference = optax.chain(
+        optax.clip_by_global_norm(TRAINER.clip_norm),
+        optax.adamw(5e-3, b1=TRAINER.b1, b2=TRAINER.b2, weight_decay=TRAINER.weight_decay, mask=decayed),
+    )
+
+    @jax.jit
+    def step(params):
+        loss, gradient = jax.value_and_grad(lambda params: mle_loss(nnx.merge(graph, params), batch)[0])(params)
+        updates, _ = reference.update(gradient, reference.init(params), params)
+        return optax.apply_updates(params, updates), loss, optax.global_norm(gradient)
+
+    expected, loss, grad_norm = step(params)
+    state, metrics = trainer.train_step(trainer.initial_state(decoder), batch, SCHEDULE)
+    assert_same(state.params, expected, 1e-6)
+    assert int(state.step) == 1
+    assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-6)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(grad_norm), rel=1e-5)
+    assert float(metrics["learning_rate"]) == pytest.approx(5e-3)
+    assert int(metrics["trained_tokens"]) == batch.loss_mask.sum()
+
+
+def test_training_learns_the_rows(trainer, decoder):
+    seen: list[StepMetrics] = []
+    run(
+        trainer,
+        trainer.initial_state(decoder),
+        40,
+        schedule=schedule(peak=3e-2, floor=0.0, total_steps=40),
+        on_step=seen.append,
+    )
+    assert seen[-1].loss < seen[0].loss / 2
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(trainer, decoder, tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    whole, after = [], []
+    uninterrupted = run(
+        trainer,
+        trainer.initial_state(decoder),
+        on_step=whole.append,
+        save=lambda state, step: checkpoints.save(state, {"step": step}),
+        save_every_steps=5,
+    )
+    state, loop_state = Checkpoints(tmp_path, keep=2).restore_latest(trainer.abstract_state())
+    assert loop_state == {"step": 5} and int(state.step) == 5
+    resumed = run(trainer, state, on_step=after.append)
+    assert_same(resumed.state, uninterrupted.state)
+    assert after == whole[5:]
+
+
+def test_stopped_and_continued_equals_uninterrupted(trainer, decoder):
+    stops = iter([False, False, False, True])
+    saved: list[int] = []
+    first = run(
+        trainer,
+        trainer.initial_state(decoder),
+        should_stop=lambda: next(stops),
+        save=lambda state, step: saved.append(step),
+        save_every_steps=2,
+    )
+    assert (first.steps, first.stopped, saved) == (3, True, [2, 3])
+    second = run(trainer, first.state)
+    assert (second.steps, second.stopped) == (8, False)
+    assert_same(second.state, run(trainer, trainer.initial_state(decoder)).state)
+
+
+def test_a_stop_right_after_a_save_does_not_save_again(trainer, decoder):
+    stops, saved = iter([False, False, True]), []
+    save = lambda state, step: saved.append(step)  # noqa: E731
+    run(trainer, trainer.initial_state(decoder), should_stop=lambda: next(stops), save=save, save_every_steps=2)
+    assert saved == [2]
+
+
+def test_the_order_of_the_loop(trainer, decoder, monkeypatch):
+    events = []
+    train_step = trainer.train_step
+
+    def recorded(state, batch, schedule):
+        events.append("dispatch")
+        return train_step(state, batch, schedule)
+
+    monkeypatch.setattr(trainer, "train_step", recorded)
+    run(
+        trainer,
+        trainer.initial_state(decoder),
+        4,
+        on_step=lambda metrics: events.append(f"read {metrics.step}"),
+        save=lambda state, step: events.append(f"save {step}"),
+        save_every_steps=3,
+    )
+    assert events == ["dispatch", "dispatch", "read 1", "dispatch", "read 2", "read 3", "save 3", "dispatch", "read 4"]
+
+
+def test_nan_ends_the_run_before_anything_is_saved(trainer, decoder):
+    state = run(trainer, trainer.initial_state(decoder), 2).state
+    state.params["final_norm"][...] = state.params["final_norm"][...].at[0].set(jnp.nan)
+    saved = []
+    with pytest.raises(NotFinite, match="step 3 has loss nan"):
+        run(trainer, state, save=lambda state, step: saved.append(step), save_every_steps=1)
+    assert saved == []
+
+
+def test_one_compilation_serves_all_schedules_and_trainers(trainer, decoder):
+    for peak, floor, total_steps in ((1e-3, 0.0, 4), (1.0, 1.0, 100)):
+        again = Trainer(MODEL, TRAINER)
+        chosen = schedule(peak=peak, floor=floor, total_steps=total_steps)
+        fit(again, again.initial_state(decoder), ROWS, schedule=chosen, steps=2, seed=0)
+    assert again._program.train_step._cache_size() == 1
+
+
+def test_a_next_phase_starts_its_schedule_again_and_keeps_the_moments(trainer, decoder):
+    state = run(trainer, trainer.initial_state(decoder), 3).state
+    moments = jax.tree.map(np.asarray, state.opt_state)
+    state = trainer.next_phase(state)
+    assert int(state.step) == 0
+    assert_same(state.opt_state, moments)
+
+
+def test_a_decoder_given_or_taken_has_its_own_memory(trainer, decoder):
+    state = trainer.initial_state(decoder)
+    taken = trainer.decoder(state)
+    run(trainer, state, 1)
+    assert_same(nnx.state(taken), nnx.state(decoder))
+
+
+def test_scores_are_those_of_the_loss_also_in_a_last_short_batch(trainer, decoder):
+    assert ROWS.num_rows % TRAINER.rows_per_step
+    expected = jax.jit(lambda batch: token_log_probs(decoder, batch))(ROWS.batch(slice(None)))
+    np.testing.assert_allclose(trainer.score(trainer.initial_state(decoder), ROWS), expected, atol=1e-5)
+
+
+def test_compute_in_bfloat16_keeps_float32_parameters(trainer, decoder):
+    narrow = Trainer(MODEL, dataclasses.replace(TRAINER, dtype="bfloat16"))
+    state = narrow.initial_state(decoder)
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[1].mu))} == {jnp.dtype(jnp.float32)}
+    difference = np.abs(narrow.score(state, ROWS) - trainer.score(state, ROWS)).max()
+    assert 0 < difference < 0.3
+
+
+def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own():
+    order = np.concatenate([rows_of_step(10, 4, seed=1, step=step) for step in range(5)])
+    first, second = order[:10].tolist(), order[10:].tolist()
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert not np.array_equal(order, np.concatenate([rows_of_step(10, 4, seed=2, step=step) for step in range(5)]))
+
+
+def test_fewer_rows_than_a_step_needs_are_seen_several_times():
+    assert np.bincount(rows_of_step(3, 8, seed=0, step=5)).min() >= 2
+
+
+@pytest.mark.parametrize(("num_rows", "epochs", "steps"), [(16, 1, 2), (17, 1, 3), (3, 2, 1), (16, 3, 6)])
+def test_steps_of_some_epochs(num_rows, epochs, steps):
+    assert steps_of_epochs(num_rows, 8, epochs) == steps
+
+
+def test_no_rows_are_refused(trainer, decoder):
+    with pytest.raises(UserError, match="0 rows to train on"):
+        nothing = pack([], row_tokens=TRAINER.row_tokens, seed=0)
+        fit(trainer, trainer.initial_state(decoder), nothing, schedule=SCHEDULE, steps=1, seed=0)
+
+
+def test_rows_that_devices_cannot_share_are_refused():
+    with pytest.raises(UserError, match=r"rows_per_step 8 cannot be split over data x fsdp = 3 devices"):
+        Trainer(MODEL, dataclasses.replace(TRAINER, data=3))
+
+
+EIGHT_DEVICES = """
+import dataclasses, sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+sys.path.insert(0, "tests")
+import numpy as np
+from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
+from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.trainer import Trainer, fit
+from mujica_jax.trajectories.packing import pack
+
+rows = pack(random_conversations(40), row_tokens=TRAINER.row_tokens, seed=0)
+def train(**axes):
+    trainer, seen = Trainer(MODEL, dataclasses.replace(TRAINER, **axes)), []
+    chosen = schedule(peak=1e-2, floor=1e-3, total_steps=3)
+    result = fit(
+        trainer, trainer.initial_state(tiny_decoder()), rows, schedule=chosen, steps=3, seed=0,
+        on_step=lambda metrics: seen.append((metrics.loss, metrics.grad_norm)),
+    )
+    return result.state, seen, trainer.score(result.state, rows)
+
+one, eight = train(), train(data=2, fsdp=2, tensor=2)
+kernel = eight[0].params["layers"]["gate_kernel"][...]
+assert len({shard.device for shard in kernel.addressable_shards}) == 8
+assert kernel.addressable_shards[0].data.size * 4 == kernel.size, "the weights are split over fsdp and tensor"
+assert eight[0].opt_state[1].mu["layers"]["gate_kernel"][...].sharding == kernel.sharding
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), one, eight)
+print("equal")
+"""
+
+
+def test_eight_devices_equal_one():
+    root = Path(__file__).resolve().parent.parent
+    run = subprocess.run(
+        [sys.executable, "-c", EIGHT_DEVICES],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    assert run.stdout.strip() == "equal", run.stderr

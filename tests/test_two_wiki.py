@@ -1,0 +1,444 @@
+import asyncio
+import gzip
+import itertools
+import json
+import re
+import time
+from collections import Counter
+
+import pytest
+from shared_data import TWO_WIKI, needs_data
+
+from mujica_jax.config import TwoWikiConfig
+from mujica_jax.errors import UserError
+from mujica_jax.records import Entity
+from mujica_jax.retrieval.errors import RetrievalError
+from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
+from mujica_jax.tasks import two_wiki
+from mujica_jax.tasks.chains import follows_from_evidence, parse_date
+from mujica_jax.tasks.environment import GraphEnvironment
+from mujica_jax.tasks.renaming import KEPT_WORDS
+from mujica_jax.tasks.two_wiki_records import QUESTION_FILES, data_files, mentions, read_questions, with_known_ids
+
+# Three questions with everything that makes the real records hard: a bridge under two names, Q-ids that only `entity_ids` gives, and
+# evidences whose ids are listed in another order.
+ABDULLAH = {
+    "_id": "a1",
+    "type": "compositional",
+    "question": "When did Faisal Bin Abdullah's father die?",
+    "entity_ids": "Q1_Q2",
+    "supporting_facts": [["Faisal bin Abdullah (prince)", 0], ["Abdullah of Saudi Arabia", 0]],
+    "evidences": [
+        ["Faisal bin Abdullah", "father", "King Abdullah"],
+        ["Abdullah of Saudi Arabia", "date of death", "23 January 2015"],
+    ],
+    "answer": "23 January 2015",
+    "evidences_id": [["Q1", "father", "Q2"], ["Q2", "date of death", "date_information"]],
+    "answer_id": None,
+}
+TAXI = {
+    "_id": "b2",
+    "type": "bridge_comparison",
+    "question": "Which film has the director who died later, Taxi! or What Price Hollywood??",
+    "entity_ids": "Q11_Q12_Q13_Q14",
+    "supporting_facts": [["Taxi!", 0], ["What Price Hollywood?", 0], ["Roy Del Ruth", 0], ["George Cukor", 0]],
+    "evidences": [
+        ["Taxi!", "director", "Roy Del Ruth"],
+        ["What Price Hollywood?", "director", "George Cukor"],
+        ["Roy Del Ruth (director)", "date of death", "April 27, 1961"],
+        ["George Cukor", "date of death", "January 24, 1983"],
+    ],
+    "evidences_id": [],
+    "answer": "What Price Hollywood?",
+    "answer_id": "Q12",
+}
+BRICKS = {
+    "_id": "c3",
+    "type": "comparison",
+    "question": "Are both movies, A Lego Brickumentary and The Night Sitter, from the same country?",
+    "entity_ids": "Q21_Q22",
+    "supporting_facts": [["A Lego Brickumentary", 0], ["The Night Sitter", 0]],
+    "evidences": [
+        ["A Lego Brickumentary", "country of origin", "American"],
+        ["A Lego Brickumentary", "country of origin", "Danish"],
+        ["The Night Sitter", "country of origin", "American"],
+    ],
+    "evidences_id": [
+        ["Q21", "country of origin", "Q30"],
+        ["Q22", "country of origin", "Q30"],
+        ["Q21", "country of origin", "Q35"],
+    ],
+    "answer": "yes",
+    "answer_id": None,
+}
+RECORDS = (ABDULLAH, TAXI, BRICKS)
+
+
+def config(data_dir, **changes) -> TwoWikiConfig:
+    fields = {
+        "environment": "graph",
+        "data_dir": str(data_dir),
+        "hold_out_percent": 15,
+        "test_questions": 300,
+        "top_k": 10,
+    } | changes
+    return TwoWikiConfig(**fields)
+
+
+def search(environment, query, entity):
+    return asyncio.run(environment.search(query, entity))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A data folder of the three questions, with the triples as the real file has them: ids only where the record lists them, in the
+    record's order."""
+    (tmp_path / "dev.json").write_text(json.dumps(RECORDS))
+    rows = ["subject\trelation\tobject\tsubject_qid\tobject_qid"]
+    for record in RECORDS:
+        ids = record["evidences_id"] or [("", "", "")] * len(record["evidences"])
+        rows += [
+            f"{subject}\t{relation}\t{found}\t{subject_id}\t{object_id}"
+            for (subject, relation, found), (subject_id, _, object_id) in zip(record["evidences"], ids, strict=True)
+        ]
+    (tmp_path / "triples.tsv").write_text("\n".join(rows) + "\n")
+    corpus = [
+        {"title": "Taxi!", "text": "A film by Roy Del Ruth."},
+        {"title": "Roy Del Ruth", "text": "He died in 1961."},
+    ]
+    (tmp_path / "corpus.json").write_text(json.dumps(corpus))
+    asked = {
+        "id": "d4",
+        "question": "Who made Taxi!?",
+        "answer": "Roy Del Ruth",
+        "answer_aliases": ["Del Ruth"],
+        "supporting_facts": ["Taxi!"],
+    }
+    elsewhere = asked | {"id": "e5", "supporting_facts": ["Nowhere"]}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(asked) + "\n" + json.dumps(elsewhere) + "\n")
+    return tmp_path
+
+
+def play(question, environment) -> bool:
+    """Whether the gold chain can be walked by exact names, as a planner with perfect workers would."""
+    known = {entity.id: entity for entity in question.candidates}
+    for evidence in question.evidences:
+        entity = known.get(evidence.subject_id)
+        if entity is None or entity.label != evidence.subject:
+            return False
+        wanted = f"{evidence.subject}, {evidence.relation}, {evidence.object}"
+        hits = [hit for hit in environment.materials(f"What is the {evidence.relation}?", entity) if hit.text == wanted]
+        if len(hits) != 1:
+            return False
+        known |= {found.id: found for found in hits[0].entities[1:] if found.id not in known}
+    return True
+
+
+def all_questions(task):
+    return [*task.questions("train"), *task.questions("test")]
+
+
+# --- a small folder in the official format ---
+
+
+def test_candidates_are_the_topics_the_question_names_and_never_bridge_or_answer(folder):
+    task = two_wiki.build(config(folder))
+    assert {question.id: [entity.label for entity in question.candidates] for question in all_questions(task)} == {
+        "a1": ["Faisal bin Abdullah"],
+        "b2": ["Taxi!", "What Price Hollywood?"],
+        "c3": ["A Lego Brickumentary", "The Night Sitter"],
+    }
+
+
+def test_every_gold_chain_can_be_walked(folder):
+    task = two_wiki.build(config(folder))
+    assert all(play(question, task.environment) for question in all_questions(task))
+
+
+def test_a_bridge_is_shown_under_the_name_it_was_found_by(folder):
+    task = two_wiki.build(config(folder))
+    question = next(question for question in all_questions(task) if question.id == "a1")
+    (found,) = search(task.environment, "Who is the father?", question.candidates[0])
+    assert found.text == "Faisal bin Abdullah, father, King Abdullah"
+    assert found.entities == (question.candidates[0], Entity(id="Q2", label="King Abdullah"))
+    texts = [material.text for material in search(task.environment, "When did he die?", found.entities[1])]
+    assert texts == ["King Abdullah, date of death, 23 January 2015", "Faisal bin Abdullah, father, King Abdullah"]
+
+
+def test_a_date_is_no_entity(folder):
+    task = two_wiki.build(config(folder))
+    materials = search(task.environment, "date of death", Entity(id="Q2", label="King Abdullah"))
+    assert [len(material.entities) for material in materials] == [1, 2]
+
+
+def test_ids_listed_in_another_order_than_the_evidences_are_put_right(folder):
+    records = read_questions(data_files(folder, QUESTION_FILES, "questions"))
+    rows = with_known_ids(read_triples(folder / "triples.tsv"), records)
+    assert (
+        Triple(
+            subject="The Night Sitter",
+            relation="country of origin",
+            object="American",
+            subject_id="Q22",
+            object_id="Q30",
+        )
+        in rows
+    )
+    assert all(row.subject_id == "Q21" for row in rows if row.subject == "A Lego Brickumentary")
+
+
+def test_official_gzipped_names_do_as_well(folder):
+    content = (folder / "dev.json").read_bytes()
+    (folder / "train.json.gz").write_bytes(gzip.compress(content))
+    (folder / "dev.json").unlink()
+    assert len(all_questions(two_wiki.build(config(folder)))) == 3
+
+
+def test_text_questions_are_those_whose_passages_the_corpus_has(folder):
+    longer = json.dumps(TAXI | {"supporting_facts": ["Taxi!", "Roy Del Ruth"]})
+    (folder / "questions_more.jsonl").write_text(longer)
+    (folder / "dev.json").unlink()
+    task = two_wiki.build(config(folder, environment="text", top_k=1))
+    questions = {question.id: question for question in all_questions(task)}
+    assert set(questions) == {"d4", "b2"}
+    assert questions["d4"].answers == ("Roy Del Ruth", "Del Ruth")
+    assert questions["d4"].candidates == ()
+    (found,) = search(task.environment, "Who died in 1961?", None)
+    assert (found.title, found.text) == ("Roy Del Ruth", "Roy Del Ruth: He died in 1961.")
+
+
+def test_copies_of_text_questions_are_refused(folder):
+    with pytest.raises(UserError, match="augmented_copies is 2 and environment is text"):
+        two_wiki.build(config(folder, environment="text", augmented_copies=2))
+
+
+def test_missing_folder_and_files_are_named(folder, tmp_path):
+    with pytest.raises(UserError, match=r"nowhere does not exist; set data_dir .*dev\*\.json"):
+        two_wiki.build(config(tmp_path / "nowhere"))
+    (folder / "triples.tsv").unlink()
+    with pytest.raises(UserError, match=r"has no file with triples; expected .*triples\*\.tsv"):
+        two_wiki.build(config(folder))
+    (folder / "corpus.json").unlink()
+    with pytest.raises(UserError, match=r"has no file with passages; expected .*corpus\*\.json"):
+        two_wiki.build(config(folder, environment="text"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"question": ""}, {"_id": None}, {"answer": 3}, {"evidences": [["a", "b"]]}, {"supporting_facts": [3]}]
+)
+def test_a_malformed_question_is_refused_with_its_line(folder, changes):
+    (folder / "dev.json").unlink()
+    (folder / "dev.jsonl").write_text(json.dumps(TAXI) + "\n" + json.dumps(ABDULLAH | changes) + "\n")
+    with pytest.raises(UserError, match=r"dev\.jsonl, line 2: "):
+        two_wiki.build(config(folder))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hold_out_percent": 0}, {"hold_out_percent": 100}, {"top_k": 0}, {"test_questions": 0}]
+)
+def test_settings_without_meaning_are_refused(folder, changes):
+    with pytest.raises(UserError, match=f"{next(iter(changes))} is {next(iter(changes.values()))}"):
+        two_wiki.build(config(folder, **changes))
+
+
+def test_mentions_are_found_in_title_case_by_title_and_longest_first():
+    text = "Which film came out first, Love Story or Love (1927 Film)?"
+    found = mentions(text, ["Love", "Love Story"], ["Love (1927 film)", "Love Story"])
+    assert found is not None
+    assert [text[place.start : place.end] for place in found] == ["Love (1927 Film)", "Love Story"]
+    assert (
+        mentions("Where was the director of film The Devil (1972 Film) born?", ["Diabeł"], ["The Devil (1972 film)"])
+        is not None
+    )
+    assert mentions("Who is older, Ann or Bob?", ["Ann", "Cid"], ["Bob"]) is None
+
+
+# --- environments ---
+
+
+def test_a_crowded_entity_shows_what_shares_words_with_the_query():
+    films = [Triple(subject=f"Film {n}", relation="director", object="Ann", object_id="Q1") for n in range(20)]
+    born = Triple(subject="Ann", relation="place of birth", object="Rome", subject_id="Q1")
+    died = Triple(subject="Ann", relation="date of death", object="1 May 1999", subject_id="Q1")
+    environment = GraphEnvironment(TripleGraph([*films, born, died]), top_k=3)
+    found = search(environment, "What is the date of death of Ann?", Entity(id="Q1", label="Ann"))
+    assert [material.text for material in found] == [
+        "Ann, date of death, 1 May 1999",
+        "Ann, place of birth, Rome",
+        "Film 0, director, Ann",
+    ]
+    roomy = GraphEnvironment(TripleGraph([*films, born, died]), top_k=22)
+    assert search(roomy, "date of death", Entity(id="Q1", label="Ann"))[0].text == "Ann, place of birth, Rome"
+
+
+def test_an_unknown_entity_has_no_materials_and_none_is_a_typed_error():
+    environment = GraphEnvironment(TripleGraph([]), top_k=3)
+    assert search(environment, "x", Entity(id="Q9", label="X")) == ()
+    with pytest.raises(RetrievalError) as error:
+        search(environment, "x", None)
+    assert not error.value.retryable
+
+
+# --- the real data ---
+
+
+@pytest.fixture(scope="module")
+def real():
+    return two_wiki.build(config(TWO_WIKI, augmented_copies=8))
+
+
+@pytest.fixture(scope="module")
+def demonstrations(real):
+    return real.demonstrations()
+
+
+@pytest.fixture(scope="module")
+def copies(demonstrations):
+    """The first copy of every question and half of the second ones."""
+    first = next(n for n, (question, _) in enumerate(demonstrations) if "-renamed-" in question.id)
+    return demonstrations[first : first + 3 * first // 2]
+
+
+@needs_data
+def test_splits_share_no_question_and_keep_their_order(real):
+    train, test = (real.questions(split) for split in ("train", "test"))
+    assert len(train) > 2500
+    assert len(test) == 300
+    assert not {question.id for question in train} & {question.id for question in test}
+    assert not any(two_wiki.is_held_out(question.id, 15) for question in train)
+    again = two_wiki.build(config(TWO_WIKI, test_questions=50))
+    assert again.questions("test") == test[:50]
+
+
+@needs_data
+def test_every_real_gold_chain_can_be_walked(real):
+    assert [question.text for question in all_questions(real) if not play(question, real.environment)] == []
+
+
+@needs_data
+def test_gold_answers_follow_from_the_evidence(real):
+    follows = Counter(follows_from_evidence(question) for question in all_questions(real))
+    assert follows[False] <= 3  # three comparisons of equal dates
+
+
+@needs_data
+def test_demonstrations_are_of_training_questions_only(real, demonstrations):
+    train = {question.id for question in real.questions("train")}
+    assert {question.id.partition("-renamed-")[0] for question, _ in demonstrations[:6000]} <= train
+
+
+@needs_data
+def test_every_copy_can_be_walked_and_its_answer_follows(copies):
+    for question, environment in copies:
+        assert play(question, environment), question
+        assert follows_from_evidence(question)
+
+
+@needs_data
+def test_almost_every_training_question_is_demonstrated_and_all_of_these_copied(real, demonstrations):
+    originals = next(n for n, (question, _) in enumerate(demonstrations) if "-renamed-" in question.id)
+    assert originals > 0.99 * len(real.questions("train"))
+    assert len(demonstrations) == 9 * originals
+
+
+@needs_data
+def test_copies_keep_the_wording_and_change_the_names(real, copies):
+    originals = {question.id: question for question in real.questions("train")}
+    kept = 0
+    for copy, _ in copies:
+        original = originals[copy.id.partition("-renamed-")[0]]
+        assert [evidence.relation for evidence in copy.evidences] == [
+            evidence.relation for evidence in original.evidences
+        ]
+        assert copy.text.split()[0] == original.text.split()[0]
+        kept += sum(old.label == new.label for old, new in zip(original.candidates, copy.candidates, strict=True))
+    assert kept < 0.01 * len(copies)  # "The Film" has no word to change
+
+
+@needs_data
+def test_copies_hold_no_word_of_held_out_names(real, copies):
+    def words(texts):
+        return set(re.findall(r"[^\W\d_]+", " ".join(texts).casefold()))
+
+    names = words(entity.label for question in real.questions("test") for entity in question.candidates)
+    secret = names - words(real.tokenizer_text()) - KEPT_WORDS
+    assert len(secret) > 100
+    for copy, environment in copies:
+        shown = words([copy.text, *(triple.text for triple in environment.graph.triples)])
+        assert not secret & shown, copy
+
+
+@needs_data
+def test_tokenizer_text_holds_nothing_that_only_held_out_questions_use(real):
+    text = set(real.tokenizer_text())
+    train_triples = {evidence for question in real.questions("train") for evidence in question.evidences}
+    for question in real.questions("test"):
+        assert question.text not in text
+        for evidence in question.evidences:
+            if evidence not in train_triples:
+                assert f"{evidence.subject}, {evidence.relation}, {evidence.object}" not in text
+
+
+@needs_data
+def test_copies_are_the_same_every_time_and_quick(real, demonstrations):
+    again = real.demonstrations()
+    assert [question for question, _ in again[5000:5050]] == [question for question, _ in demonstrations[5000:5050]]
+    start = time.perf_counter()
+    made = sum(1 for _ in demonstrations[3000:8000])
+    assert made == 5000
+    assert time.perf_counter() - start < 10  # half a second on an idle core
+
+
+@needs_data
+def test_dates_of_a_copy_keep_birth_before_death(copies):
+    compared = 0
+    for _, environment in copies:
+        dates: dict[tuple[str, str], tuple[int, int, int] | None] = {}
+        for triple in environment.graph.triples:
+            dates[triple.subject_id, triple.relation] = parse_date(triple.object)
+        for (subject, relation), born in dates.items():
+            died = dates.get((subject, "date of death"))
+            if relation == "date of birth" and born and died:
+                compared += 1
+                assert born[0] <= died[0]
+    assert compared > 100
+
+
+@needs_data
+def test_text_task_on_the_real_corpus():
+    task = two_wiki.build(config(TWO_WIKI, environment="text", top_k=5))
+    assert len(task.questions("train")) + len(task.questions("test")) == 685
+    assert len(task.demonstrations()) > 150
+    assert len(search(task.environment, task.questions("train")[0].text, None)) == 5
+
+
+def test_names_hold_no_double_quote_and_no_double_space(folder):
+    (folder / "dev.json").unlink()
+    evidences = [['"Weird  Al" Yankovic', "father", 'Nick "Y"'], ['Nick "Y"', "place of death", "Fallbrook"]]
+    quoted = {
+        "question": 'Where did "Weird Al" Yankovic\'s father die?',
+        "evidences": evidences,
+        "supporting_facts": ['"Weird Al" Yankovic'],
+    }
+    (folder / "dev.jsonl").write_text(json.dumps(ABDULLAH | quoted | {"answer": "Fallbrook", "evidences_id": []}))
+    rows = "\n".join("\t".join([*cells, "", ""]) for cells in (["subject", "relation", "object"], *evidences))
+    (folder / "triples.tsv").write_text(rows.replace("object\t\t", "object\tsubject_qid\tobject_qid"))
+    task = two_wiki.build(config(folder))
+    (question,) = all_questions(task)
+    assert question.candidates[0].label == "'Weird Al' Yankovic"
+    assert play(question, task.environment)
+
+
+@needs_data
+def test_reading_documents_are_endless_repeatable_and_without_held_out_names(real):
+    def read(seed):
+        return list(itertools.islice(real.reading_documents(seed), 3000))
+
+    def words(texts):
+        return set(re.findall(r"[^\W\d_]+", " ".join(texts).casefold()))
+
+    documents = read(seed=0)
+    assert documents == read(seed=0) != read(seed=1)
+    names = words(entity.label for question in real.questions("test") for entity in question.candidates)
+    shown = words(real.tokenizer_text()) | KEPT_WORDS | {"none", "materials", "years"}
+    assert not (names - shown) & words(documents)
