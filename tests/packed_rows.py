@@ -4,6 +4,7 @@ import numpy as np
 from flax import nnx
 
 from mujica_jax.config import TrainerConfig
+from mujica_jax.learning.optimizer import schedule
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.records import Conversation, Turn
@@ -29,6 +30,7 @@ MODEL = DecoderConfig(
     initializer_range=0.2,
 )
 TRAINER = TrainerConfig(row_tokens=32, rows_per_step=8)
+SHORT_SCHEDULE = schedule(peak=1e-2, floor=1e-3, total_steps=3)
 
 
 def conversation(*turns: tuple[int, ...], trained: tuple[bool, ...] | None = None) -> Conversation:

@@ -1,8 +1,4 @@
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -218,47 +214,3 @@ def test_no_rows_are_refused(trainer, decoder):
 def test_rows_that_devices_cannot_share_are_refused():
     with pytest.raises(UserError, match=r"rows_per_step 8 cannot be split over data x fsdp = 3 devices"):
         Trainer(MODEL, dataclasses.replace(TRAINER, data=3))
-
-
-EIGHT_DEVICES = """
-import dataclasses, sys
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
-sys.path.insert(0, "tests")
-import numpy as np
-from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
-from mujica_jax.learning.optimizer import schedule
-from mujica_jax.learning.trainer import Trainer, fit
-from mujica_jax.trajectories.packing import pack
-
-rows = pack(random_conversations(40), row_tokens=TRAINER.row_tokens, seed=0)
-def train(**axes):
-    trainer, seen = Trainer(MODEL, dataclasses.replace(TRAINER, **axes)), []
-    chosen = schedule(peak=1e-2, floor=1e-3, total_steps=3)
-    result = fit(
-        trainer, trainer.initial_state(tiny_decoder()), rows, schedule=chosen, steps=3, seed=0,
-        on_step=lambda metrics: seen.append((metrics.loss, metrics.grad_norm)),
-    )
-    return result.state, seen, trainer.score(result.state, rows)
-
-one, eight = train(), train(data=2, fsdp=2, tensor=2)
-kernel = eight[0].params["layers"]["gate_kernel"][...]
-assert len({shard.device for shard in kernel.addressable_shards}) == 8
-assert kernel.addressable_shards[0].data.size * 4 == kernel.size, "the weights are split over fsdp and tensor"
-assert eight[0].opt_state[1].mu["layers"]["gate_kernel"][...].sharding == kernel.sharding
-jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), one, eight)
-print("equal")
-"""
-
-
-def test_eight_devices_equal_one():
-    root = Path(__file__).resolve().parent.parent
-    run = subprocess.run(
-        [sys.executable, "-c", EIGHT_DEVICES],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": "."},
-    )
-    assert run.stdout.strip() == "equal", run.stderr

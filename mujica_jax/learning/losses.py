@@ -9,10 +9,10 @@ logits in the backward pass. So the head costs what the trained tokens need (a q
 static shapes. Called by `learning.trainer`.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.models.decoder import Decoder
@@ -64,9 +64,34 @@ def _target_log_probs(
     targets: Int[Array, "rows time"],
     wanted: Bool[Array, "rows time"],
 ) -> Float[Array, "rows time"]:
-    """log p of `targets` under the logits of `hidden`, 0 where not wanted."""
+    """log p of `targets` under the logits of `hidden`, 0 where not wanted.
+
+    Each device walks through the rows it holds: the head is gathered once and its gradient summed once, where the compiler, left
+    alone, would do both in every chunk. The tensor axis stays the compiler's.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
+    if not split:
+        return _chunked_log_probs(decoder, hidden, targets, wanted)
+    graph, weights = nnx.split(decoder)
+    rows, whole = PartitionSpec(split), PartitionSpec()
+    return jax.shard_map(
+        lambda weights, *rows: _chunked_log_probs(nnx.merge(graph, weights), *rows),
+        in_specs=(whole, rows, rows, rows),
+        out_specs=rows,
+        axis_names=set(split),
+        check_vma=False,
+    )(weights, hidden, targets, wanted)
+
+
+def _chunked_log_probs(
+    decoder: Decoder,
+    hidden: Float[Array, "rows time hidden"],
+    targets: Int[Array, "rows time"],
+    wanted: Bool[Array, "rows time"],
+) -> Float[Array, "rows time"]:
     rows, time = targets.shape
-    chunk = min(time, max(1, CHUNK_POSITIONS * _row_shards() // rows))
+    chunk = min(time, max(1, CHUNK_POSITIONS // rows))
     chunks = -(-time // chunk)
     order = jnp.argsort(~wanted, axis=1, stable=True)  # wanted positions first, in their order
     place = jnp.argsort(order, axis=1)  # where each position went
@@ -90,8 +115,3 @@ def _target_log_probs(
     _, log_probs = jax.lax.scan(one_chunk, None, (in_chunks(hidden), in_chunks(targets), in_chunks(wanted)))
     log_probs = jnp.moveaxis(log_probs, 0, 1).reshape(rows, chunks * chunk)[:, :time]
     return jnp.where(wanted, jnp.take_along_axis(log_probs, place, axis=1), 0.0)
-
-
-def _row_shards() -> int:
-    """Over how many devices the rows are spread, by the mesh under which the caller traces."""
-    return math.prod(jax.sharding.get_abstract_mesh().shape.get(axis, 1) for axis in RULES["batch"].mesh_axes)

@@ -14,6 +14,7 @@ from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods.run import Run, new_decoder
 from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.host_memory import keep_freed_memory
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.report import MetricsLog, Progress
@@ -27,6 +28,7 @@ SCRIPT_REPEATS = 200  # how often the scripts' own words are shown to the tokeni
 @contextlib.contextmanager
 def open_training(config: Config, directory: Path) -> Iterator[Run]:
     """The run in `directory`, new or begun before; its metrics files are closed at the end."""
+    keep_freed_memory()
     use_compilation_cache()
     task = build_task(config)
     store = open_run(directory, dataclasses.asdict(config), ignore=("run",))

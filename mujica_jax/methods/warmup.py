@@ -149,13 +149,15 @@ def _read(run: Run) -> TrainState:
 
 
 def reading_rows(run: Run, count: int, stream: int) -> list[Conversation]:
-    """`count` documents as rows in which every token is a target; `stream` chooses other documents."""
+    """`count` documents as rows in which what is read off is trained; `stream` chooses other documents."""
     documents = run.task.reading_documents(seed=1000 * run.config.seed + stream)
     rows = []
-    for text in itertools.islice(documents, count):
-        ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
-        if len(ids) <= run.config.trainer.row_tokens:
-            rows.append(Conversation(role="single", turns=(Turn(role="model", token_ids=ids, text=text, trained=True),)))
+    for document in itertools.islice(documents, count):
+        given = Turn(role="context", token_ids=tuple(run.tokenizer.encode_plain(document.given)), text=document.given)
+        ids = (*run.tokenizer.encode_plain(document.read), run.tokenizer.stop_token_ids[0])
+        read = Turn(role="model", token_ids=ids, text=document.read, trained=True)
+        if len(given.token_ids) + len(ids) <= run.config.trainer.row_tokens:
+            rows.append(Conversation(role="single", turns=(given, read)))
     return rows
 
 

@@ -1,54 +1,78 @@
-"""Reading documents: what a from-scratch decoder is pre-trained on, in place of the web.
+"""Reading documents: what a from-scratch decoder learns to read on, in place of the web.
 
 A language model that has read nothing copies no name and finds no line in a list; a demonstration shows it one look-up among a hundred
-tokens. A document here lists what the graph says of one entity, as materials look, and then reads the facts off in another order, each
-with the number of its line: six look-ups in the same space. Others list years in order, which is all a reader needs to know of dates.
+tokens, and a few hundred demonstrations are learnt by heart before they are understood. A document here lists some facts of one entity, as
+materials look, and reads them off again in another order, each with the number of its line; only the reading is trained. Facts are drawn
+anew for every document (any label of a kind with any value of a relation), so that there is nothing to remember and all to look up.
+Other documents put years in order, which is all a reader needs to know of dates.
+
 No question, plan or answer stands in them: how to search is learnt from demonstrations and from MyGO alone.
 """
 
+import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-YEARS_SHARE = 0.12  # of the documents
-ABSENT_SHARE = 0.3  # of the documents ask for a relation that is not there
-FIRST_YEAR, LAST_YEAR = 1000, 2020
+YEARS_SHARE = 0.15  # of the documents
+ABSENT_SHARE = 0.3  # of the documents read a relation that is not there
+REVERSED_SHARE = 0.2  # of the lines name the entity as their object
+MOST_YEARS = 6
 
 
-def documents(entries: Sequence[tuple[str, Sequence[str]]], relations: Sequence[str], years: tuple[int, int], seed: int) -> Iterator[str]:
-    """Endless documents over (entity label, material lines) entries, drawn with replacement.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What documents are made of, from the training side of a task."""
 
-    `relations` are those an absent fact is drawn from; `years` bounds the lists of years, both inclusive.
-    """
+    labels: Mapping[str, Sequence[str]]  # kind of entity -> labels
+    values: Mapping[str, Mapping[str, Sequence[str]]]  # kind -> relation -> objects that were seen with it
+    years: tuple[int, int]  # first and last year
+    most_facts: int  # lines a document lists
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Document:
+    given: str  # what is shown
+    read: str  # what is to be read off it
+
+
+def documents(vocabulary: Vocabulary, seed: int) -> Iterator[Document]:
+    """Endless documents."""
     draw = random.Random(f"reading {seed}")
+    kinds = sorted(kind for kind, relations in vocabulary.values.items() if relations)
     while True:
         if draw.random() < YEARS_SHARE:
-            yield _years(draw, years)
+            yield _years(draw, vocabulary.years)
         else:
-            label, lines = draw.choice(entries)
-            yield _materials(draw, label, lines, relations)
+            yield _materials(draw, draw.choice(kinds), vocabulary)
 
 
-def _years(draw: random.Random, years: tuple[int, int]) -> str:
-    chosen = sorted(draw.sample(range(years[0], years[1] + 1), draw.randint(4, 10)))
-    return "Years: " + ", ".join(str(year) for year in chosen) + "."
+def _years(draw: random.Random, years: tuple[int, int]) -> Document:
+    chosen = draw.sample(range(years[0], years[1] + 1), draw.randint(2, MOST_YEARS))
+    listed, ordered = (" and ".join(str(year) for year in some) for some in (chosen, sorted(chosen)))
+    return Document(given=f"Years: {listed}\n", read=f"in order: {ordered}.")
 
 
-def _materials(draw: random.Random, label: str, lines: Sequence[str], relations: Sequence[str]) -> str:
-    lines = list(lines)
-    draw.shuffle(lines)
+def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> Document:
+    relations = sorted(vocabulary.values[kind])
+    label = draw.choice(vocabulary.labels[kind])
+    count = min(len(relations), draw.randint(2, vocabulary.most_facts))
+    present = draw.sample(relations, count)
     facts = []
-    for index, line in enumerate(lines):
-        if line.startswith(f"{label}, "):
-            relation, _, value = line[len(label) + 2 :].partition(", ")
+    lines = []
+    for index, relation in enumerate(present):
+        value = draw.choice(vocabulary.values[kind][relation])
+        if draw.random() < REVERSED_SHARE:
+            lines.append(f"{draw.choice(vocabulary.labels[kind])}, {relation}, {label}")
+        else:
+            lines.append(f"{label}, {relation}, {value}")
             facts.append((relation, value, f"[{index}]"))
     draw.shuffle(facts)
-    known = {relation for relation, _, _ in facts}
-    absent = [relation for relation in relations if relation not in known]
+    absent = [relation for relation in relations if relation not in {fact[0] for fact in facts}]
     if absent and draw.random() < ABSENT_SHARE:
         facts.insert(draw.randint(0, len(facts)), (draw.choice(absent), "none.", "[-1]"))
-    numbered = [f"[{index}] {line}" for index, line in enumerate(lines)]
+    given = "".join(f"[{index}] {line}\n" for index, line in enumerate(lines))
     read = [
-        f"{relation} of {label}: {value} {index}" if draw.random() < 0.5 else f"{relation}: {value} {index}"
+        f"The {relation} of {label}: {value} {index}" if draw.random() < 0.5 else f"{relation}: {value} {index}"
         for relation, value, index in facts
     ]
-    return "\n".join(["Materials:", *numbered, *read])
+    return Document(given=f"Materials:\n{given}", read="\n".join(read))

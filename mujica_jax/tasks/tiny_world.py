@@ -15,7 +15,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Evidence, Question
 from mujica_jax.retrieval.corpus import Passage
-from mujica_jax.tasks.reading import documents
+from mujica_jax.tasks.reading import Document, Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Material, Split
 from mujica_jax.tasks.tiny_draws import Plan, draw_plans
 from mujica_jax.tasks.tiny_facts import Value, WorldPart
@@ -152,16 +152,20 @@ class TinyWorld:
             for number in random.Random(part).sample(range(len(owner.labels)), TOKENIZER_ENTITIES):
                 yield from (material.text for material in self.graph.materials(_key(owner, number)))
 
-    def reading_documents(self, seed: int) -> Iterator[str]:
-        """What the graph says of train entities, see `reading.py`."""
+    def reading_documents(self, seed: int) -> Iterator[Document]:
+        """Facts put together anew from the labels and values of the train part, see `reading.py`."""
         owner = self._part("train")
-        entries = []
-        for number, label in enumerate(owner.labels):
-            lines = [material.text for material in self.environment.materials(_key(owner, number))]
-            if len(lines) > 1:
-                entries.append((label, lines))
-        relations = sorted({relation for facts in owner.facts for relation in facts})
-        return documents(entries, relations, READING_YEARS, seed)
+        labels: dict[str, list[str]] = {}
+        values: dict[str, dict[str, list[str]]] = {}
+        for kind, label, facts in zip(owner.kinds, owner.labels, owner.facts, strict=True):
+            labels.setdefault(kind, []).append(label)
+            for relation, value in facts.items():
+                seen = values.setdefault(kind, {}).setdefault(relation, [])
+                seen.append(value if isinstance(value, str) else owner.labels[value])
+        vocabulary = Vocabulary(
+            labels=labels, values=values, years=READING_YEARS, most_facts=self.config.facts_per_entity
+        )
+        return documents(vocabulary, seed)
 
     def passages(self) -> Iterator[Passage]:
         """One passage an entity, saying what the graph says of it: the same world for environments that search text."""

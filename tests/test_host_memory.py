@@ -1,0 +1,18 @@
+"""The setting is accepted by this C library, and computing goes on as before."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+from mujica_jax.models.host_memory import keep_freed_memory
+
+print(keep_freed_memory())
+import jax.numpy as jnp
+
+print(float((jnp.ones((2000, 2000)) @ jnp.ones((2000, 2000))).sum()))
+"""
+
+
+def test_freed_memory_is_kept_where_the_c_library_is_glibc():
+    finished = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert finished.stdout.splitlines() == [str(sys.platform == "linux"), "8000000000.0"], finished.stderr
