@@ -50,7 +50,7 @@ def get_config() -> Config:
         ),
         engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
         trainer=TrainerConfig(row_tokens=384, rows_per_step=12),
-        reading=ReadingConfig(documents=20_000, steps=1000, learning_rate=8e-3, learning_rate_floor=8e-4),
+        reading=ReadingConfig(documents=20_000, steps=1000, learning_rate=1.5e-2, learning_rate_floor=1e-3),
         warmup=WarmupConfig(steps=150, learning_rate=2e-3, learning_rate_floor=4e-4, reading_share=0.5),
         mygo=MygoConfig(
             rounds=4,

@@ -74,7 +74,9 @@ def compute(graph: nnx.GraphDef, params: nnx.State, batch: Batch) -> Numbers:
     return Numbers(token_log_probs(nnx.merge(graph, params), batch), loss, metrics, gradient)
 
 
-compiled = jax.jit(compute, static_argnums=0)
+# Compiling takes nearly all of this file's time: half of it without the backend's optimisations.
+QUICKLY = {"static_argnums": 0, "compiler_options": {"xla_backend_optimization_level": 0}}
+compiled = jax.jit(compute, **QUICKLY)
 
 
 def numbers(decoder: Decoder, batch: Batch) -> Numbers:
@@ -83,7 +85,7 @@ def numbers(decoder: Decoder, batch: Batch) -> Numbers:
 
 def numbers_compiled_again(decoder: Decoder, batch: Batch) -> Numbers:
     """Under constants that a test has changed."""
-    return jax.jit(lambda *given: compute(*given), static_argnums=0)(*nnx.split(decoder), batch)
+    return jax.jit(lambda *given: compute(*given), **QUICKLY)(*nnx.split(decoder), batch)
 
 
 def assert_close(left: Numbers, right: Numbers, tolerance: float = 1e-5) -> None:
@@ -180,7 +182,10 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(batch):
     shape = jax.ShapeDtypeStruct((rows, time), jnp.int32)
     whole = Batch(shape, shape, shape, jax.ShapeDtypeStruct((rows, time), bool))
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    loss_of = lambda params, batch: mle_loss(nnx.merge(graph, params), batch)[0]  # noqa: E731
+
+    def loss_of(params: nnx.State, batch: Batch) -> Array:
+        return mle_loss(nnx.merge(graph, params), batch)[0]
+
     program = str(jax.make_jaxpr(jax.grad(loss_of))(params, whole))
     with_vocab = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[((?:\d+,)*9973)\]", program)]
     assert with_vocab, "the program holds logits under the name this test looks for"

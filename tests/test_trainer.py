@@ -117,8 +117,13 @@ def test_stopped_and_continued_equals_uninterrupted(trainer, decoder):
 
 def test_a_stop_right_after_a_save_does_not_save_again(trainer, decoder):
     stops, saved = iter([False, False, True]), []
-    save = lambda state, step: saved.append(step)  # noqa: E731
-    run(trainer, trainer.initial_state(decoder), should_stop=lambda: next(stops), save=save, save_every_steps=2)
+    run(
+        trainer,
+        trainer.initial_state(decoder),
+        should_stop=lambda: next(stops),
+        save=lambda state, step: saved.append(step),
+        save_every_steps=2,
+    )
     assert saved == [2]
 
 
@@ -151,11 +156,32 @@ def test_nan_ends_the_run_before_anything_is_saved(trainer, decoder):
     assert saved == []
 
 
-def test_one_compilation_serves_all_schedules_and_trainers(trainer, decoder):
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_an_infinite_loss_or_gradient_ends_the_run_at_its_step(trainer, decoder, monkeypatch, name):
+    train_step = trainer.train_step
+
+    def broken_at_step_2(state, batch, schedule):
+        state, metrics = train_step(state, batch, schedule)
+        return state, metrics | ({name: jnp.float32(jnp.inf)} if int(state.step) == 2 else {})
+
+    monkeypatch.setattr(trainer, "train_step", broken_at_step_2)
+    saved = []
+    with pytest.raises(NotFinite, match=r"step 2 has .* inf"):
+        run(
+            trainer,
+            trainer.initial_state(decoder),
+            save=lambda state, step: saved.append(step),
+            save_every_steps=1,
+        )
+    assert saved == [1]
+
+
+def test_one_compilation_serves_all_schedules_phases_and_trainers(decoder):
     for peak, floor, total_steps in ((1e-3, 0.0, 4), (1.0, 1.0, 100)):
         again = Trainer(MODEL, TRAINER)
         chosen = schedule(peak=peak, floor=floor, total_steps=total_steps)
-        fit(again, again.initial_state(decoder), ROWS, schedule=chosen, steps=2, seed=0)
+        result = fit(again, again.initial_state(decoder), ROWS, schedule=chosen, steps=2, seed=0)
+        fit(again, again.next_phase(result.state), ROWS, schedule=SCHEDULE, steps=2, seed=0)
     assert again._program.train_step._cache_size() == 1
 
 

@@ -75,9 +75,10 @@ class ScriptedPolicy:
         triples = [_triple(material) for material in view.materials]
         chosen = [n for n, triple in enumerate(triples) if triple[0] == label and triple[1] == relation]
         if not chosen:
-            return protocol.write_worker(f"{relation}: none.", [], protocol.NOTHING_FOUND)
+            return protocol.write_worker(f"{relation}: none. [-1]", [], protocol.NOTHING_FOUND)
         objects = " and ".join(_distinct(triples[n][2] for n in chosen))
-        return protocol.write_worker(f"{relation}: {objects}", chosen, f"The {relation} of {label} is {objects}.")
+        places = "".join(f"[{n}]" for n in chosen)
+        return protocol.write_worker(f"{relation}: {objects} {places}", chosen, f"The {relation} of {label} is {objects}.")
 
 
 def query_of(relation: str, label: str) -> str:

@@ -107,9 +107,11 @@ def _chunked_log_probs(
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
+    def nothing(hidden: Array, targets: Array) -> Array:
+        return jnp.zeros(targets.shape, jnp.float32)
+
     def one_chunk(carry: None, chunk_of: tuple[Array, Array, Array]) -> tuple[None, Array]:
         hidden, targets, wanted = chunk_of
-        nothing = lambda hidden, targets: jnp.zeros(targets.shape, jnp.float32)  # noqa: E731
         return carry, jax.lax.cond(wanted.any(), log_probs_of, nothing, hidden, targets)
 
     _, log_probs = jax.lax.scan(one_chunk, None, (in_chunks(hidden), in_chunks(targets), in_chunks(wanted)))

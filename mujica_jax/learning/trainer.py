@@ -88,7 +88,7 @@ class Trainer:
 
     def next_phase(self, state: TrainState) -> TrainState:
         """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients."""
-        return state._replace(step=jnp.zeros_like(state.step))
+        return state._replace(step=jax.device_put(np.int32(0), self._program.shardings.step))
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of a state, without its arrays: what a checkpoint is restored into."""

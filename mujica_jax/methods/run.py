@@ -178,12 +178,13 @@ class Run:
             return state
         packed = rows()
         slots = self.config.trainer.rows_per_step * packed.row_tokens
-        began = last_save = time.monotonic()
+        began, begun_at = time.monotonic(), done
+        last_save = began
 
         with self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage:
 
             def on_step(metrics: StepMetrics) -> None:
-                speed = slots * packed.efficiency * (metrics.step - done) / (time.monotonic() - began)
+                speed = slots * packed.efficiency * (metrics.step - begun_at) / (time.monotonic() - began)
                 stage.update(metrics.step, loss=metrics.loss, tokens_per_second=round(speed))
                 if metrics.step % 10 == 0 or metrics.step == steps:
                     values = dataclasses.asdict(metrics) | {"tokens_per_second": speed, "packing": packed.efficiency}

@@ -39,11 +39,13 @@ def documents(vocabulary: Vocabulary, seed: int) -> Iterator[Document]:
     """Endless documents."""
     draw = random.Random(f"reading {seed}")
     kinds = sorted(kind for kind, relations in vocabulary.values.items() if relations)
+    # Kinds with many relations make long lists, and long lists are what there is to learn from.
+    weights = [len(vocabulary.values[kind]) ** 2 for kind in kinds]
     while True:
         if draw.random() < YEARS_SHARE:
             yield _years(draw, vocabulary.years)
         else:
-            yield _materials(draw, draw.choice(kinds), vocabulary)
+            yield _materials(draw, draw.choices(kinds, weights)[0], vocabulary)
 
 
 def _years(draw: random.Random, years: tuple[int, int]) -> Document:
