@@ -2,7 +2,7 @@
 
     python -m mujica_jax.train
 
-A decoder of 0.3 million parameters reads generated text, is shown a few hundred demonstrations, and then improves on thousands of
+A decoder of 0.8 million parameters reads generated text, is shown a few hundred demonstrations, and then improves on thousands of
 questions of which it only knows the answers.
 """
 
@@ -27,18 +27,18 @@ def get_config() -> Config:
             train_questions=10_000,
             demonstrations=400,
             test_questions=400,
-            facts_per_entity=6,
-            distractor_names=0.2,
+            facts_per_entity=5,
+            distractor_names=0.0,
         ),
         model=ModelConfig(
             family="qwen3",
-            vocab_tokens=2048,
-            hidden_size=64,
-            intermediate_size=192,
-            num_layers=3,
+            vocab_tokens=4096,
+            hidden_size=128,
+            intermediate_size=256,
+            num_layers=2,
             num_heads=4,
             num_kv_heads=2,
-            head_dim=16,
+            head_dim=32,
         ),
         agent=AgentConfig(
             prompt="brief",
@@ -49,18 +49,18 @@ def get_config() -> Config:
             max_observation_tokens=200,
         ),
         engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
-        trainer=TrainerConfig(row_tokens=384, rows_per_step=12),
-        reading=ReadingConfig(documents=20_000, steps=1000, learning_rate=1.5e-2, learning_rate_floor=1e-3),
-        warmup=WarmupConfig(steps=150, learning_rate=2e-3, learning_rate_floor=4e-4, reading_share=0.5),
+        trainer=TrainerConfig(row_tokens=320, rows_per_step=14),
+        reading=ReadingConfig(documents=20_000, steps=1000, learning_rate=5e-3, learning_rate_floor=3e-4),
+        warmup=WarmupConfig(steps=300, learning_rate=3e-3, learning_rate_floor=3e-4, reading_share=1.0),
         mygo=MygoConfig(
-            rounds=4,
+            rounds=3,
             questions_per_round=600,
-            max_attempts=8,
+            max_attempts=6,
             keep_per_question=3,
             shard_questions=300,
             temperature=1.0,
-            learning_rate=1e-3,
-            learning_rate_floor=1e-4,
+            learning_rate=2e-3,
+            learning_rate_floor=2e-4,
             epochs=2,
             replay=0.3,
         ),

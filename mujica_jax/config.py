@@ -15,7 +15,9 @@ class TinyWorldConfig:
     train_questions: int  # questions MyGO may sample
     demonstrations: int  # fixed scripted demonstrations for the warm-up
     test_questions: int  # held-out questions over entities never seen in training
-    facts_per_entity: int  # upper bound of triples a person or film carries: more facts, more distractors for the worker
+    facts_per_entity: (
+        int  # upper bound of triples a person or film carries: more facts, more distractors for the worker
+    )
     distractor_names: float  # share of entities that borrow part of their name from another one (0 to 1)
     missing_facts: float = 0.0  # share of facts the graph lacks, so that a search finds nothing (0 to 1)
     paraphrases: int = 3  # wordings a question kind is asked in

@@ -55,7 +55,9 @@ def load_config(name: str) -> Config:
         spec.loader.exec_module(module)
         config = module.get_config()
     except (SyntaxError, ImportError, AttributeError, TypeError, NameError) as error:
-        raise UserError(f"configuration {path} does not load: {error}; it must define get_config() -> Config") from error
+        raise UserError(
+            f"configuration {path} does not load: {error}; it must define get_config() -> Config"
+        ) from error
     if not isinstance(config, Config):
         raise UserError(f"configuration {path}: get_config() gave a {type(config).__name__}; it must return a Config")
     return config
@@ -81,7 +83,11 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
 def _value(hint: Any, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    options = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
     sections = [option for option in options if dataclasses.is_dataclass(option)]
     for section in sections:
         if {field.name for field in dataclasses.fields(section)} == set(value):

@@ -1,4 +1,4 @@
-"""Errors a user can cause. An entry point prints the sentence and exits with 2; everything else is a fault of ours and keeps its traceback."""
+"""Errors a user can cause: an entry point prints the sentence and exits with 2. Everything else is our fault and keeps its traceback."""
 
 
 class UserError(ValueError):

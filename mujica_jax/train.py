@@ -5,12 +5,14 @@
 Without a configuration file it trains the tiny world. The same --run directory again goes on where a killed run stopped.
 """
 
+import shlex
 import signal
 import sys
 import time
 from pathlib import Path
 
 from mujica_jax.config import Config
+from mujica_jax.config_checks import check
 from mujica_jax.config_files import command_line
 from mujica_jax.errors import UserError
 
@@ -19,17 +21,21 @@ DEFAULT_CONFIG = "tiny_world"
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 done, 2 a mistake of the user's, 130 interrupted (and resumable)."""
-    directory = "the run directory"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a preemption notice ends like Ctrl-C: all that matters is on disk
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    directory = None
+    # A preemption notice ends like Ctrl-C: all that matters is on disk.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        config = command_line(sys.argv[1:] if arguments is None else arguments, default=DEFAULT_CONFIG)
+        config = command_line(words, default=DEFAULT_CONFIG)
+        check(config)
         directory = config.run or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         train(config, Path(directory))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\ninterrupted; go on with: python -m mujica_jax.train {_repeat(directory, arguments)}", file=sys.stderr)
+        again = words if _names_run(words) or directory is None else [*words, "--run", directory]
+        print(f"\ninterrupted; go on with: python -m mujica_jax.train {shlex.join(again)}", file=sys.stderr)
         return 130
     return 0
 
@@ -62,9 +68,8 @@ def train(config: Config, directory: Path) -> None:
         run.progress.line(f"policies, predictions and metrics: {directory}")
 
 
-def _repeat(directory: str, arguments: list[str] | None) -> str:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return " ".join(words if "--run" in words else [*words, "--run", directory])
+def _names_run(words: list[str]) -> bool:
+    return any(word == "--run" or word.startswith("--run=") for word in words)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from mujica_jax.records import Conversation, ConversationRole, Turn
 
 class Dialogue:
     def __init__(self, tokenizer: Tokenizer, role: ConversationRole, system: str) -> None:
-        self._tokenizer, self._role, self._system = tokenizer, role, system
+        self._tokenizer, self._system = tokenizer, system
+        self._role: ConversationRole = role
         self._turns: list[Turn] = []
         self._stopped = False
         self.token_ids: list[int] = []
@@ -59,6 +60,7 @@ def with_system(conversation: Conversation, tokenizer: Tokenizer, system: str) -
     first, *rest = conversation.turns
     opening = Turn(role="context", token_ids=tuple(tokenizer.open_conversation(system, first.text)), text=first.text)
     turns = (
-        Turn(role=turn.role, token_ids=turn.token_ids, text=turn.text, logprobs=None, trained=turn.trained) for turn in rest
+        Turn(role=turn.role, token_ids=turn.token_ids, text=turn.text, logprobs=None, trained=turn.trained)
+        for turn in rest
     )
     return Conversation(role=conversation.role, turns=(opening, *turns))

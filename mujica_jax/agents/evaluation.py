@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mujica_jax import metrics
 from mujica_jax.agents.mujica import Attempt, Mujica, Policy, run_episodes
@@ -18,6 +19,7 @@ class KindScore:
     """Percent over `questions` questions."""
 
     em: float
+    em_interval: tuple[float, float]  # 95% bootstrap interval
     f1: float
     questions: int
 
@@ -27,7 +29,6 @@ class Evaluation:
     """One pass over the questions, one attempt each."""
 
     by_kind: dict[str, KindScore]  # holds ALL_KINDS too
-    em_interval: tuple[float, float]  # 95% bootstrap interval of the overall EM, percent
     searches: float  # mean a question
     stop_reasons: dict[str, int]
     trajectories: tuple[Trajectory, ...]
@@ -37,23 +38,20 @@ class Evaluation:
         return self.by_kind[ALL_KINDS].em
 
     @property
+    def em_interval(self) -> tuple[float, float]:
+        return self.by_kind[ALL_KINDS].em_interval
+
+    @property
     def f1(self) -> float:
         return self.by_kind[ALL_KINDS].f1
 
     def summary(self) -> dict:
         """What is written beside the predictions: everything but the trajectories."""
         return {
-            "em": round(self.em, 2),
-            "f1": round(self.f1, 2),
-            "em_interval": [round(bound, 2) for bound in self.em_interval],
-            "questions": self.by_kind[ALL_KINDS].questions,
+            **_rounded(self.by_kind[ALL_KINDS]),
             "searches": round(self.searches, 3),
             "stop_reasons": self.stop_reasons,
-            "by_kind": {
-                kind: {"em": round(score.em, 2), "f1": round(score.f1, 2), "questions": score.questions}
-                for kind, score in self.by_kind.items()
-                if kind != ALL_KINDS
-            },
+            "by_kind": {kind: _rounded(score) for kind, score in self.by_kind.items() if kind != ALL_KINDS},
         }
 
 
@@ -94,18 +92,27 @@ def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory],
     kinds = {ALL_KINDS: list(range(len(questions)))}
     for index, question in enumerate(questions):
         kinds.setdefault(question.kind or "other", []).append(index)
-    by_kind = {
-        kind: KindScore(
-            em=100 * sum(scores[index].em for index in members) / len(members),
-            f1=100 * sum(scores[index].f1 for index in members) / len(members),
-            questions=len(members),
-        )
-        for kind, members in kinds.items()
-    }
     return Evaluation(
-        by_kind=by_kind,
-        em_interval=metrics.bootstrap_interval([score.em for score in scores]),
+        by_kind={kind: _kind_score([scores[index] for index in members]) for kind, members in kinds.items()},
         searches=sum(len(trajectory.searches) for trajectory in trajectories) / len(trajectories),
         stop_reasons=dict(sorted(Counter(trajectory.stop_reason.value for trajectory in trajectories).items())),
         trajectories=tuple(trajectories),
     )
+
+
+def _kind_score(scores: Sequence[metrics.Score]) -> KindScore:
+    return KindScore(
+        em=100 * sum(score.em for score in scores) / len(scores),
+        em_interval=metrics.bootstrap_interval([score.em for score in scores]),
+        f1=100 * sum(score.f1 for score in scores) / len(scores),
+        questions=len(scores),
+    )
+
+
+def _rounded(score: KindScore) -> dict[str, Any]:
+    return {
+        "em": round(score.em, 2),
+        "em_interval": [round(bound, 2) for bound in score.em_interval],
+        "f1": round(score.f1, 2),
+        "questions": score.questions,
+    }

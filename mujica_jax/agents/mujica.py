@@ -12,16 +12,18 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.config import AgentConfig
 from mujica_jax.inference.generator import Completion, Generator, SamplingParams
-from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import Conversation, Entity, Question, Search, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, Material
+
+HALF_CHARACTER = "\ufffd"  # what a tokenizer decodes where a cut left some bytes of a character
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,12 @@ class _Episode:
 
     async def _search_all(self, calls: Sequence[protocol.SearchCall], iteration: int) -> None:
         """All searches of a turn at once; their answers reach the planner as one message."""
-        found = await asyncio.gather(*(self._search(call, iteration, n) for n, call in enumerate(calls)))
+        tasks = [asyncio.ensure_future(self._search(call, iteration, n)) for n, call in enumerate(calls)]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # where one failed the episode is over: nobody reads what the others find
+                task.cancel()
         first_new = len(self._candidates)
         known = {entity.id for entity in self._candidates}
         for search, conversation, entities in found:
@@ -173,7 +180,7 @@ class _Episode:
         materials = self._fit(await self._environment.search(call.query, entity))
         worker = Dialogue(self._tokenizer, "worker", self._system("worker"))
         shown = [material.text for material in materials]
-        worker.hear(protocol.worker_opening(call.query, shown, self._environment.kind))
+        worker.hear(protocol.worker_opening(call.query, shown, self._environment.kind, self._config.prompt))
         view = WorkerView(query=call.query, entity=entity, materials=materials)
         text, cut = await self._write(worker, view, f"{iteration}.{number}", continues=False)
         reply = protocol.parse_worker(text if cut is None else "", materials=len(materials))
@@ -214,24 +221,24 @@ class _Episode:
     def _fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
         """The first materials that fit max_observation_tokens; the first one is cut to fit rather than left out."""
         limit = self._config.max_observation_tokens
+        sizes_bytes = [len(neutralise(material.text).encode()) for material in materials]
         kept: list[Material] = []
         used = 0
-        for material in materials:
-            # A byte-level token covers at least one byte, so short texts need no tokenising to be known to fit.
-            size = len(material.text.encode())
-            if used + size > limit:
-                ids = self._tokenizer.encode_plain(material.text)
-                size = len(ids)
-                if used + size > limit:
-                    if not kept:
-                        cut = self._tokenizer.decode(ids[:limit])
-                        kept.append(dataclasses.replace(material, text=cut))
-                    break
+        for place, material in enumerate(materials):
+            # A byte-level token covers at least one byte, so what is short needs no tokenising to be known to fit.
+            if used + sum(sizes_bytes[place:]) <= limit:
+                return (*kept, *materials[place:])
+            ids = self._tokenizer.encode_plain(material.text)
+            used += len(ids)
+            if used > limit:
+                if not kept:
+                    cut = self._tokenizer.decode(ids[:limit]).rstrip(HALF_CHARACTER)
+                    kept.append(dataclasses.replace(material, text=cut))
+                break
             kept.append(material)
-            used += size
         return tuple(kept)
 
-    def _system(self, role: str) -> str:
+    def _system(self, role: Literal["planner", "worker"]) -> str:
         return protocol.system_prompt(role, self._environment.kind, self._config.prompt)
 
 

@@ -53,11 +53,12 @@ class WorkerReply:
 
 # --- parsing what the model wrote ---
 
-_THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+_THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)  # a thought that never ends hides all that follows
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _SEARCH_TAG = re.compile(r"<search>(.*?)</search>", re.DOTALL)
-_SEARCH_CALL = re.compile(r"Search\(\s*\[?\s*(\d{1,6})\s*\]?\s*,\s*\"([^\"\n]*)\"\s*\)")
+# A query ends at the first quotation mark before a bracket: names such as "Weird Al" Yankovic hold quotation marks themselves.
+_SEARCH_CALL = re.compile(r"Search\(\s*\[?\s*(\d{1,6})\s*\]?\s*,\s*\"([^\n]*?)\"\s*\)")
 _SELECT = re.compile(r"<select>(.*?)</select>", re.DOTALL)
 _SENTENCE = re.compile(r"<sentence>(.*?)</sentence>", re.DOTALL)
 _INDEX = re.compile(r"\[\s*(-?\d{1,6})\s*\]")
@@ -123,9 +124,14 @@ def planner_observation(sentences: Sequence[str], new_candidates: Sequence[Entit
     return "\n".join(lines)
 
 
-def worker_opening(query: str, materials: Sequence[str], kind: EnvironmentKind) -> str:
+def worker_opening(query: str, materials: Sequence[str], kind: EnvironmentKind, mode: PromptMode) -> str:
+    """The question and its materials, numbered. In `brief` mode, for small models trained from scratch, the number also closes its
+    line: naming the line a value was read from is then copying one token on, where otherwise it means looking back."""
     heading = "Materials:" if kind == "graph" else "Context:"
-    numbered = [f"[{index}] {one_line(material)}" for index, material in enumerate(materials)]
+    numbered = [
+        f"[{index}] {one_line(material)}" + (f" [{index}]" if mode == "brief" else "")
+        for index, material in enumerate(materials)
+    ]
     return "\n".join([f"Question: {one_line(query)}", heading, *numbered])
 
 

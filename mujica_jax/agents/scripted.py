@@ -40,7 +40,9 @@ class ScriptedPolicy:
         text = self._plan(view) if isinstance(view, PlannerView) else self._read(view)
         ids = (*self._tokenizer.encode_model(text), self._tokenizer.stop_token_ids[0])
         if len(ids) > params.max_new_tokens:
-            return Completion(token_ids=ids[: params.max_new_tokens], logprobs=(), finish_reason="length", policy_version=0)
+            return Completion(
+                token_ids=ids[: params.max_new_tokens], logprobs=(), finish_reason="length", policy_version=0
+            )
         return Completion(token_ids=ids, logprobs=(), finish_reason="stop", policy_version=0)
 
     def _plan(self, view: PlannerView) -> str:
@@ -49,6 +51,10 @@ class ScriptedPolicy:
             needed = _distinct(evidence.relation for evidence, _ in calls)
             thought = f"I need the {' and '.join(needed)}."
             return protocol.write_graph_searches(thought, [call for _, call in calls])
+        found = {search.query for search in view.searches if search.found}
+        gold = {(evidence.subject_id or evidence.subject, evidence.relation) for evidence in view.question.evidences}
+        if len(found) < len(gold):  # an answer would be a guess: the episode ends without one
+            return protocol.write_graph_searches(protocol.NOTHING_FOUND, [])
         answer = view.question.answers[0]
         return protocol.write_answer(conclusion(view.question, answer), answer)
 
@@ -78,7 +84,9 @@ class ScriptedPolicy:
             return protocol.write_worker(f"{relation}: none. [-1]", [], protocol.NOTHING_FOUND)
         objects = " and ".join(_distinct(triples[n][2] for n in chosen))
         places = "".join(f"[{n}]" for n in chosen)
-        return protocol.write_worker(f"{relation}: {objects} {places}", chosen, f"The {relation} of {label} is {objects}.")
+        return protocol.write_worker(
+            f"{relation}: {objects} {places}", chosen, f"The {relation} of {label} is {objects}."
+        )
 
 
 def query_of(relation: str, label: str) -> str:
@@ -117,15 +125,18 @@ def sample_text() -> Iterator[str]:
     yield protocol.write_worker("of", [0], "The of is.")
     yield protocol.planner_opening("What", [Entity(id="", label="")])
     yield protocol.planner_observation(["The of is"], [Entity(id="", label="")], 1)
-    yield protocol.worker_opening("What is the of?", ["", ""], "graph")
-    yield protocol.worker_opening("What is the of?", ["", ""], "text")
-    yield "Years: 1, 2. system user assistant"
+    yield protocol.worker_opening("What is the of?", ["", ""], "graph", "brief")
+    yield protocol.worker_opening("What is the of?", ["", ""], "text", "brief")
+    yield "Years: in order: 1 and 2. system user assistant"
+    yield "".join(f"[{number}] [{number}]" for number in range(-1, 16))
 
 
 def _continued(evidence: Evidence, question: Question) -> bool:
     """Whether another triple of the chain goes on from this one's object."""
     return any(
-        evidence is not other and other.subject == evidence.object and (not evidence.object_id or other.subject_id == evidence.object_id)
+        evidence is not other
+        and other.subject == evidence.object
+        and (not evidence.object_id or other.subject_id == evidence.object_id)
         for other in question.evidences
     )
 

@@ -37,11 +37,11 @@ class Cache(NamedTuple):
 class SlotState(NamedTuple):
     """What decoding needs to know of each slot."""
 
-    token: Int[Array, " slots"]  # last token, not yet in the cache
-    position: Int[Array, " slots"]  # its position: tokens before it are cached
-    remaining: Int[Array, " slots"]  # tokens the request may still generate; 0 = nothing runs here
-    temperature: Float[Array, " slots"]
-    seed: UInt32[Array, " slots"]
+    token: Int[np.ndarray | Array, " slots"]  # last token, not yet in the cache
+    position: Int[np.ndarray | Array, " slots"]  # its position: tokens before it are cached
+    remaining: Int[np.ndarray | Array, " slots"]  # tokens the request may still generate; 0 = nothing runs here
+    temperature: Float[np.ndarray | Array, " slots"]
+    seed: UInt32[np.ndarray | Array, " slots"]
 
 
 class PrefillRow(NamedTuple):
@@ -49,7 +49,7 @@ class PrefillRow(NamedTuple):
 
     slot: int
     start: int
-    tokens: Sequence[int]
+    tokens: Sequence[int] | Int[np.ndarray, " uncached"]
 
 
 class Engine:
@@ -79,6 +79,10 @@ class Engine:
         """Replace the policy. The cache is stale afterwards: the caller forgets what the slots held."""
         self._weights = weights
 
+    def clear(self, slot: int) -> None:
+        """Empty a slot that holds values that are not finite: masked positions weigh 0, and 0 x NaN is NaN for whoever comes next."""
+        self._cache = _clear(self._cache, np.int32(slot))
+
     @property
     def compiled_programs(self) -> int:
         return len(self._programs)
@@ -100,7 +104,9 @@ class Engine:
             slots[index], starts[index], lengths[index] = row.slot, row.start, len(row.tokens)
         attended = self._attended(int((starts + lengths).max()))
         self._programs.add(("prefill", count, padded, attended))
-        self._cache = _prefill(self._graph, self._weights, self._cache, tokens, slots, starts, lengths, attended=attended)
+        self._cache = _prefill(
+            self._graph, self._weights, self._cache, tokens, slots, starts, lengths, attended=attended
+        )
 
     def decode(self, state: SlotState) -> tuple[SlotState, np.ndarray, np.ndarray, np.ndarray]:
         """Up to `decode_steps` tokens for every running slot.
@@ -133,6 +139,11 @@ def _bucket(needed: int, smallest: int, largest: int) -> int:
     while size < needed:
         size *= 2
     return min(size, largest)
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def _clear(cache: Cache, slot: Int[Array, ""]) -> Cache:
+    return jax.tree.map(lambda layer: layer.at[slot].set(0), cache)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "attended"), donate_argnames=("cache",))
@@ -196,9 +207,7 @@ def _decode(
 
         hidden = decoder(state.token[:, None], state.position[:, None], attend, scan=False)
         logits = decoder.logits(hidden[:, 0])
-        token, logprob = sampling.sample(
-            logits, state.temperature, sampling.uniforms(state.seed, state.position)
-        )
+        token, logprob = sampling.sample(logits, state.temperature, sampling.uniforms(state.seed, state.position))
         token = jnp.where(running, token, state.token)
         stopped = jnp.any(token[:, None] == stops[None, :], axis=-1)
         remaining = jnp.where(stopped, 0, state.remaining - 1)

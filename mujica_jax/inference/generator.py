@@ -102,9 +102,9 @@ class BatchedGenerator:
         )
 
     def set_weights(self, weights: nnx.State, policy_version: int) -> None:
+        self.forget()
         self._engine.set_weights(weights)
         self.policy_version = policy_version
-        self.forget()
 
     @property
     def statistics(self) -> GeneratorStatistics:
@@ -127,7 +127,7 @@ class BatchedGenerator:
             raise RequestError("the prompt is empty: send at least one token")
         if params.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens is {params.max_new_tokens}: ask for at least 1")
-        if params.temperature < 0:
+        if not params.temperature >= 0:  # NaN is refused too
             raise RequestError(f"temperature is {params.temperature}: use 0 for greedy or a positive number")
         if len(prompt) + params.max_new_tokens > room:
             raise RequestError(
@@ -148,12 +148,21 @@ class BatchedGenerator:
                     await asyncio.sleep(0)
         except Exception as error:
             # A fault of the engine concerns everyone who waits: they get it instead of waiting for ever.
-            waiting = [request for _, _, request in self._waiting] + list(self._running.values())
-            self._waiting.clear()
-            self._running.clear()
-            for request in waiting:
-                if not request.future.done():
-                    request.future.set_exception(error)
+            for future in self._abandon():
+                future.set_exception(error)
+        except asyncio.CancelledError:
+            # The event loop ends with requests under way; another one may begin.
+            for future in self._abandon():
+                future.cancel()
+            raise
+
+    def _abandon(self) -> list[asyncio.Future]:
+        """Give up every request; what the slots hold is not known any more. Returns the futures that still wait."""
+        requests = [request for _, _, request in self._waiting] + list(self._running.values())
+        self._waiting.clear()
+        self._running.clear()
+        self.forget()
+        return [request.future for request in requests if not request.future.done()]
 
     def _admit(self) -> None:
         """Move waiting requests into free slots and prefill what their slots do not hold."""
@@ -229,14 +238,17 @@ class BatchedGenerator:
         self._seconds += time.monotonic() - began
 
     def _finish(self, slot: int, request: _Request) -> None:
+        finite = np.isfinite(request.logprobs).all()
+        if not finite:
+            self._engine.clear(slot)
+            self._held[slot] = -1
         del self._running[slot]
         self._state.remaining[slot] = 0
         self._last_used[slot] = self._submitted
+        self._kept[slot] &= finite and not request.future.done()
         if request.future.done():  # cancelled
-            self._kept[slot] = False
             return
-        if not np.isfinite(request.logprobs).all():
-            self._held[slot] = -1
+        if not finite:
             request.future.set_exception(
                 RequestError(f"the policy gave a log-probability that is not finite after {len(request.tokens)} tokens")
             )

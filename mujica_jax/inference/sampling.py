@@ -7,6 +7,8 @@ seed and the token's position alone, so a request gives the same tokens whatever
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 # Two-level cumulative sums: over blocks, then inside the chosen block. 64 keeps both triangular products small for
@@ -14,10 +16,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 BLOCK_TOKENS = 64
 
 
-def uniforms(seeds: UInt32[Array, " batch"], positions: Int[Array, " batch"]) -> Float[Array, " batch"]:
+def uniforms(
+    seeds: UInt32[np.ndarray | Array, " batch"], positions: Int[np.ndarray | Array, " batch"]
+) -> Float[Array, " batch"]:
     """One uniform number in [0, 1) a row, a function of (seed, position) only."""
 
-    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+    def one(seed: ArrayLike, position: ArrayLike) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
 
     return jax.vmap(one)(seeds, positions)
@@ -25,7 +29,7 @@ def uniforms(seeds: UInt32[Array, " batch"], positions: Int[Array, " batch"]) ->
 
 def sample(
     logits: Float[Array, "batch vocab"],
-    temperatures: Float[Array, " batch"],
+    temperatures: Float[np.ndarray | Array, " batch"],
     uniform: Float[Array, " batch"],
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
     """Next token and its log-probability under the unmodified policy (temperature 1), both a row.
@@ -35,14 +39,15 @@ def sample(
     assert logits.dtype == jnp.float32, "log-probabilities are computed in float32"
     peak = jnp.max(logits, axis=-1, keepdims=True)
     greedy = _first_index(logits == peak)
-    log_normaliser = peak[:, 0] + jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1))
+    shifted = logits - peak  # shifted before anything is summed: large logits would round away what tells them apart
+    log_normaliser = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     divisor = jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
-    weights = jnp.exp((logits - peak) / divisor)
+    weights = jnp.exp(shifted / divisor)
     drawn = _invert(weights, uniform)
     # Rounding at a block's edge may point at a token of weight zero: fall back to the mode, which never has it.
     weight = jnp.take_along_axis(weights, drawn[:, None], axis=-1)[:, 0]
     token = jnp.where((temperatures > 0) & (weight > 0), drawn, greedy)
-    log_probability = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - log_normaliser
+    log_probability = jnp.take_along_axis(shifted, token[:, None], axis=-1)[:, 0] - log_normaliser
     return token, log_probability
 
 

@@ -20,9 +20,10 @@ from jax.experimental import multihost_utils
 
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import path_name
-from mujica_jax.trajectories.objects import explained, file_description, sync
+from mujica_jax.trajectories.objects import explained, file_description, require_space, sync
 
 COMMITTED = "COMMITTED"
+FILES_BYTES = 500_000  # what the small files of a checkpoint take on disk at most
 State = TypeVar("State")
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ class Checkpoints:
         self._number += 1
         folder = self._folder(self._number)
         arrays = _flatten(state)
+        with explained(folder):
+            self.directory.mkdir(parents=True, exist_ok=True)
+        require_space(self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES)
         with explained(folder), orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
             checkpointer.save(folder / "arrays", args=orbax.args.StandardSave(arrays))
         if jax.process_index() == 0:

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mujica_jax.config import TrainerConfig
+from mujica_jax.config_checks import check_rows
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import mle_loss, token_log_probs
 from mujica_jax.learning.optimizer import Schedule, adamw, learning_rate
@@ -69,12 +70,7 @@ class Trainer:
     """A model on a mesh with its compiled step. It holds no weights: they live in the `TrainState` that goes round."""
 
     def __init__(self, model: DecoderConfig, config: TrainerConfig) -> None:
-        row_parts = config.data * config.fsdp
-        if config.rows_per_step % row_parts:
-            raise UserError(
-                f"trainer.rows_per_step {config.rows_per_step} cannot be split over data x fsdp = {row_parts} devices: "
-                f"use a multiple of {row_parts}"
-            )
+        check_rows(config)
         self.model, self.config = model, config
         self.mesh = make_mesh(config.data, config.fsdp, config.tensor)
         self._program = _program(model, config, self.mesh)

@@ -31,7 +31,9 @@ from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, s
 from mujica_jax.trajectories.store import ShardEntry
 
 
-def run_mygo(run: Run, state: TrainState, demonstrations: Sequence[Conversation]) -> tuple[TrainState, list[PhaseResult]]:
+def run_mygo(
+    run: Run, state: TrainState, demonstrations: Sequence[Conversation]
+) -> tuple[TrainState, list[PhaseResult]]:
     """All rounds, from the warmed-up state. Rounds that an earlier run finished are read from the run directory."""
     config = run.config.mygo
     k = 0.0
@@ -46,11 +48,11 @@ def run_mygo(run: Run, state: TrainState, demonstrations: Sequence[Conversation]
         packed = _mixture(run, rows, replay, number)
         steps = steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs) if kept else 0
         if steps:
-            before = state
-            peak, floor = _rates(run, number)
-            state = run.learn(name, lambda: before, lambda: packed, steps=steps, peak=peak, floor=floor)
+            state = _learn_round(run, state, packed, number, steps)
         else:
-            run.progress.line(f"{name}: no trajectory of {len(trajectories)} beat K = {k:.3f}; the policy stays as it is")
+            run.progress.line(
+                f"{name}: no trajectory of {len(trajectories)} beat K = {k:.3f}; the policy stays as it is"
+            )
         replay += rows
         run.commit_policy(state, number)
         results.append(
@@ -80,6 +82,11 @@ def run_mygo(run: Run, state: TrainState, demonstrations: Sequence[Conversation]
     return state, results
 
 
+def _learn_round(run: Run, state: TrainState, packed: PackedRows, number: int, steps: int) -> TrainState:
+    peak, floor = _rates(run, number)
+    return run.learn(f"round {number}", lambda: state, lambda: packed, steps=steps, peak=peak, floor=floor)
+
+
 def _rates(run: Run, number: int) -> tuple[float, float]:
     """Learning rate at the beginning and the end of a round: its stretch of one cosine over all rounds."""
     config = run.config.mygo
@@ -103,9 +110,10 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
     """All trajectories of a round and its threshold. Shards 0.. hold the first attempts, the same number after them the others."""
     config = run.config.mygo
     done = run.store.read_done(number)
-    if done is not None:
+    found = None if done is None else run.read_shards(done.shards)
+    if done is not None and found is not None:
         assert done.threshold is not None, "a MyGO round is closed with its threshold"
-        return [t for entry in done.shards for t in run.store.read_shard(entry)], done.threshold
+        return found, done.threshold
     questions = _questions_of(run, number)
     shards = [questions[at : at + config.shard_questions] for at in range(0, len(questions), config.shard_questions)]
     run.store.write_plan(
@@ -133,24 +141,31 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
 
         stage_done = 0
         for index, shard in enumerate(shards):
-            entry, found = run.sample(number, index, [_attempt(run, question, 0, number) for question in shard], on_episode)
+            entry, found = run.sample(
+                number, index, [_attempt(run, question, 0, number) for question in shard], on_episode
+            )
             entries.append(entry)
             trajectories += found
             stage_done += len(shard)
+            stage.update(stage_done)
         k = threshold(
             previous_k=previous_k,
             mean_first_attempt_reward=mean_first_attempt_reward(trajectories),
             best_reward=BEST_REWARD,
         )
+        first = {trajectory.question_id: trajectory for trajectory in trajectories}
         for index, shard in enumerate(shards):
-            first = {t.question_id: t for t in trajectories if t.attempt == 0}
             entry, found = run.sample_waves(
-                number, len(shards) + index, lambda earlier, shard=shard: _wave(run, shard, first, earlier, k, number), on_episode
+                number,
+                len(shards) + index,
+                lambda earlier, shard=shard: _wave(run, shard, first, earlier, k, number),
+                on_episode,
             )
             if entry is not None:
                 entries.append(entry)
             trajectories += found
             stage_done += len(shard)
+            stage.update(stage_done)
     firsts = [t for t in trajectories if t.attempt == 0]
     run.store.write_done(number, entries, mean_reward=mean_first_attempt_reward(firsts), threshold=k)
     return trajectories, k
@@ -191,5 +206,9 @@ def _questions_of(run: Run, number: int) -> list[Question]:
     """The questions of a round: the next ones in the task's order, from the beginning again when they are used up."""
     questions = run.task.questions("train")
     per_round = min(run.config.mygo.questions_per_round, len(questions))
+    if per_round < run.config.mygo.questions_per_round:
+        run.progress.line(
+            f"round {number}: all {per_round} training questions; mygo.questions_per_round is {run.config.mygo.questions_per_round}"
+        )
     start = (number - 1) * per_round
     return [questions[index % len(questions)] for index in range(start, start + per_round)]

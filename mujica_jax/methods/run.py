@@ -6,17 +6,16 @@ run repeats at most one shard of episodes, the steps since the last checkpoint, 
 
 import asyncio
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
-from mujica_jax.agents.evaluation import Evaluation, evaluate
 from mujica_jax.agents.mujica import Attempt, EnginePolicy, Mujica, run_episodes
 from mujica_jax.config import Config
 from mujica_jax.errors import StoreError
@@ -25,6 +24,7 @@ from mujica_jax.inference.generator import BatchedGenerator
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
+from mujica_jax.methods.scoring import Scores, score_policy
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
@@ -36,8 +36,6 @@ from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.store import ShardEntry, Store, shard_name
 
-# 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not at all.
-INITIALIZER_RANGE = 0.05
 SAVE_EVERY_SECONDS = 15.0  # of training: what a kill may cost; a save takes about 60 ms for the tiny models
 
 
@@ -66,9 +64,7 @@ class Run:
     ) -> None:
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
         self.progress, self.metrics = progress, metrics
-        self.agent = Mujica(
-            tokenizer, config.agent, lambda answer, question: f1_reward(answer, question.answers, task.rule)
-        )
+        self.agent = make_agent(config, task, tokenizer)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer)
         self._initial = decoder
@@ -77,10 +73,7 @@ class Run:
         return self.trainer.initial_state(self._initial)
 
     def use_policy(self, state: TrainState, version: int) -> None:
-        """Let the engine sample from these weights. They are copied: training reuses its buffers."""
-        dtype = self._initial.dtype
-        weights = jax.tree.map(lambda array: jnp.array(array, dtype), state.params)
-        self.generator.set_weights(weights, version)
+        use_weights(self.generator, state.params, self._initial.dtype, version)
 
     def commit_policy(self, state: TrainState, version: int) -> None:
         """Write the policy as a Hugging Face directory."""
@@ -148,14 +141,29 @@ class Run:
         entry = self.store.write_shard(round_number, shard, trajectories)
         return entry, self.store.read_shard(entry)
 
+    def read_shards(self, entries: Sequence[ShardEntry]) -> list[Trajectory] | None:
+        """The trajectories of a finished round; None where a shard was damaged or missing, and then the round is open again."""
+        trajectories: list[Trajectory] | None = []
+        for entry in entries:
+            try:
+                found = self.store.read_shard(entry)
+            except StoreError as damage:
+                self._set_aside(entry.name, damage)
+                trajectories = None
+            else:
+                trajectories = None if trajectories is None else trajectories + found
+        return trajectories
+
     def _intact_shard(self, round_number: int, shard: int) -> ShardEntry | None:
         try:
             return self.store.find_shard(round_number, shard)
         except StoreError as damage:
-            name = shard_name(round_number, shard)
-            self.store.quarantine(name, str(damage))
-            self.progress.line(f"{name} was damaged and is sampled again: {damage}")
+            self._set_aside(shard_name(round_number, shard), damage)
             return None
+
+    def _set_aside(self, name: str, damage: StoreError) -> None:
+        reason = self.store.quarantine(name, str(damage))
+        self.progress.line(f"{name} is damaged and sampled again; it is kept in {reason.parent}. {damage}")
 
     def learn(
         self,
@@ -187,7 +195,8 @@ class Run:
                 speed = slots * packed.efficiency * (metrics.step - begun_at) / (time.monotonic() - began)
                 stage.update(metrics.step, loss=metrics.loss, tokens_per_second=round(speed))
                 if metrics.step % 10 == 0 or metrics.step == steps:
-                    values = dataclasses.asdict(metrics) | {"tokens_per_second": speed, "packing": packed.efficiency}
+                    values: dict[str, Any] = dataclasses.asdict(metrics)
+                    values |= {"tokens_per_second": speed, "packing": packed.efficiency}
                     self.metrics.write(f"{name}/learn", values.pop("step"), values)
 
             # A save is due by the clock, but what a restart repeats is the same steps with the same batches either way.
@@ -225,64 +234,39 @@ class Run:
         """Evaluate greedily and sampled on the held-out questions and write the phase down; read it where it is written."""
         file = f"phases/{name.replace(' ', '-')}.json"
         if not self.store.exists(file):
-            questions = self.task.questions("test")[: self.config.eval.questions]
             self.use_policy(state, version)
-            greedy = self._evaluate(name, questions, version, temperature=0.0)
-            sampled = self._evaluate(name, questions, version, temperature=self.config.eval.temperature)
+            scores = score_policy(
+                name,
+                agent=self.agent,
+                generator=self.generator,
+                task=self.task,
+                config=self.config,
+                progress=self.progress,
+            )
             phase = Phase(
                 name=name,
-                em=greedy.em,
-                f1=greedy.f1,
-                em_sampled=sampled.em,
-                f1_sampled=sampled.f1,
-                questions=len(questions),
+                em=scores.greedy.em,
+                f1=scores.greedy.f1,
+                em_sampled=scores.sampled.em,
+                f1_sampled=scores.sampled.f1,
+                questions=len(scores.questions),
                 trajectories=trajectories,
                 accepted=accepted,
-                searches=greedy.searches,
-                by_kind=greedy.summary()["by_kind"],
+                searches=scores.greedy.searches,
+                by_kind=scores.greedy.summary()["by_kind"],
                 seconds=time.monotonic() - began,
             )
             result = PhaseResult(phase=phase, forward_tokens=forward_tokens, trained_slots=trained_slots)
-            self._write_evaluation(name, questions, greedy, sampled)
+            self._write_scores(name, scores)
             self.store.write_json_once(file, dataclasses.asdict(result))
         found = self.store.read_json(file)
         return PhaseResult(**{**found, "phase": Phase(**found["phase"])})
 
-    def _evaluate(self, name: str, questions: Sequence[Question], version: int, *, temperature: float) -> Evaluation:
-        self.generator.forget()
-        right = done = 0
-        kind = "greedy" if temperature == 0 else "sampled"
-        with self.progress.stage(f"{name}: evaluating, {kind}", total=len(questions), unit="episodes") as stage:
-
-            def on_episode(trajectory: Trajectory) -> None:
-                nonlocal right, done
-                done += 1
-                right += trajectory.reward >= 1.0
-                stage.update(done, em=100 * right / done)
-
-            return asyncio.run(
-                evaluate(
-                    self.agent,
-                    questions,
-                    self.task.environment,
-                    EnginePolicy(self.generator),
-                    rule=self.task.rule,
-                    policy_version=version,
-                    temperature=temperature,
-                    seed=self.config.seed,
-                    concurrency=self.config.engine.slots,
-                    on_episode=on_episode,
-                )
-            )
-
-    def _write_evaluation(
-        self, name: str, questions: Sequence[Question], greedy: Evaluation, sampled: Evaluation
-    ) -> None:
+    def _write_scores(self, name: str, scores: Scores) -> None:
         folder = f"eval/{name.replace(' ', '-')}"
-        summary = {"greedy": greedy.summary(), "sampled": sampled.summary()}
-        self.store.write_json_once(f"{folder}.json", summary)
-        self.store.create(f"{folder}.predictions.jsonl", prediction_lines(questions, greedy).encode())
-        self.store.create(f"{folder}.parquet", shards.encode(greedy.trajectories))
+        self.store.write_json_once(f"{folder}.json", scores.summary())
+        self.store.create(f"{folder}.predictions.jsonl", scores.predictions())
+        self.store.create(f"{folder}.parquet", shards.encode(scores.greedy.trajectories))
 
     def solved_question(self, name: str) -> tuple[Question, Trajectory] | None:
         """A held-out question that the policy of a phase solved, greedily: the one with most searches, as it says most."""
@@ -296,22 +280,8 @@ class Run:
         return questions[chosen.question_id], chosen
 
 
-def prediction_lines(questions: Sequence[Question], evaluation: Evaluation) -> str:
-    """One JSON object a question: what was asked, what came, how it scored."""
-    lines = []
-    for question, trajectory in zip(questions, evaluation.trajectories, strict=True):
-        row = {
-            "id": question.id,
-            "kind": question.kind,
-            "question": question.text,
-            "answers": question.answers,
-            "prediction": trajectory.answer,
-            "f1": trajectory.reward,
-            "stop_reason": trajectory.stop_reason.value,
-            "searches": [{"query": search.query, "sentence": search.sentence} for search in trajectory.searches],
-        }
-        lines.append(json.dumps(row, ensure_ascii=False))
-    return "\n".join(lines) + "\n"
+def make_agent(config: Config, task: Task, tokenizer: Tokenizer) -> Mujica:
+    return Mujica(tokenizer, config.agent, lambda answer, question: f1_reward(answer, question.answers, task.rule))
 
 
 def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> BatchedGenerator:
@@ -326,34 +296,11 @@ def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> Ba
     return BatchedGenerator(engine, prefix_reuse=config.engine.prefix_reuse)
 
 
+def use_weights(generator: BatchedGenerator, params: nnx.State, dtype: DTypeLike, version: int) -> None:
+    """Let the engine sample from these weights. They are copied: training reuses its buffers."""
+    generator.set_weights(jax.tree.map(lambda array: jnp.array(array, dtype), params), version)
+
+
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:
     """Tokens of all conversations: each went through the model once while sampling."""
     return sum(len(turn.token_ids) for t in trajectories for c in t.conversations for turn in c.turns)
-
-
-def new_decoder(config: Config, tokenizer: Tokenizer) -> Decoder:
-    """A randomly initialised decoder of the configured size."""
-    from mujica_jax.models.families import DecoderConfig
-
-    model = config.model
-    decoder = DecoderConfig(
-        family=model.family,
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        rope_theta=model.rope_theta,
-        rope_scaling=None,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        attention_bias=model.family == "qwen2",
-        qk_norm=model.family == "qwen3",
-        max_position_embeddings=config.agent.max_trajectory_tokens,
-        eos_token_ids=tuple(tokenizer.stop_token_ids),
-        bos_token_id=None,
-        initializer_range=INITIALIZER_RANGE,
-    )
-    return Decoder(decoder, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))

@@ -19,7 +19,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
 from mujica_jax.methods.run import PhaseResult, Run, tokens_of
 from mujica_jax.records import Conversation, Trajectory, Turn
-from mujica_jax.trajectories.packing import PackedRows, pack
+from mujica_jax.trajectories.packing import pack
 from mujica_jax.trajectories.select import training_rows
 
 ROUND = 0  # the warm-up's trajectories are round 0 of the run directory
@@ -35,20 +35,22 @@ def warm_up(run: Run) -> tuple[TrainState, PhaseResult, list[Conversation]]:
     trajectories, kept = _few_shot(run) if run.config.init else _scripted(run)
     conversations = fitting(run, training_rows(kept))
     if not conversations:
-        raise UserError(
-            f"none of {len(trajectories)} warm-up trajectories was answered correctly and fits trainer.row_tokens "
-            f"{run.config.trainer.row_tokens}: raise warmup.few_shot_attempts or row_tokens, or start from a stronger model"
-        )
+        raise UserError(_why_nothing_to_learn(run, len(trajectories), kept))
     state = run.learn(
         NAME,
         run.initial_state if run.config.init else lambda: _read(run),
-        lambda: pack(conversations + _mixed_reading(run, conversations), row_tokens=run.config.trainer.row_tokens, seed=run.config.seed),
+        lambda: pack(
+            conversations + _mixed_reading(run, conversations),
+            row_tokens=run.config.trainer.row_tokens,
+            seed=run.config.seed,
+        ),
         steps=config.steps,
         peak=config.learning_rate,
         floor=config.learning_rate_floor,
         warmup_steps=min(20, config.steps),
     )
     run.commit_policy(state, POLICY)
+    steps = config.steps if run.config.init else config.steps + run.config.reading.steps
     result = run.finish_phase(
         NAME,
         state,
@@ -57,7 +59,7 @@ def warm_up(run: Run) -> tuple[TrainState, PhaseResult, list[Conversation]]:
         trajectories=len(trajectories),
         accepted=len(kept),
         forward_tokens=tokens_of(trajectories) if run.config.init else 0,
-        trained_slots=(config.steps + run.config.reading.steps) * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
+        trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
     )
     return state, result, conversations
 
@@ -68,8 +70,28 @@ def fitting(run: Run, conversations: list[Conversation]) -> list[Conversation]:
     trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
     kept = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
     if len(kept) < len(trained):
-        run.progress.line(f"{len(trained) - len(kept)} of {len(trained)} conversations exceed {limit} tokens and are left out")
+        run.progress.line(
+            f"{len(trained) - len(kept)} of {len(trained)} conversations exceed {limit} tokens and are left out"
+        )
     return kept
+
+
+def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str:
+    if kept:
+        shortest = min(len(row.token_ids) for row in training_rows(kept))
+        return (
+            f"no conversation of the {len(kept)} warm-up trajectories fits trainer.row_tokens {run.config.trainer.row_tokens}, the "
+            f"shortest has {shortest} tokens: raise trainer.row_tokens"
+        )
+    if run.config.init:
+        return (
+            f"none of {sampled} few-shot trajectories was answered correctly: raise warmup.few_shot_attempts "
+            f"{run.config.warmup.few_shot_attempts}, or start from a stronger model"
+        )
+    return (
+        f"none of {sampled} scripted demonstrations reaches its gold answer: the limits of agent cut them, raise "
+        f"agent.max_iterations {run.config.agent.max_iterations} or agent.max_turn_tokens {run.config.agent.max_turn_tokens}"
+    )
 
 
 def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
@@ -80,7 +102,10 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     async def play() -> list[Trajectory]:
         return [
             await run.agent.run(
-                Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0), environment, policy, policy.version
+                Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0),
+                environment,
+                policy,
+                policy.version,
             )
             for question, environment in demonstrations
         ]
@@ -101,7 +126,9 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     wanted = config.warmup.few_shot_trajectories
     sampled: list[Trajectory] = []
     kept: list[Trajectory] = []
-    orders = itertools.product(range(config.warmup.few_shot_attempts), range(0, len(questions), config.mygo.shard_questions))
+    orders = itertools.product(
+        range(config.warmup.few_shot_attempts), range(0, len(questions), config.mygo.shard_questions)
+    )
     with run.progress.stage(f"{NAME}: sampling with worked examples", total=wanted, unit="correct") as stage:
         for shard, (number, start) in enumerate(orders):
             chosen = questions[start : start + config.mygo.shard_questions]
@@ -140,7 +167,11 @@ def _read(run: Run) -> TrainState:
     return run.learn(
         READING,
         run.initial_state,
-        lambda: pack(reading_rows(run, config.documents, stream=0), row_tokens=run.config.trainer.row_tokens, seed=run.config.seed),
+        lambda: pack(
+            reading_rows(run, config.documents, stream=0),
+            row_tokens=run.config.trainer.row_tokens,
+            seed=run.config.seed,
+        ),
         steps=config.steps,
         peak=config.learning_rate,
         floor=config.learning_rate_floor,

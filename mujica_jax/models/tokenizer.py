@@ -37,6 +37,11 @@ def neutralise(text: str) -> str:
     return TAG_PATTERN.sub(r"‹\1›", text)
 
 
+# GPT-2's words, except that a number in brackets is one word: a small model that names line [2] then copies a token that stands
+# once in its context, where "[", "2" and "]" would each look like those of every other line.
+WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\[-?\d{1,2}\]| ?\p{L}+| ?\p{N}+| ?\[| ?[^\s\p{L}\p{N}\[]+|\s+(?!\S)|\s+"""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatPieces:
     """A chat template taken apart: the scaffold text around the contents of the messages."""
@@ -97,7 +102,12 @@ class Tokenizer:
                 f"{len(added) + len(alphabet)}: choose at least that many"
             )
         backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+            [
+                tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated"),
+                tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
         backend.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_tokens - len(added), initial_alphabet=alphabet, show_progress=False

@@ -6,7 +6,7 @@ tensorboardX are imported at their first use, so that importing this package cos
 
 from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.report.progress import Progress, Stage
-from mujica_jax.report.results import Phase, Summary, closing_table, question_tree, summary_dict
+from mujica_jax.report.results import Phase, Summary, closing_table, question_tree, score_table, summary_dict
 from mujica_jax.report.text import plain, visible
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "closing_table",
     "plain",
     "question_tree",
+    "score_table",
     "summary_dict",
     "visible",
 ]

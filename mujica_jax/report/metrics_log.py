@@ -3,19 +3,19 @@
 import json
 import math
 import os
+import socket
+import struct
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mujica_jax.errors import StoreError
-
-if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
+from mujica_jax.trajectories.objects import explained
 
 KEYS = {"phase", "step", "time"}
 TENSORBOARD_SUFFIX = ".metrics"  # tells this file from those of other writers in the same directory
-TENSORBOARD_FLUSH_SECONDS = 10
 
 
 class MetricsLog:
@@ -23,18 +23,19 @@ class MetricsLog:
 
     A line is {"phase", "step", "time", ...values}. (phase, step) is its key: a resumed run that comes past a step again finds it in
     the file and writes nothing. Within a phase steps rise. A last line that a kill cut short is removed at opening. The TensorBoard
-    file follows from the lines: it is made with the first number written, anew after a resume, since a kill loses what its writer
-    still held.
+    file follows from the lines: it is made with the first number written, anew after a resume, since the kill may have come between
+    the two. Nothing is held back: what was written is in the files, and a full disk is an error at that line.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._path = directory / "metrics.jsonl"
-        directory.mkdir(parents=True, exist_ok=True)
-        self._earlier = _last_steps(self._path)  # of each phase, written by earlier runs
+        with explained(self._path):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._earlier = _last_steps(self._path)  # of each phase, written by earlier runs
+            self._file = FileIO(self._path, "a")
         self._last_step = dict(self._earlier)
-        self._file = self._path.open("a", encoding="utf-8", newline="\n")
-        self._tensorboard: SummaryWriter | None = None
+        self._tensorboard: _TensorBoard | None = None
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
         """Append one line; False where an earlier run has written it. Values are strings, or numbers (anything `float` takes)."""
@@ -45,17 +46,16 @@ class MetricsLog:
         assert not KEYS & set(values), "phase, step and time are the line's own fields"
         line = {"phase": phase, "step": step, "time": round(time.time(), 3)}
         line |= {name: _json_value(value) for name, value in values.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with explained(self._path):
+            _append(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
+            self._draw(line)
         self._last_step[phase] = step
-        self._draw(line)
         return True
 
     def close(self) -> None:
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-            self._tensorboard = None
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -65,26 +65,55 @@ class MetricsLog:
 
     def _draw(self, line: dict[str, Any]) -> None:
         if self._tensorboard is not None:
-            _add_scalars(self._tensorboard, line)
+            self._tensorboard.add(line)
         elif _scalars(line):
-            import tensorboardX
-
             for outdated in self._directory.glob(f"events.*{TENSORBOARD_SUFFIX}"):
                 outdated.unlink()
-            self._tensorboard = tensorboardX.SummaryWriter(
-                str(self._directory), flush_secs=TENSORBOARD_FLUSH_SECONDS, filename_suffix=TENSORBOARD_SUFFIX
-            )
+            self._tensorboard = _TensorBoard(self._directory)
             for written in self._path.read_text(encoding="utf-8").splitlines():  # ends with `line`
-                _add_scalars(self._tensorboard, json.loads(written))
+                self._tensorboard.add(json.loads(written))
+
+
+class _TensorBoard:
+    """An event file, written in this thread.
+
+    tensorboardX's SummaryWriter hands events to a thread of its own through a bounded queue. On a full disk that thread ends, and the
+    queue then blocks the run for ever.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{TENSORBOARD_SUFFIX}"
+        self._file = FileIO(directory / name, "w")
+        self._write(wall_time=time.time(), file_version="brain.Event:2")
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        from tensorboardX.summary import scalar
+
+        for name, value in _scalars(line).items():
+            self._write(wall_time=line["time"], step=line["step"], summary=scalar(f"{line['phase']}/{name}", value))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        """One event in the framing of TFRecord files: length, its checksum, data, their checksum."""
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] - made at run time
+        from tensorboardX.record_writer import masked_crc32c
+
+        data = Event(**fields).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        check = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+        _append(self._file, length + check[0] + data + check[1])
 
 
 def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name not in KEYS and not isinstance(value, str)}
 
 
-def _add_scalars(writer: "SummaryWriter", line: Mapping[str, Any]) -> None:
-    for name, value in _scalars(line).items():
-        writer.add_scalar(f"{line['phase']}/{name}", value, line["step"], line["time"])
+def _append(file: FileIO, data: bytes) -> None:
+    """All of it: an unbuffered file may take a part at a time."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def _last_steps(path: Path) -> dict[str, int]:

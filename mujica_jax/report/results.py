@@ -26,7 +26,8 @@ class Phase:
     trajectories: int = 0  # sampled in this phase
     accepted: int = 0  # of these, kept for training
     searches: float | None = None  # a question, in the greedy evaluation
-    by_kind: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)  # kind -> em, f1, questions
+    # kind -> em, em_interval, f1, questions
+    by_kind: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     seconds: float  # the phase and its evaluation
 
 
@@ -73,6 +74,26 @@ def closing_table(phases: Sequence[Phase]) -> "Table":
     return table
 
 
+def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any]) -> "Table":
+    """A row a question kind and one for all of them, from the summaries of two evaluations of the same questions."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("kind", no_wrap=True)
+    for heading in ("questions", "EM", "95% of EM", "F1", "EM\nsampled", "95% of EM\nsampled", "F1\nsampled"):
+        table.add_column(heading, justify="right")
+    for kind, row in [*sorted(greedy["by_kind"].items()), ("all", greedy)]:
+        table.add_row(
+            Text(visible(kind)),
+            f"{row['questions']:,}",
+            *_score_cells(row),
+            *_score_cells(sampled if row is greedy else sampled["by_kind"][kind]),
+        )
+    return table
+
+
 def question_tree(question: Question, trajectory: Trajectory) -> "Tree":
     """Question -> iterations -> sub-questions, each with the evidence its worker chose and the sentence it wrote; then the answer.
 
@@ -103,6 +124,11 @@ def question_tree(question: Question, trajectory: Trajectory) -> "Tree":
     parts = ", ".join(f"{name} {value:.2f}" for name, value in trajectory.rewards_by_part.items())
     tree.add(node("reward: ", f"{trajectory.reward:.2f}{f' ({parts})' if parts else ''}"))
     return tree
+
+
+def _score_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    low, high = row["em_interval"]
+    return f"{row['em']:.1f}", f"{low:.1f}-{high:.1f}", f"{row['f1']:.1f}"
 
 
 def _rounded(value: Any) -> Any:

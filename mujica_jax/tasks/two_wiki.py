@@ -27,7 +27,7 @@ from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
 from mujica_jax.tasks.chains import answer_from_evidence, follows_from_evidence
 from mujica_jax.tasks.demonstrations import CopyPlan, Demonstrations, copy_plan, renamed_copy
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
-from mujica_jax.tasks.reading import documents
+from mujica_jax.tasks.reading import Document, Vocabulary, documents
 from mujica_jax.tasks.renaming import NameParts
 from mujica_jax.tasks.task import Environment, Split
 from mujica_jax.tasks.two_wiki_records import (
@@ -44,6 +44,8 @@ from mujica_jax.tasks.two_wiki_records import (
 )
 
 READING_COPIES = 4  # of each training question
+READING_FACTS = 5  # most facts a document lists
+WORK_RELATIONS = {"director", "performer", "composer", "publication date", "country of origin", "producer", "publisher"}
 READING_YEARS = (1000, 2020)  # the years that dates of copies lie in
 
 
@@ -82,14 +84,13 @@ class TwoWiki:
             top_k=self.config.top_k,
         )
 
-    def reading_documents(self, seed: int) -> Iterator[str]:
-        """Graph: what renamed copies say of the entities they search, see `reading.py`. Text: passages of the training side."""
+    def reading_documents(self, seed: int) -> Iterator[Document]:
+        """Graph: facts put together anew from renamed copies, see `reading.py`. Text: the passages of the training side."""
         if isinstance(self.environment, GraphEnvironment):
-            relations = sorted({triple.relation for triple in self._training_triples()})
-            return documents(self._reading_entries, relations, READING_YEARS, seed)
+            return documents(self._reading_vocabulary, seed)
         passages = self._training_passages()
         draw = random.Random(f"reading {seed}")
-        return (draw.choice(passages) for _ in itertools.repeat(None))
+        return (Document(given="", read=draw.choice(passages)) for _ in itertools.repeat(None))
 
     def tokenizer_text(self) -> Iterator[str]:
         """Questions of the training side, and the labels and triples (or the passages) that they use."""
@@ -107,20 +108,23 @@ class TwoWiki:
         return [plan for question in questions if (plan := copy_plan(question, graph)) is not None]
 
     @functools.cached_property
-    def _reading_entries(self) -> list[tuple[str, list[str]]]:
-        """Label and materials of the chains' entities in copies that no demonstration uses."""
+    def _reading_vocabulary(self) -> Vocabulary:
+        """Labels and values of renamed copies that no demonstration uses. A work has a director or the like, a person none."""
         assert isinstance(self.environment, GraphEnvironment), "only graphs have copies"
-        entries = []
+        labels: dict[str, list[str]] = {"work": [], "other": []}
+        values: dict[str, dict[str, list[str]]] = {"work": {}, "other": {}}
         usable = [question for question in self._train if follows_from_evidence(question)]
         for plan in self._plans(usable, self.environment.graph):
             for number in range(READING_COPIES):
-                question, environment = renamed_copy(plan, self._parts, -1 - number, self.config.top_k)
-                searched = {evidence.subject_id: evidence.subject for evidence in question.evidences}
-                for key, label in searched.items():
-                    lines = [material.text for material in environment.materials("", Entity(id=key, label=label))]
-                    if len(lines) > 1:
-                        entries.append((label, lines))
-        return entries
+                question, _ = renamed_copy(plan, self._parts, -1 - number, self.config.top_k)
+                relations: dict[str, set[str]] = {}
+                for evidence in question.evidences:
+                    relations.setdefault(evidence.subject, set()).add(evidence.relation)
+                for evidence in question.evidences:
+                    kind = "work" if relations[evidence.subject] & WORK_RELATIONS else "other"
+                    labels[kind].append(evidence.subject)
+                    values[kind].setdefault(evidence.relation, []).append(evidence.object)
+        return Vocabulary(labels=labels, values=values, years=READING_YEARS, most_facts=READING_FACTS)
 
     def _training_passages(self) -> list[str]:
         """Gold passages of the training questions; none for graphs."""

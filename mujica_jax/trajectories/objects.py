@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ ADVICE = {  # what the user can do about an error of the operating system
     errno.ENOTDIR: "a file stands where a directory is needed; choose another --run directory",
     errno.EEXIST: "a file stands where a directory is needed; choose another --run directory",
 }
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # those that only a disk can cause
 
 
 class Objects:
@@ -121,10 +123,26 @@ def explained(path: Path) -> Iterator[None]:
     """Turns a full, read-only or forbidden disk into one sentence for the user."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in ADVICE:
+    except Exception as error:
+        code = error.errno if isinstance(error, OSError) else _code_in_words(error)
+        if code not in ADVICE:
             raise
-        raise UserError(f"cannot use {path}: {ADVICE[error.errno]}") from error
+        raise UserError(f"cannot use {path}: {ADVICE[code]}") from error
+
+
+def require_space(path: Path, needed_bytes: int) -> None:
+    """Refuses before a library begins to write that would report a full disk from every thread of its own."""
+    free_bytes = shutil.disk_usage(path).free
+    if free_bytes < needed_bytes:
+        raise UserError(
+            f"cannot write into {path}: {needed_bytes:,} bytes are needed and {free_bytes:,} are free; "
+            "free some or choose another --run directory"
+        )
+
+
+def _code_in_words(error: Exception) -> int | None:
+    """Libraries in Rust and C++ (safetensors, tokenizers, TensorStore) raise errors of their own, with the system's words in them."""
+    return next((code for code in DISK_ERRORS if os.strerror(code) in str(error)), None)
 
 
 def sync(path: Path) -> None:
@@ -134,6 +152,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_over(path: Path, data: bytes) -> None:
+    """Writes a file that may exist already: its old content stays until the new one is whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_bytes(data)
+            sync(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def file_description(path: Path, name: str) -> dict[str, Any]:

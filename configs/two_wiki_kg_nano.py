@@ -1,0 +1,68 @@
+"""2WikiMultihopQA over its knowledge graph, with a small decoder trained from scratch on two cores.
+
+    python -m mujica_jax.train configs/two_wiki_kg_nano.py --task.data-dir DIR
+
+DIR holds the official records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). Questions are held out by a hash of their id.
+"""
+
+from mujica_jax.config import (
+    AgentConfig,
+    Config,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    MygoConfig,
+    ReadingConfig,
+    TrainerConfig,
+    TwoWikiConfig,
+    WarmupConfig,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        name="two_wiki_kg_nano",
+        task=TwoWikiConfig(
+            environment="graph",
+            data_dir="../shared/data/2wikimultihopqa",
+            hold_out_percent=15,
+            test_questions=400,
+            top_k=8,
+            augmented_copies=8,
+        ),
+        model=ModelConfig(
+            family="qwen3",
+            vocab_tokens=4096,
+            hidden_size=128,
+            intermediate_size=256,
+            num_layers=3,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+        ),
+        agent=AgentConfig(
+            prompt="brief",
+            max_iterations=4,
+            max_searches_per_turn=4,
+            max_turn_tokens=160,
+            max_trajectory_tokens=640,
+            max_observation_tokens=300,
+        ),
+        engine=EngineConfig(slots=192, decode_steps_per_call=16, prefill_tokens=4096),
+        trainer=TrainerConfig(row_tokens=512, rows_per_step=10),
+        reading=ReadingConfig(documents=20_000, steps=1500, learning_rate=5e-3, learning_rate_floor=1e-3),
+        warmup=WarmupConfig(steps=4000, learning_rate=3e-3, learning_rate_floor=2e-4, reading_share=0.1),
+        mygo=MygoConfig(
+            rounds=2,
+            questions_per_round=1000,
+            max_attempts=8,
+            keep_per_question=3,
+            shard_questions=250,
+            temperature=1.0,
+            learning_rate=3e-4,
+            learning_rate_floor=3e-5,
+            epochs=1,
+            replay=0.5,
+        ),
+        eval=EvalConfig(questions=400, control=False),
+    )

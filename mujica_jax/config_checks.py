@@ -1,0 +1,120 @@
+"""Whether a configuration agrees with itself: everything that can be known before the task is read or a device is asked.
+
+Both entry points call `check` first, so a mistake is answered in a second and before a run directory exists. What only the machine, the
+task or a checkpoint can tell (devices, files, sizes of a checkpoint) is checked where these are opened.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+from mujica_jax.config import AgentConfig, Config, TrainerConfig
+from mujica_jax.errors import UserError
+
+LEAST: Mapping[str, int | float] = {  # smallest value of a field
+    "model.hidden_size": 1,
+    "model.intermediate_size": 1,
+    "model.num_layers": 1,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 2,
+    "agent.max_iterations": 1,
+    "agent.max_searches_per_turn": 1,
+    "agent.max_turn_tokens": 1,
+    "agent.max_trajectory_tokens": 1,
+    "agent.max_observation_tokens": 1,
+    "engine.slots": 1,
+    "engine.decode_steps_per_call": 1,
+    "engine.prefill_tokens": 1,
+    "trainer.row_tokens": 2,
+    "trainer.rows_per_step": 1,
+    "trainer.weight_decay": 0,
+    "trainer.data": 1,
+    "trainer.fsdp": 1,
+    "trainer.tensor": 1,
+    "reading.documents": 0,
+    "reading.steps": 0,
+    "warmup.steps": 0,
+    "warmup.reading_share": 0,
+    "warmup.few_shot_trajectories": 1,
+    "warmup.few_shot_attempts": 1,
+    "mygo.rounds": 0,
+    "mygo.questions_per_round": 1,
+    "mygo.max_attempts": 1,
+    "mygo.keep_per_question": 1,
+    "mygo.shard_questions": 1,
+    "mygo.epochs": 1,
+    "mygo.replay": 0,
+    "eval.questions": 1,
+    "seed": 0,
+}
+ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "mygo.temperature", "eval.temperature")
+BELOW_ONE = ("trainer.b1", "trainer.b2")  # and at least 0: shares of the past that Adam keeps
+LARGEST_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
+
+
+def check(config: Config) -> None:
+    """Raises UserError naming the first field that cannot be, its value, and what could."""
+    for name, least in LEAST.items():
+        _require(config, name, lambda value, least=least: value >= least, f"at least {least}")
+    for name in ABOVE_ZERO:
+        _require(config, name, lambda value: value > 0, "above 0")
+    for name in BELOW_ONE:
+        _require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+    _require(config, "seed", lambda value: value <= LARGEST_SEED, f"at most {LARGEST_SEED}")
+    for section, steps in (("reading", config.reading.steps), ("warmup", config.warmup.steps), ("mygo", 1)):
+        if steps:
+            _check_rates(config, section)
+    if config.init is None and config.reading.documents == 0 and (config.reading.steps or config.warmup.reading_share):
+        raise UserError(
+            f"reading.documents is 0, and reading.steps {config.reading.steps} and warmup.reading_share "
+            f"{config.warmup.reading_share} read some: give documents, or set both to 0"
+        )
+    check_limits(config.agent)
+    check_rows(config.trainer)
+
+
+def check_limits(agent: AgentConfig) -> None:
+    """A worker's conversation holds its prompt, the observation and one turn."""
+    needed = agent.max_observation_tokens + agent.max_turn_tokens
+    if needed >= agent.max_trajectory_tokens:
+        raise UserError(
+            f"agent.max_observation_tokens {agent.max_observation_tokens} and agent.max_turn_tokens {agent.max_turn_tokens} are "
+            f"{needed} tokens together and leave no room for a prompt in agent.max_trajectory_tokens {agent.max_trajectory_tokens}: "
+            "lower one of the two or raise the last"
+        )
+
+
+def check_rows(trainer: TrainerConfig) -> None:
+    """Every device of data x fsdp gets as many rows of a batch."""
+    row_parts = trainer.data * trainer.fsdp
+    if trainer.rows_per_step % row_parts:
+        raise UserError(
+            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split over data x fsdp = {row_parts} devices: "
+            f"use a multiple of {row_parts}"
+        )
+
+
+def _check_rates(config: Config, section: str) -> None:
+    _require(config, f"{section}.learning_rate", lambda value: value > 0, "above 0")
+    peak = _value(config, f"{section}.learning_rate")
+    _require(
+        config,
+        f"{section}.learning_rate_floor",
+        lambda value: 0 <= value <= peak,
+        f"between 0 and {section}.learning_rate {peak}",
+    )
+
+
+def _require(config: Config, name: str, holds: Callable[[float], bool], what: str) -> None:
+    value = _value(config, name)
+    if not (isinstance(value, int | float) and math.isfinite(value) and holds(value)):
+        raise UserError(f"{name} is {value!r} and must be {what}: change it in the configuration or pass {_flag(name)}")
+
+
+def _value(config: Config, name: str) -> int | float:
+    section, _, field = name.rpartition(".")
+    return getattr(getattr(config, section) if section else config, field)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,15 @@
+"""The smoke run over 2WikiMultihopQA's files; `--task.data-dir` names their folder."""
+
+import dataclasses
+from pathlib import Path
+
+from mujica_jax.config import Config, TwoWikiConfig
+from mujica_jax.config_files import load_config
+
+
+def get_config() -> Config:
+    task = TwoWikiConfig(
+        environment="graph", data_dir="data", hold_out_percent=30, test_questions=20, top_k=4, augmented_copies=1
+    )
+    smoke = load_config(str(Path(__file__).with_name("smoke_config.py")))
+    return dataclasses.replace(smoke, name="smoke_two_wiki", task=task)

@@ -1,0 +1,406 @@
+"""Mistakes of users: one sentence on stderr with both values and what to do, exit status 2, no traceback, and nothing written or lost."""
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import types
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from tiny_models import filled_decoder
+
+from mujica_jax import eval as evaluation
+from mujica_jax import train
+from mujica_jax.config_checks import check
+from mujica_jax.config_files import load_config
+from mujica_jax.errors import UserError
+from mujica_jax.methods import start, warmup
+from mujica_jax.methods.run import make_agent
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.sharding import MESH_AXES
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.records import Conversation, Turn
+from mujica_jax.report import MetricsLog, metrics_log
+from mujica_jax.trajectories.objects import require_space
+from mujica_jax.trajectories.store import Store, open_run
+
+ROOT = Path(__file__).resolve().parents[1]
+SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")
+TWO_WIKI = str(ROOT / "tests" / "loops" / "smoke_two_wiki_config.py")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """An empty working directory; the programs leave this process's signal handler, compilation cache and allocator alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(start, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(start, "keep_freed_memory", lambda: None)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Calls a program that must refuse and gives the sentence it printed."""
+
+    def call(program, *arguments: str) -> str:
+        capsys.readouterr()
+        assert program.main(list(arguments)) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and message.count("\n") == 1, message
+        return message
+
+    return call
+
+
+def refused_by_tyro(capsys, program, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        program.main(list(arguments))
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", said.out + said.err).split())
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """A small Hugging Face directory whose tokenizer and model belong together."""
+    tokenizer = Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300)
+    config = DecoderConfig(
+        family="qwen3",
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        rope_theta=1e4,
+        rope_scaling=None,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        qk_norm=True,
+        max_position_embeddings=128,
+        eos_token_ids=tuple(tokenizer.stop_token_ids),
+        bos_token_id=None,
+        initializer_range=0.02,
+    )
+    save_checkpoint(filled_decoder(config), tmp_path / "checkpoint", tokenizer=tokenizer)
+    return tmp_path / "checkpoint"
+
+
+def written(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.iterdir())
+
+
+# What argparse-like errors look like is tyro's; that they name the right word is ours.
+
+
+@pytest.mark.parametrize("program", [train, evaluation])
+def test_a_mistyped_flag_is_answered_with_the_nearest(capsys, program):
+    checkpoint = ["--checkpoint", "nowhere"] if program is evaluation else []
+    said = refused_by_tyro(capsys, program, SMOKE, *checkpoint, "--engine.slot", "3")
+    assert "--engine.slot" in said and "--engine.slots" in said
+
+
+def test_an_unknown_choice_is_answered_with_the_choices(capsys):
+    said = refused_by_tyro(capsys, train, TWO_WIKI, "--task.environment", "web")
+    assert "web" in said and "graph" in said and "text" in said
+
+
+def test_a_flag_of_another_task_is_refused(capsys):
+    assert "--task.environment" in refused_by_tyro(capsys, train, SMOKE, "--task.environment", "text")
+
+
+def test_eval_refuses_what_only_training_reads(capsys):
+    said = refused_by_tyro(capsys, evaluation, SMOKE, "--checkpoint", "nowhere", "--mygo.rounds", "2")
+    assert "--mygo.rounds" in said
+
+
+@pytest.mark.parametrize("program", [train, evaluation])
+def test_an_unknown_configuration_is_answered_with_the_nearest(refused, program):
+    assert "no configuration tiny_wrold: did you mean tiny_world?" in refused(program, "tiny_wrold")
+
+
+IMPOSSIBLE = {  # flags -> what the sentence says
+    "--mygo.learning-rate 0": "mygo.learning_rate is 0.0 and must be above 0",
+    "--mygo.learning-rate -1e-3": "mygo.learning_rate is -0.001 and must be above 0",
+    "--mygo.learning-rate nan": "mygo.learning_rate is nan",
+    "--warmup.learning-rate-floor 1": "warmup.learning_rate_floor is 1.0 and must be between 0 and warmup.learning_rate 0.02",
+    "--reading.learning-rate inf": "reading.learning_rate is inf",
+    "--reading.steps -1": "reading.steps is -1 and must be at least 0",
+    "--reading.documents 0": "reading.documents is 0, and reading.steps 20",
+    "--warmup.steps -5": "warmup.steps is -5 and must be at least 0",
+    "--warmup.few-shot-attempts 0": "warmup.few_shot_attempts is 0 and must be at least 1",
+    "--mygo.rounds -1": "mygo.rounds is -1",
+    "--mygo.questions-per-round 0": "mygo.questions_per_round is 0 and must be at least 1",
+    "--mygo.max-attempts 0": "mygo.max_attempts is 0 and must be at least 1",
+    "--mygo.keep-per-question 0": "mygo.keep_per_question is 0",
+    "--mygo.shard-questions 0": "mygo.shard_questions is 0",
+    "--mygo.epochs 0": "mygo.epochs is 0",
+    "--mygo.replay -0.5": "mygo.replay is -0.5",
+    "--mygo.temperature 0": "mygo.temperature is 0.0 and must be above 0",
+    "--eval.questions 0": "eval.questions is 0",
+    "--eval.temperature 0": "eval.temperature is 0.0",
+    "--engine.slots 0": "engine.slots is 0 and must be at least 1: change it in the configuration or pass --engine.slots",
+    "--agent.max-iterations 0": "agent.max_iterations is 0",
+    "--agent.max-observation-tokens 400": "400 and agent.max_turn_tokens 80 are 480 tokens together",
+    "--agent.max-turn-tokens 384": "leave no room for a prompt in agent.max_trajectory_tokens 384",
+    "--trainer.clip-norm 0": "trainer.clip_norm is 0.0",
+    "--trainer.b2 1": "trainer.b2 is 1.0 and must be at least 0 and below 1",
+    "--trainer.data 3": "trainer.rows_per_step 4 cannot be split over data x fsdp = 3 devices",
+    "--trainer.tensor 0": "trainer.tensor is 0",
+    "--seed -1": "seed is -1",
+}
+
+
+@pytest.mark.parametrize("flags", IMPOSSIBLE)
+def test_values_that_cannot_be_are_refused_before_anything_is_written(refused, tmp_path, flags):
+    assert IMPOSSIBLE[flags] in refused(train, SMOKE, "--run", "run", *flags.split())
+    assert written(tmp_path) == []
+
+
+def test_eval_checks_what_it_is_given(refused):
+    message = refused(evaluation, SMOKE, "--checkpoint", "nowhere", "--eval.questions", "-3")
+    assert "eval.questions is -3 and must be at least 1" in message
+
+
+def test_a_number_that_is_none_is_refused():
+    config = load_config(SMOKE)
+    engine: Any = dataclasses.replace(config.engine, slots="many")  # as a hand-written configuration may have it
+    with pytest.raises(UserError, match=r"engine.slots is 'many' and must be at least 1"):
+        check(dataclasses.replace(config, engine=engine))
+
+
+def test_a_phase_that_is_left_out_needs_no_learning_rate():
+    config = load_config(SMOKE)
+    left_out = dataclasses.replace(config.warmup, steps=0, learning_rate=0.0, learning_rate_floor=0.0)
+    check(dataclasses.replace(config, warmup=left_out))
+
+
+def test_a_world_that_cannot_be_is_refused(refused, tmp_path):
+    message = refused(train, SMOKE, "--run", "run", "--task.facts-per-entity", "99")
+    assert "facts_per_entity from 4 to 13, and the configuration says 99" in message
+    assert written(tmp_path) == []
+
+
+def test_a_missing_data_folder_is_named(refused, tmp_path):
+    message = refused(train, TWO_WIKI, "--run", "run", "--task.data-dir", "nowhere")
+    assert "folder nowhere does not exist; set data_dir" in message
+    assert written(tmp_path) == []
+
+
+def test_a_task_without_held_out_questions_is_refused(refused, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    record = {"_id": "a", "question": "Who made Taxi!?", "answer": "Roy Del Ruth", "supporting_facts": [["Taxi!", 0]]}
+    (data / "questions.jsonl").write_text(json.dumps(record) + "\n")
+    (data / "corpus.json").write_text(json.dumps([{"title": "Taxi!", "text": "A film by Roy Del Ruth."}]))
+    flags = ["--task.environment", "text", "--task.augmented-copies", "0"]
+    assert "1 training and 0 held-out questions and needs both" in refused(train, TWO_WIKI, "--run", "run", *flags)
+    assert written(tmp_path) == ["data"]
+
+
+def test_more_devices_than_there_are_are_refused(refused, tmp_path):
+    devices = len(jax.devices())
+    message = refused(train, SMOKE, "--run", "run", "--trainer.tensor", str(4 * devices))
+    assert f"needs {4 * devices} devices and {devices} are available" in message
+    assert written(tmp_path) == []
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused(refused, tmp_path, monkeypatch):
+    devices = np.array(jax.devices() * 4)[:4]
+    monkeypatch.setattr(start, "make_mesh", lambda *shape: Mesh(devices.reshape(shape), MESH_AXES))
+    message = refused(train, SMOKE, "--run", "run", "--trainer.fsdp", "4", "--model.hidden-size", "30")
+    assert "axis embed of size 30 cannot be split over fsdp of size 4: use fsdp of 1, 2 or 3" in message
+    assert written(tmp_path) == []
+
+
+def test_a_run_directory_of_another_configuration_is_kept_and_the_differences_are_listed(refused, tmp_path):
+    config = load_config(SMOKE)
+    open_run("run", dataclasses.asdict(config))
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    message = refused(train, SMOKE, "--run", "run", "--seed", "3", "--engine.slots", "8")
+    assert "seed was 0 and is now 3" in message and "engine.slots was 16 and is now 8" in message
+    assert "choose another --run directory" in message
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+
+
+def warming_up(**changes) -> types.SimpleNamespace:
+    """As much of a Run as the warm-up needs before it learns."""
+    config = load_config(SMOKE)
+    sections = {section: dataclasses.replace(getattr(config, section), **fields) for section, fields in changes.items()}
+    config = dataclasses.replace(config, **sections)
+    task = start.build_task(config)
+    tokenizer = Tokenizer.train(task.tokenizer_text(), 768)
+    progress = types.SimpleNamespace(said=[], line=lambda text: progress.said.append(text))
+    agent = make_agent(config, task, tokenizer)
+    return types.SimpleNamespace(config=config, task=task, tokenizer=tokenizer, progress=progress, agent=agent)
+
+
+def test_rows_too_short_for_any_demonstration_are_said():
+    run = warming_up(task={"demonstrations": 3}, trainer={"row_tokens": 32})
+    with pytest.raises(UserError, match=r"of the 3 .* trainer.row_tokens 32, the shortest has \d+ tokens: raise"):
+        warmup.warm_up(run)
+
+
+def test_limits_too_small_for_any_demonstration_are_said():
+    run = warming_up(task={"demonstrations": 3}, agent={"max_turn_tokens": 9})
+    with pytest.raises(UserError, match=r"none of 3 scripted .* agent.max_iterations 4 or agent.max_turn_tokens 9"):
+        warmup.warm_up(run)
+
+
+def test_rows_too_short_for_some_conversations_are_said():
+    said = []
+    run = types.SimpleNamespace(config=load_config(SMOKE), progress=types.SimpleNamespace(line=said.append))
+    assert run.config.trainer.row_tokens == 384
+
+    def conversation(tokens: int) -> Conversation:
+        given, written = Turn(role="context", token_ids=(1,), text=""), (2,) * (tokens - 1)
+        return Conversation(role="planner", turns=(given, Turn(role="model", token_ids=written, text="", trained=True)))
+
+    short, long = conversation(384), conversation(385)
+    assert warmup.fitting(run, [short, long, short]) == [short, short]
+    assert said == ["1 of 3 conversations exceed 384 tokens and are left out"]
+
+
+def test_an_init_directory_that_does_not_exist_is_named(refused, tmp_path):
+    message = refused(train, SMOKE, "--run", "run", "--init", "nowhere")
+    assert "there is no directory nowhere: give the folder" in message
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_an_incomplete_init_directory_is_refused(refused, checkpoint, tmp_path, missing):
+    (checkpoint / missing).unlink()
+    message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint))
+    assert missing in message and str(checkpoint) in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused(refused, checkpoint, tmp_path):
+    texts = iter(["Many more words than the other tokenizer has seen: directors, composers, spouses, dates and films."])
+    larger = Tokenizer.train(texts, 330)
+    larger.save(checkpoint)
+    message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint))
+    embedded = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    assert f"ids up to {larger.vocab_size - 1} and the model embeds {embedded}" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(errno.EROFS, "read-only"), (errno.ENOSPC, "no space is left"), (errno.EACCES, "permission is denied")],
+)
+def test_a_disk_that_takes_nothing_is_explained(refused, monkeypatch, code, words):
+    def fails(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", fails)
+    message = refused(train, SMOKE, "--run", "run")
+    assert words in message and "run/config.json" in message and "--run directory" in message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
+def test_a_disk_that_fills_up_is_explained_where_a_library_says_it_in_words(refused, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        assert "disk/run/tokenizer: no space is left there; free some" in refused(train, SMOKE, "--run", "disk/run")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_too_small_for_a_checkpoint_is_refused_with_both_sizes(tmp_path):
+    with pytest.raises(UserError, match=r"1,000,000,000,000,000,000 bytes are needed and [\d,]+ are free"):
+        require_space(tmp_path, 10**18)
+
+
+def test_a_full_disk_ends_the_metrics_with_a_sentence(tmp_path, monkeypatch):
+    class Full(FileIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(metrics_log, "FileIO", Full)
+    with MetricsLog(tmp_path) as log, pytest.raises(UserError, match=r"metrics\.jsonl: no space is left there"):
+        log.write("warm-up", 1, {"loss": 1.0})
+
+
+def test_eval_names_a_checkpoint_that_does_not_exist(refused, tmp_path):
+    assert "there is no directory nowhere" in refused(evaluation, "--checkpoint", "nowhere")
+    assert "there is no directory nowhere" in refused(evaluation, SMOKE, "--checkpoint", "nowhere")
+    assert written(tmp_path) == []
+
+
+def test_eval_without_a_checkpoint_says_what_is_missing(capsys):
+    assert "--checkpoint" in refused_by_tyro(capsys, evaluation)
+
+
+def test_eval_of_a_hugging_face_directory_needs_a_configuration(refused, checkpoint):
+    message = refused(evaluation, "--checkpoint", str(checkpoint))
+    assert f"{checkpoint} is no run directory" in message and "mujica_jax.eval tiny_world --checkpoint" in message
+
+
+def test_eval_of_a_hugging_face_directory_has_no_policies_to_choose_from(refused, checkpoint):
+    message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--policy", "2")
+    assert "--policy is 2" in message and "no run directory" in message
+
+
+def test_eval_of_a_run_names_the_policies_there_are(refused, tmp_path):
+    store = open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
+    assert "has no policy yet" in refused(evaluation, "--checkpoint", "run")
+    store.commit_policy(0, lambda folder: (folder / "weights").write_text("some"))
+    assert "000003 is no committed policy; the versions that are: [0]" in refused(
+        evaluation, "--checkpoint", "run", "--policy", "3"
+    )
+
+
+def test_eval_of_a_damaged_policy_names_the_file(refused, tmp_path):
+    store = open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
+    store.commit_policy(0, lambda folder: (folder / "weights").write_text("some"))
+    (tmp_path / "run" / "policies" / "000000" / "weights").write_text("same")
+    assert "policies/000000/weights is damaged" in refused(evaluation, "--checkpoint", "run")
+
+
+def test_eval_takes_the_latest_policy_of_the_rounds_and_not_the_control(tmp_path):
+    store = Store(tmp_path / "run")
+    open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
+    for version in (0, 1, 2, 1_000_000):
+        store.commit_policy(version, lambda folder: (folder / "weights").write_text("some"))
+    given, _ = evaluation.command_line(["--checkpoint", "run"])
+    found = evaluation.find_checkpoint(given)
+    assert (found.version, found.model) == (2, Path("run/policies/000002/model"))
+
+
+def test_eval_that_may_not_write_says_so_before_it_evaluates(refused, checkpoint):
+    Path("results").touch()
+    message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--out", "results")
+    assert "results" in message and "--out" in message
+
+
+def test_a_run_whose_configuration_this_program_does_not_know_is_refused(refused, tmp_path):
+    values = dataclasses.asdict(load_config(SMOKE))
+    open_run(tmp_path / "run", values | {"engine": values["engine"] | {"slotz": 1}})
+    assert "EngineConfig has no field slotz; did you mean slots?" in refused(evaluation, "--checkpoint", "run")
+
+
+def test_a_run_without_its_configuration_is_refused(refused, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{")
+    assert "config.json is not JSON" in refused(evaluation, "--checkpoint", "run")
+    shutil.rmtree(run)
+    run.mkdir()
+    assert "run is no run directory" in refused(evaluation, "--checkpoint", "run")

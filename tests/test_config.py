@@ -1,0 +1,424 @@
+"""Every field is read, and what it says has an effect; configurations survive JSON; flags reach their fields."""
+
+import ast
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from mujica_jax import config as config_module
+from mujica_jax.config import (
+    AgentConfig,
+    Config,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    MygoConfig,
+    ReadingConfig,
+    TinyWorldConfig,
+    TrainerConfig,
+    TwoWikiConfig,
+    WarmupConfig,
+)
+from mujica_jax.config_checks import check
+from mujica_jax.config_files import CONFIG_FOLDER, command_line, from_dict, load_config
+from mujica_jax.errors import UserError
+from mujica_jax.learning.optimizer import adamw
+from mujica_jax.methods import mygo, run, scoring, start, warmup
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.records import Conversation, StopReason, Trajectory
+from mujica_jax.tasks.task import Task
+from mujica_jax.trajectories.store import Store
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "mujica_jax"
+SMOKE = ROOT / "tests" / "loops" / "smoke_config.py"
+FILES = [*sorted(CONFIG_FOLDER.glob("*.py")), *sorted((ROOT / "tests" / "loops").glob("*_config.py"))]
+SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a section end with
+    Config: ("config",),
+    TinyWorldConfig: ("config", "_config"),
+    TwoWikiConfig: ("config",),
+    ModelConfig: ("model",),
+    AgentConfig: ("agent", "_config"),
+    EngineConfig: ("engine",),
+    TrainerConfig: ("trainer", "config"),
+    ReadingConfig: ("reading", "config"),
+    WarmupConfig: ("warmup", "config"),
+    MygoConfig: ("mygo", "config"),
+    EvalConfig: ("eval",),
+}
+FIELDS = [(kind, field.name) for kind in SECTIONS for field in dataclasses.fields(kind)]
+
+
+@pytest.fixture(scope="module")
+def smoke() -> Config:
+    return load_config(str(SMOKE))
+
+
+def changed(config: Config, section: str, **fields: Any) -> Config:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
+
+
+def reads() -> Iterator[tuple[str, str]]:
+    """(last name of the expression, field) of every attribute that the package reads, outside the files about configurations."""
+    for path in PACKAGE.rglob("*.py"):
+        if path.name.startswith("config"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                yield ast.unparse(node.value).rpartition(".")[2], node.attr
+
+
+def test_every_section_is_looked_at():
+    known = {kind for kind in vars(config_module).values() if dataclasses.is_dataclass(kind)}
+    assert known == set(SECTIONS)
+
+
+def test_every_field_is_read():
+    found = set(reads())
+    unread = [
+        f"{kind.__name__}.{name}" for kind, name in FIELDS if not any((end, name) in found for end in SECTIONS[kind])
+    ]
+    assert not unread
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_configuration_survives_json_and_agrees_with_itself(path):
+    config = load_config(str(path))
+    assert from_dict(Config, json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    check(config)
+
+
+def test_both_tasks_survive_json(smoke):
+    task = TwoWikiConfig(environment="text", data_dir="data", hold_out_percent=15, test_questions=9, top_k=3)
+    config = dataclasses.replace(smoke, task=task, init="checkpoint", run="runs/a", seed=7)
+    assert from_dict(Config, json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+def test_a_field_that_is_missing_in_json_is_named(smoke):
+    values = dataclasses.asdict(smoke)
+    del values["engine"]["slots"]
+    with pytest.raises(UserError, match=r"EngineConfig cannot be read back: .*'slots'"):
+        from_dict(Config, values)
+
+
+def test_flags_reach_their_fields():
+    two_wiki = str(SMOKE.with_name("smoke_two_wiki_config.py"))
+    flags = ["--seed", "3", "--run", "runs/a", "--task.data-dir", "elsewhere", "--engine.prefix-reuse", "False"]
+    config = command_line([two_wiki, *flags], default="tiny_world")
+    assert isinstance(config.task, TwoWikiConfig)
+    assert (config.seed, config.run, config.task.data_dir, config.engine.prefix_reuse) == (
+        3,
+        "runs/a",
+        "elsewhere",
+        False,
+    )
+
+
+def test_without_a_file_the_default_is_taken():
+    config = command_line(["--seed", "3"], default="tiny_world")
+    assert config == dataclasses.replace(load_config("tiny_world"), seed=3)
+
+
+@pytest.mark.parametrize("program", ["train", "eval"])
+def test_help_loads_no_framework(program):
+    command = (
+        f"import sys; from mujica_jax import {program} as program\n"
+        "try: program.main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "print([name for name in ('jax', 'tensorflow', 'torch', 'transformers') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "--engine.slots" in shown and shown.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", ["tiny_world", "tiny_world.py", "configs/tiny_world.py"])
+def test_a_configuration_has_several_names(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert load_config(name).name == "tiny_world"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def get_config(:\n", "does not load"),
+        ("import nothing_of_this_name\n", "does not load"),
+        ("x = 1\n", "must define get_config"),
+        ("def get_config():\n    return 3\n", "gave a int; it must return a Config"),
+    ],
+)
+def test_a_configuration_file_that_is_wrong_is_explained(tmp_path, text, words):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UserError, match=words):
+        load_config(str(tmp_path / "mine.py"))
+
+
+# What follows perturbs one field at a time and demands that something changes.
+
+
+def assert_each_changes(config: Config, section: str, values: Mapping[str, Any], seen_with) -> None:
+    """`values` holds another value for every field of a section that matters to `seen_with(config)`."""
+    plain = seen_with(config)
+    same = [name for name, value in values.items() if seen_with(changed(config, section, **{name: value})) == plain]
+    assert not same, f"{section}: {same} change nothing"
+
+
+def test_every_field_of_the_tiny_world_changes_the_world(smoke):
+    def seen(config: Config) -> tuple:
+        task = start.build_task(config)
+        questions = [
+            task.questions("train"),
+            task.questions("test"),
+            [question for question, _ in task.demonstrations()],
+        ]
+        texts = [question.text for part in questions for question in part]
+        shown = [task.environment.materials(e.id) for part in questions for q in part[:20] for e in q.candidates]
+        return texts, shown
+
+    values = {
+        "train_questions": 65,
+        "demonstrations": 101,
+        "test_questions": 17,
+        "facts_per_entity": 9,
+        "distractor_names": 0.5,
+        "missing_facts": 0.5,
+        "paraphrases": 1,
+        "seed": 1,
+    }
+    assert set(values) == {field.name for field in dataclasses.fields(TinyWorldConfig)}
+    assert_each_changes(smoke, "task", values, seen)
+
+
+def test_every_field_of_the_model_changes_the_decoder(smoke):
+    values = {
+        "family": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rope_theta": 5e5,
+    }
+    assert set(values) | {"vocab_tokens"} == {field.name for field in dataclasses.fields(ModelConfig)}
+    assert_each_changes(smoke, "model", values, lambda config: start.decoder_config(config, 300, (1,)))
+
+
+def test_every_field_of_the_engine_reaches_it(smoke, monkeypatch):
+    monkeypatch.setattr(run, "Engine", lambda decoder, **options: options)
+    monkeypatch.setattr(run, "BatchedGenerator", lambda engine, **options: (engine, options))
+    tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,))
+    decoder: Any = None
+    values = {"slots": 8, "decode_steps_per_call": 4, "prefill_tokens": 512, "prefix_reuse": False}
+    assert set(values) == {field.name for field in dataclasses.fields(EngineConfig)}
+    assert_each_changes(smoke, "engine", values, lambda config: run.make_generator(decoder, config, tokenizer))
+
+
+def test_every_field_of_the_optimiser_changes_its_updates(smoke):
+    params = {"layers": {"kernel": jnp.ones((2, 2))}}  # a matrix, so that it decays
+
+    def seen(config: Config) -> list:
+        optimizer = adamw(config.trainer)
+        state, updates = optimizer.init(params), params
+        for scale in (3.0, 1.0, 4.0):
+            gradient = {"layers": {"kernel": jnp.full((2, 2), scale)}}
+            updates, state = optimizer.update(gradient, state, params)
+        return updates["layers"]["kernel"].tolist()
+
+    assert_each_changes(smoke, "trainer", {"weight_decay": 0.3, "b1": 0.5, "b2": 0.5, "clip_norm": 3.0}, seen)
+
+
+@functools.cache
+def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversation]]:
+    """With some rows to train on. Made once for all configurations of one task."""
+    task = start.build_task(config)
+    parts: Any = types.SimpleNamespace(config=config, task=task)
+    parts.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
+    return task, parts.tokenizer, warmup.reading_rows(parts, 40, stream=0)
+
+
+class RecordedRun:
+    """Stands in for a Run: plays scripts instead of a model, learns nothing, and keeps what it was asked for."""
+
+    def __init__(self, config: Config, root: Path) -> None:
+        self.config, self.store = config, Store(root)
+        self.task, self.tokenizer, self.rows = task_and_tokenizer(
+            dataclasses.replace(load_config(str(SMOKE)), task=config.task)
+        )
+        self.agent = run.make_agent(config, self.task, self.tokenizer)
+        self.progress = self.metrics = self
+        self.asked: list = []
+        self.done = 0
+
+    def line(self, text: str) -> None:
+        self.asked.append(text)
+
+    def stage(self, name: str, *, total: int, unit: str):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, done: int, **figures) -> None:
+        pass
+
+    def write(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
+        self.asked.append((phase, step, dict(values)))
+
+    def initial_state(self) -> None:
+        return None
+
+    def use_policy(self, state: object, version: int) -> None:
+        self.asked.append(("policy", version))
+
+    def commit_policy(self, state: object, version: int) -> None:
+        self.asked.append(("commit", version))
+
+    def read_shards(self, entries: object) -> None:
+        return None
+
+    def sample(self, number: int, shard: int, attempts, on_episode, *, agent=None) -> tuple[Any, list[Trajectory]]:
+        return self.sample_waves(number, shard, lambda earlier: [] if earlier else attempts, on_episode)
+
+    def sample_waves(self, number: int, shard: int, wave, on_episode, *, agent=None) -> tuple[Any, list[Trajectory]]:
+        """Every third attempt is right."""
+        found: list[Trajectory] = []
+        while attempts := wave(found):
+            self.asked.append((number, shard, [(a.question.id, a.number, a.seed, a.temperature) for a in attempts]))
+            for attempt in attempts:
+                self.done += 1
+                found.append(self._episode(attempt, right=self.done % 3 == 0))
+        entry = self.store.write_shard(number, shard, found) if found else None
+        return entry, found
+
+    def learn(self, name: str, start, rows, *, steps: int, peak: float, floor: float, warmup_steps: int = 0) -> None:
+        start()
+        packed = rows()
+        self.asked.append((name, packed.num_rows, packed.trained_tokens, steps, peak, floor, warmup_steps))
+
+    def finish_phase(self, name: str, state: object, version: int, *, began: float, **counts: int) -> str:
+        self.asked.append((name, version, counts))
+        return name
+
+    def _episode(self, attempt, *, right: bool) -> Trajectory:
+        conversation = self.rows[self.done % len(self.rows)]
+        return Trajectory(
+            question_id=attempt.question.id,
+            attempt=attempt.number,
+            policy_version=0,
+            seed=attempt.seed,
+            planner=dataclasses.replace(conversation, role="planner"),
+            workers=(),
+            answer=attempt.question.answers[0] if right else "",
+            reward=float(right),
+            rewards_by_part={},
+            stop_reason=StopReason.ANSWERED,
+            searches=(),
+            seconds=0.0,
+        )
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """What a run would be asked for under a configuration."""
+    numbers = iter(range(1000))
+
+    def play(config: Config, method) -> list:
+        recorded: Any = RecordedRun(config, tmp_path / str(next(numbers)))
+        method(recorded)
+        return recorded.asked
+
+    return play
+
+
+def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
+    def rounds(config: Config) -> list:
+        return asked(config, lambda run: mygo.run_mygo(run, None, run.rows))
+
+    values = {
+        "rounds": 3,
+        "questions_per_round": 20,
+        "max_attempts": 4,
+        "keep_per_question": 2,
+        "shard_questions": 5,
+        "temperature": 0.7,
+        "learning_rate": 1e-3,
+        "learning_rate_floor": 1e-4,
+        "epochs": 1,
+        "replay": 2.0,
+    }
+    assert set(values) == {field.name for field in dataclasses.fields(MygoConfig)}
+    assert_each_changes(changed(smoke, "mygo", max_attempts=3), "mygo", values, rounds)
+    assert_each_changes(smoke, "trainer", {"row_tokens": 256, "rows_per_step": 2}, rounds)
+
+
+def test_every_field_of_reading_and_warm_up_changes_what_a_run_does(smoke, asked):
+    def warm_up(config: Config) -> list:
+        return asked(config, warmup.warm_up)
+
+    few = changed(smoke, "task", demonstrations=10)
+    reading = {"documents": 100, "steps": 10, "learning_rate": 5e-3, "learning_rate_floor": 5e-4}
+    assert set(reading) == {field.name for field in dataclasses.fields(ReadingConfig)}
+    assert_each_changes(few, "reading", reading, warm_up)
+    from_scratch = {"steps": 60, "learning_rate": 1e-2, "learning_rate_floor": 1e-4, "reading_share": 0.5}
+    assert_each_changes(few, "warmup", from_scratch, warm_up)
+    few_shot = {"few_shot_trajectories": 40, "few_shot_attempts": 1}
+    assert set(from_scratch | few_shot) == {field.name for field in dataclasses.fields(WarmupConfig)}
+    with_checkpoint = changed(dataclasses.replace(few, init="checkpoint"), "warmup", few_shot_trajectories=30)
+    assert_each_changes(with_checkpoint, "warmup", few_shot, warm_up)
+
+
+def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
+    def demonstrations(config: Config) -> list:
+        def play(recorded: RecordedRun) -> None:
+            trajectories, _ = warmup._scripted(recorded)
+            recorded.asked += [(t.stop_reason, [c.token_ids for c in t.conversations]) for t in trajectories]
+
+        return asked(config, play)
+
+    values = {
+        "prompt": "zero_shot",
+        "max_iterations": 1,
+        "max_searches_per_turn": 1,
+        "max_turn_tokens": 20,
+        "max_trajectory_tokens": 100,
+        "max_observation_tokens": 20,
+    }
+    assert set(values) == {field.name for field in dataclasses.fields(AgentConfig)}
+    assert_each_changes(smoke, "agent", values, demonstrations)
+
+
+def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke, monkeypatch):
+    async def attempted(agent, questions, *_, temperature: float, **options):
+        return [question.id for question in questions], temperature
+
+    monkeypatch.setattr(scoring, "evaluate", attempted)
+
+    def seen(config: Config) -> scoring.Scores:
+        generator: Any = types.SimpleNamespace(forget=lambda: None, policy_version=0)
+        parts: dict[str, Any] = {"agent": None, "generator": generator, "progress": RecordedProgress()}
+        return scoring.score_policy("warm-up", task=start.build_task(config), config=config, **parts)
+
+    assert_each_changes(smoke, "eval", {"questions": 5, "temperature": 0.7}, seen)
+
+
+class RecordedProgress:
+    def stage(self, name: str, *, total: int, unit: str):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass

@@ -1,0 +1,117 @@
+"""Token ids of a conversation are appended once and never made again; the mask is where the model wrote."""
+
+import dataclasses
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from little_agent import completion, tokenizer
+
+from mujica_jax.agents.dialogue import Dialogue, with_system
+from mujica_jax.inference.generator import Completion
+
+END = tokenizer().end_of_turn_id
+
+
+def dialogue(system: str = "Plan.") -> Dialogue:
+    return Dialogue(tokenizer(), "planner", system)
+
+
+def test_a_conversation_reads_as_its_chat_template():
+    spoken = dialogue()
+    spoken.hear("Question: Who?")
+    assert (
+        spoken.say(completion("<think> hm </think> <answer> Ann </answer>"))
+        == "<think> hm </think> <answer> Ann </answer>"
+    )
+    spoken.hear("Obs: no.")
+    spoken.say(completion("Bob"))
+    assert tokenizer().decode(spoken.token_ids) == (
+        "<|im_start|>system\nPlan.<|im_end|>\n<|im_start|>user\nQuestion: Who?<|im_end|>\n<|im_start|>assistant\n"
+        "<think> hm </think> <answer> Ann </answer><|im_end|>\n<|im_start|>user\nObs: no.<|im_end|>\n<|im_start|>assistant\n"
+        "Bob<|im_end|>"
+    )
+
+
+said = st.lists(st.integers(0, tokenizer().vocab_size - 1), max_size=8)
+
+
+@given(turns=st.lists(st.tuples(st.text(max_size=10), said, st.booleans()), min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_ids_are_only_appended_and_the_mask_covers_what_the_model_finished(turns):
+    """Whatever the model samples, also ids that its text would not be encoded to."""
+    spoken, mask = dialogue(), []
+    for heard, ids, finished in turns:
+        before = list(spoken.token_ids)
+        spoken.hear(heard)
+        assert spoken.token_ids[: len(before)] == before
+        mask += [False] * (len(spoken.token_ids) - len(before))
+        before = list(spoken.token_ids)
+        ids = (*ids, END) if finished else (*ids, 5)
+        spoken.say(
+            Completion(
+                token_ids=ids,
+                logprobs=(-1.0,) * len(ids),
+                finish_reason="stop" if finished else "length",
+                policy_version=0,
+            )
+        )
+        assert spoken.token_ids == [*before, *ids]
+        mask += [finished] * len(ids)
+    record = spoken.record()
+    assert record.token_ids == spoken.token_ids
+    assert record.loss_mask == mask
+    assert [turn.role for turn in record.turns] == ["context", "model"] * len(turns)
+
+
+def test_the_stop_token_is_trained_and_no_part_of_the_text():
+    spoken = dialogue()
+    spoken.hear("Question: Who?")
+    assert spoken.say(completion("Ann")) == "Ann"
+    turn = spoken.record().turns[-1]
+    assert turn.trained and turn.token_ids[-1] == END and turn.text == "Ann"
+
+
+def test_a_turn_that_was_cut_off_is_not_trained_and_is_closed_before_the_next_one():
+    cut, whole = dialogue(), dialogue()
+    for spoken, said in ((cut, completion("Ann", most_tokens=2)), (whole, completion("Ann"))):
+        spoken.hear("Question: Who?")
+        spoken.say(said)
+        spoken.hear("Obs: go on.")
+    first, second, third = cut.record().turns
+    assert not second.trained and END not in second.token_ids
+    assert third.token_ids[0] == END and third.token_ids[1:] == whole.record().turns[2].token_ids
+    assert not any(cut.record().loss_mask)
+
+
+def test_log_probabilities_stay_with_their_tokens():
+    spoken = dialogue()
+    spoken.hear("Question: Who?")
+    sampled = completion("Ann and Bob")
+    spoken.say(sampled)
+    context, model = spoken.record().turns
+    assert context.logprobs is None
+    assert (model.token_ids, model.logprobs) == (sampled.token_ids, sampled.logprobs)
+
+
+def test_a_script_has_no_log_probabilities():
+    spoken = dialogue()
+    spoken.hear("Question: Who?")
+    spoken.say(dataclasses.replace(completion("Ann"), logprobs=()))
+    assert spoken.record().turns[-1].logprobs is None
+
+
+def test_another_system_prompt_changes_the_opening_alone():
+    def conversation(system: str):
+        spoken = dialogue(system)
+        spoken.hear("Question: Who <answer>is</answer>?")
+        spoken.say(completion("<think> hm </think>"))
+        spoken.hear("Obs: no.")
+        spoken.say(completion("Bob", most_tokens=1))
+        return spoken.record()
+
+    long, short = conversation("Plan.\n\nExamples:\n\nA long one."), conversation("Plan.")
+    changed = with_system(long, tokenizer(), "Plan.")
+    assert changed.role == "planner"
+    assert (changed.token_ids, changed.loss_mask) == (short.token_ids, short.loss_mask)
+    assert [turn.text for turn in changed.turns] == [turn.text for turn in short.turns]
+    assert all(turn.logprobs is None for turn in changed.turns), "they belonged to the longer prompt"

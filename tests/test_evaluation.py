@@ -1,0 +1,133 @@
+"""Scores of a policy by question kind, against numbers worked out by hand."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from little_agent import QUESTION, LittleWorld, ToldPolicy, agent, answer, completion, play, read, search
+
+from mujica_jax.agents.evaluation import Evaluation, evaluate, summarise
+from mujica_jax.records import Question, StopReason, Trajectory
+
+# kind, gold answers, what was answered, how it ended -> EM and F1 in percent
+EPISODES = [
+    ("comparison", ("Ghent",), "Ghent", StopReason.ANSWERED, 100.0, 100.0),
+    ("comparison", ("Ghent",), "Ghent, Belgium", StopReason.ANSWERED, 0.0, 200 / 3),  # precision 1/2, recall 1
+    ("comparison", ("no",), "yes", StopReason.ANSWERED, 0.0, 0.0),
+    ("compositional", ("First Cemetery of Athens", "Athens"), "the athens", StopReason.ANSWERED, 100.0, 100.0),
+    ("compositional", ("Ghent",), "Ghent", StopReason.ITERATION_LIMIT, 0.0, 0.0),
+    ("", ("Ghent",), "", StopReason.NO_ACTION, 0.0, 0.0),
+]
+QUESTIONS = [
+    dataclasses.replace(QUESTION, id=str(number), kind=kind, answers=golds)
+    for number, (kind, golds, *_) in enumerate(EPISODES)
+]
+
+
+@pytest.fixture(scope="module")
+def trajectories() -> list[Trajectory]:
+    searched = play(ToldPolicy([search((0, "Who?")), answer("x")], {"Who?": read("[0]", "That.")}))
+    return [
+        dataclasses.replace(
+            searched,
+            question_id=str(number),
+            answer=said,
+            stop_reason=reason,
+            searches=searched.searches * (number % 3),  # 0, 1, 2, 0, 1, 2
+        )
+        for number, (_, _, said, reason, _, _) in enumerate(EPISODES)
+    ]
+
+
+@pytest.fixture(scope="module")
+def evaluation(trajectories) -> Evaluation:
+    return summarise(QUESTIONS, trajectories, "two_wiki")
+
+
+def test_scores_are_means_over_all_questions_whether_answered_or_not(evaluation):
+    assert evaluation.em == pytest.approx(200 / 6)
+    assert evaluation.f1 == pytest.approx((100 + 200 / 3 + 100) / 6)
+    assert evaluation.by_kind["all"].questions == 6
+    assert evaluation.searches == pytest.approx(6 / 6)
+
+
+def test_scores_by_kind(evaluation):
+    by_kind = evaluation.by_kind
+    assert {kind: score.questions for kind, score in by_kind.items() if kind != "all"} == {
+        "comparison": 3,
+        "compositional": 2,
+        "other": 1,
+    }
+    for kind in ("comparison", "compositional", ""):
+        expected = [(em, f1) for of, _, _, _, em, f1 in EPISODES if of == kind]
+        score = by_kind[kind or "other"]
+        assert score.em == pytest.approx(sum(em for em, _ in expected) / len(expected))
+        assert score.f1 == pytest.approx(sum(f1 for _, f1 in expected) / len(expected))
+
+
+def test_an_episode_that_did_not_answer_scores_zero_whatever_it_holds(trajectories):
+    unanswered = [dataclasses.replace(trajectory, answer="Ghent") for trajectory in trajectories[4:]]
+    scored = summarise(QUESTIONS[4:], unanswered, "two_wiki")
+    assert (scored.em, scored.f1) == (0.0, 0.0)
+
+
+def test_the_rule_of_the_task_decides(trajectories):
+    lenient = summarise(QUESTIONS[:3], trajectories[:3], "cover_em")
+    assert lenient.em == pytest.approx(200 / 3), "Ghent is part of Ghent, Belgium"
+
+
+def test_stop_reasons_are_counted(evaluation):
+    assert evaluation.stop_reasons == {"answered": 4, "iteration_limit": 1, "no_action": 1}
+
+
+def test_the_interval_holds_the_score_and_lies_within_the_scale(evaluation):
+    low, high = evaluation.em_interval
+    assert 0 <= low < evaluation.em < high <= 100
+    assert summarise(QUESTIONS[:1], evaluation.trajectories[:1], "two_wiki").em_interval == (100.0, 100.0)
+
+
+def test_the_summary_says_in_rounded_numbers_what_was_measured(evaluation):
+    summary = evaluation.summary()
+    assert (summary["em"], summary["f1"], summary["questions"]) == (33.33, 44.44, 6)
+    assert summary["searches"] == 1.0
+    assert summary["stop_reasons"] == evaluation.stop_reasons
+    assert set(summary["by_kind"]) == {"comparison", "compositional", "other"}
+    comparison = summary["by_kind"]["comparison"]
+    assert (comparison["em"], comparison["f1"], comparison["questions"]) == (33.33, 55.56, 3)
+
+
+def test_as_many_trajectories_as_questions(trajectories):
+    with pytest.raises(ValueError, match="shorter"):
+        summarise(QUESTIONS, trajectories[:-1], "two_wiki")
+
+
+def test_a_policy_is_asked_every_question_once_and_scored():
+    """It answers Ghent to every even question and nothing to the others."""
+    questions = [dataclasses.replace(QUESTION, id=str(number), kind=f"kind {number % 2}") for number in range(6)]
+    asked: list[tuple[Question, float]] = []
+    seen: list[str] = []
+
+    class Half:
+        async def write(self, prompt, params, view, *, continues):
+            asked.append((view.question, params.temperature))
+            return completion(answer("Ghent") if int(view.question.id) % 2 == 0 else "Hm.")
+
+    evaluation = asyncio.run(
+        evaluate(
+            agent(),
+            questions,
+            LittleWorld(),
+            Half(),
+            rule="two_wiki",
+            policy_version=4,
+            temperature=0.0,
+            seed=0,
+            concurrency=2,
+            on_episode=lambda trajectory: seen.append(trajectory.question_id),
+        )
+    )
+    assert sorted(question.id for question, _ in asked) == sorted(seen) == list("012345")
+    assert {temperature for _, temperature in asked} == {0.0}
+    assert (evaluation.em, evaluation.by_kind["kind 0"].em, evaluation.by_kind["kind 1"].em) == (50.0, 100.0, 0.0)
+    assert [trajectory.question_id for trajectory in evaluation.trajectories] == list("012345")
+    assert {trajectory.policy_version for trajectory in evaluation.trajectories} == {4}

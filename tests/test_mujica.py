@@ -1,0 +1,437 @@
+"""Whole episodes with policies that write fixed texts in a little world."""
+
+import asyncio
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from little_agent import (
+    CITY,
+    CONFIG,
+    DIRECTOR,
+    FILM,
+    GRAPH,
+    OTHER_FILM,
+    QUESTION,
+    LittleWorld,
+    ToldPolicy,
+    agent,
+    answer,
+    attempt,
+    completion,
+    play,
+    read,
+    search,
+    tokenizer,
+)
+
+from mujica_jax.agents.mujica import EnginePolicy, PlannerView, WorkerView, run_episodes
+from mujica_jax.agents.protocol import NOTHING_FOUND
+from mujica_jax.inference.generator import SamplingParams
+from mujica_jax.records import Entity, StopReason, Trajectory
+from mujica_jax.tasks.task import Material
+
+WHO, BORN = "Who is the director of Amber Tide?", "Where was Ilse Vand born?"
+READS = {
+    WHO: read("[1]", "The director of Amber Tide is Ilse Vand."),
+    BORN: read("[0]", "Ilse Vand was born in Ghent."),
+}
+
+
+def right_answers() -> ToldPolicy:
+    return ToldPolicy([search((0, WHO)), search((2, BORN)), answer("Ghent")], READS)
+
+
+def planner_texts(trajectory: Trajectory, role: str = "context") -> list[str]:
+    return [turn.text for turn in trajectory.planner.turns if turn.role == role]
+
+
+def planner_requests(policy: ToldPolicy) -> list:
+    return [request for request in policy.requests if isinstance(request.view, PlannerView)]
+
+
+def worker_requests(policy: ToldPolicy) -> list:
+    return [request for request in policy.requests if isinstance(request.view, WorkerView)]
+
+
+# --- an episode that goes well ---
+
+
+def test_an_answered_episode_is_recorded_whole():
+    world, policy = LittleWorld(), right_answers()
+    trajectory = play(policy, world)
+    assert (trajectory.question_id, trajectory.attempt, trajectory.seed) == (QUESTION.id, 0, 0)
+    assert trajectory.policy_version == 3
+    assert (trajectory.stop_reason, trajectory.answer, trajectory.reward) == (StopReason.ANSWERED, "Ghent", 1.0)
+    assert trajectory.rewards_by_part == {"f1": 1.0, "malformed_workers": 0.0}
+    assert world.searched == [(WHO, FILM), (BORN, DIRECTOR)]
+    first, second = trajectory.searches
+    assert (first.iteration, first.query, first.entity, first.selected, first.found) == (0, WHO, FILM.label, (1,), True)
+    assert first.materials == tuple(material.text for material in GRAPH[FILM.id])
+    assert (second.iteration, second.sentence) == (1, "Ilse Vand was born in Ghent.")
+    assert [conversation.role for conversation in trajectory.conversations] == ["planner", "worker", "worker"]
+    assert trajectory.seconds > 0
+
+
+def test_conversations_hold_what_the_policy_read_and_wrote():
+    policy = right_answers()
+    trajectory = play(policy)
+    planner, workers = planner_requests(policy), worker_requests(policy)
+    for place, request in enumerate(planner):
+        before = [id for turn in trajectory.planner.turns[: 2 * place + 1] for id in turn.token_ids]
+        assert list(request.prompt) == before
+    for request, conversation in zip(workers, trajectory.workers, strict=True):
+        context, model = conversation.turns
+        assert context.token_ids == request.prompt
+        assert model.text == READS[request.view.query]
+        assert model.token_ids == completion(model.text).token_ids
+        assert model.logprobs == completion(model.text).logprobs
+    assert planner_texts(trajectory, "model") == [search((0, WHO)), search((2, BORN)), answer("Ghent")]
+    assert [request.continues for request in planner] == [True] * 3, "a planner comes back with its prompt as beginning"
+    assert [request.continues for request in workers] == [False] * 2
+
+
+def test_the_mask_covers_the_turns_of_the_model_and_nothing_else():
+    for conversation in play(right_answers()).conversations:
+        expected = [turn.role == "model" for turn in conversation.turns for _ in turn.token_ids]
+        assert conversation.loss_mask == expected and any(expected)
+
+
+def test_planner_and_worker_are_told_apart_by_their_system_prompts():
+    policy = right_answers()
+    play(policy)
+    openings = {
+        type(request.view): tokenizer().decode(request.prompt).split("<|im_end|>")[0] for request in policy.requests
+    }
+    assert openings[PlannerView] != openings[WorkerView]
+
+
+def test_what_is_found_becomes_searchable_under_the_next_numbers():
+    """Both searches of the first turn find the director: the first one numbers her, the second one changes nothing."""
+    who_else = "Who is the director of Tin Orchard?"
+    reads = READS | {who_else: read("[0]", "The director of Tin Orchard is Ilse Vand.")}
+    policy = ToldPolicy([search((1, who_else), (0, WHO)), search((2, BORN)), answer("Ghent")], reads)
+    world = LittleWorld()
+    trajectory = play(policy, world)
+    assert world.searched[-1] == (BORN, DIRECTOR)
+    views = [request.view.candidates for request in planner_requests(policy)]
+    assert views == [(FILM, OTHER_FILM), (FILM, OTHER_FILM, DIRECTOR), (FILM, OTHER_FILM, DIRECTOR, CITY)]
+    opening, first, second = planner_texts(trajectory)
+    assert "[0] Amber Tide [1] Tin Orchard" in opening
+    assert first == (
+        "Obs: The director of Tin Orchard is Ilse Vand. The director of Amber Tide is Ilse Vand.\nCandidate: [2] Ilse Vand"
+    )
+    assert second == "Obs: Ilse Vand was born in Ghent.\nCandidate: [3] Ghent"
+
+
+def test_only_selected_materials_make_entities_searchable():
+    policy = ToldPolicy([search((0, WHO)), answer("Ghent")], {WHO: read("[0]", "Amber Tide came out in 1961.")})
+    trajectory = play(policy)
+    assert planner_texts(trajectory)[-1] == "Obs: Amber Tide came out in 1961."
+
+
+def test_a_worker_that_breaks_the_format_reports_that_nothing_was_found_and_is_counted():
+    policy = ToldPolicy([search((0, WHO), (1, BORN)), answer("Ghent")], {WHO: "Ilse Vand!", BORN: READS[BORN]})
+    trajectory = play(policy)
+    assert trajectory.rewards_by_part["malformed_workers"] == 1.0
+    assert [search.sentence for search in trajectory.searches] == [NOTHING_FOUND, "Ilse Vand was born in Ghent."]
+    assert not trajectory.searches[0].found
+    assert len(trajectory.workers) == 2, "a failed conversation is a record too"
+
+
+def test_a_text_environment_has_queries_and_no_candidates():
+    passages = {WHO: (Material(text="Amber Tide: a film by Ilse Vand.", title="Amber Tide"),)}
+    plans = [f"<think> a </think>\n<search> {WHO} </search>", answer("Ilse Vand")]
+    policy = ToldPolicy(plans, {WHO: read("[0]", "It is Ilse Vand.")})
+    world = LittleWorld(passages, kind="text")
+    trajectory = play(policy, world)
+    assert world.searched == [(WHO, None)]
+    assert (trajectory.stop_reason, trajectory.searches[0].entity) == (StopReason.ANSWERED, "")
+    assert "Candidate" not in "".join(planner_texts(trajectory))
+
+
+# --- searches of one turn run at the same time ---
+
+
+def test_all_searches_of_a_turn_reach_the_policy_before_any_is_answered():
+    barrier = asyncio.Barrier(3)
+
+    class Patient(ToldPolicy):
+        async def write(self, prompt, params, view, *, continues):
+            if isinstance(view, WorkerView):
+                await barrier.wait()
+            return await super().write(prompt, params, view, continues=continues)
+
+    queries = ["Who?", "When?", "Where?"]
+    reads = {query: read("[0]", f"{query} That.") for query in queries}
+    policy = Patient([search(*((0, query) for query in queries)), answer("Ghent")], reads)
+    trajectory = play(policy)
+    assert planner_texts(trajectory)[1] == "Obs: Who? That. When? That. Where? That."
+    assert [search.query for search in trajectory.searches] == queries
+
+
+def test_observations_stand_in_the_order_of_the_searches_whichever_ends_first():
+    queries = ["Who?", "When?", "Where?"]
+
+    class LastIsFirst(ToldPolicy):
+        async def write(self, prompt, params, view, *, continues):
+            if isinstance(view, WorkerView):
+                for _ in range(10 * (3 - queries.index(view.query))):
+                    await asyncio.sleep(0)
+            return await super().write(prompt, params, view, continues=continues)
+
+    reads = {query: read("[0]", f"{query} That.") for query in queries}
+    policy = LastIsFirst([search(*((0, query) for query in queries)), answer("Ghent")], reads)
+    trajectory = play(policy)
+    assert [request.view.query for request in worker_requests(policy)] == queries[::-1]
+    assert planner_texts(trajectory)[1] == "Obs: Who? That. When? That. Where? That."
+    assert [conversation.turns[1].text for conversation in trajectory.workers] == [reads[query] for query in queries]
+
+
+# --- every end of an episode ---
+
+LONG = "<think> " + "and " * 300 + "</think>"
+ENDINGS = {
+    StopReason.ANSWERED: ([answer("Ghent")], {}),
+    StopReason.NO_ACTION: (["Ghent."], {}),
+    StopReason.UNKNOWN_CANDIDATE: ([search((2, BORN))], {}),
+    StopReason.TOO_MANY_SEARCHES: ([search((0, "a?"), (0, "b?"), (0, "c?"), (0, "d?"))], {}),
+    StopReason.ITERATION_LIMIT: ([search((0, WHO))] * 4, {}),
+    StopReason.TURN_LENGTH: ([LONG], {}),
+    StopReason.TRAJECTORY_LENGTH: ([LONG], {"max_trajectory_tokens": 150}),
+    StopReason.RETRIEVER_FAILED: ([search((0, WHO)), search((0, "broken"), (0, WHO))], {}),
+}
+
+
+@pytest.mark.parametrize("reason", StopReason)
+def test_every_stop_reason_ends_an_episode_with_a_record(reason):
+    plans, limits = ENDINGS[reason]
+    policy = ToldPolicy(plans, READS)
+    trajectory = play(policy, LittleWorld(failing=frozenset({"broken"})), **limits)
+    assert trajectory.stop_reason is reason
+    assert len(planner_requests(policy)) == len(plans)
+    answered = reason is StopReason.ANSWERED
+    assert (trajectory.answer, trajectory.reward) == (("Ghent", 1.0) if answered else ("", 0.0))
+    assert trajectory.planner.turns[0].role == "context"
+
+
+def test_a_turn_that_was_cut_off_is_recorded_and_not_trained():
+    trajectory = play(ToldPolicy([LONG]))
+    turn = trajectory.planner.turns[-1]
+    assert (turn.role, turn.trained, len(turn.token_ids)) == ("model", False, CONFIG.max_turn_tokens)
+
+
+def test_an_answer_that_was_cut_off_is_no_answer():
+    text = answer("Ghent")
+    tokens = len(completion(text).token_ids)
+    assert play(ToldPolicy([text]), max_turn_tokens=tokens).stop_reason is StopReason.ANSWERED
+    cut = play(ToldPolicy([text]), max_turn_tokens=tokens - 1)  # all but the stop token
+    assert (cut.stop_reason, cut.reward) == (StopReason.TURN_LENGTH, 0.0)
+
+
+def test_searches_before_a_failed_one_stay_recorded():
+    plans = [search((0, WHO)), search((0, "broken"))]
+    trajectory = play(ToldPolicy(plans, READS), LittleWorld(failing=frozenset({"broken"})))
+    assert [search.query for search in trajectory.searches] == [WHO]
+    assert len(trajectory.workers) == 1
+
+
+def test_the_other_searches_of_a_failed_turn_are_given_up():
+    given_up = []
+
+    class Endless(ToldPolicy):
+        async def write(self, prompt, params, view, *, continues):
+            if isinstance(view, WorkerView):
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    given_up.append(view.query)
+                    raise
+            return await super().write(prompt, params, view, continues=continues)
+
+    class Slow(LittleWorld):
+        async def search(self, query, entity):
+            for _ in range(5 if query == "broken" else 0):
+                await asyncio.sleep(0)
+            return await super().search(query, entity)
+
+    async def main() -> Trajectory:
+        world = Slow(failing=frozenset({"broken"}))
+        policy = Endless([search((0, WHO), (0, "broken"))], READS)
+        trajectory = await agent().run(attempt(), world, policy, 0)
+        await asyncio.sleep(0)
+        assert given_up == [WHO], "before the event loop ends"
+        return trajectory
+
+    trajectory = asyncio.run(asyncio.wait_for(main(), 20))
+    assert trajectory.stop_reason is StopReason.RETRIEVER_FAILED
+
+
+def test_an_error_that_is_no_retrieval_error_is_not_hidden():
+    class Broken(LittleWorld):
+        async def search(self, query, entity):
+            raise KeyError("a fault of ours")
+
+    with pytest.raises(KeyError):
+        play(ToldPolicy([search((0, WHO))]), Broken())
+
+
+# --- limits ---
+
+
+@given(limit=st.integers(30, 400), searches=st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_no_conversation_says_a_token_beyond_its_limit(limit, searches):
+    queries = [f"Who is number {n} of them all?" for n in range(searches)]
+    plans = [search(*((0, query) for query in queries))] * 3 + [answer("Ghent")]
+    policy = ToldPolicy(plans, lambda view: read("[0]", f"{view.query} " + "that " * 20))
+    trajectory = play(policy, max_trajectory_tokens=limit)
+    for request in policy.requests:
+        assert 1 <= request.params.max_new_tokens <= limit - len(request.prompt)
+        assert request.params.max_new_tokens <= CONFIG.max_turn_tokens
+    for conversation in trajectory.conversations:
+        said = list(itertools.dropwhile(lambda turn: turn.role == "context", reversed(conversation.turns)))
+        assert sum(len(turn.token_ids) for turn in said) <= limit
+    if trajectory.stop_reason is not StopReason.ANSWERED:
+        assert trajectory.stop_reason is StopReason.TRAJECTORY_LENGTH
+
+
+def test_a_worker_whose_materials_fill_its_conversation_says_nothing():
+    materials = {FILM.id: [Material(text="word " * 250)]}
+    policy = ToldPolicy([search((0, WHO)), answer("Ghent")], READS)
+    trajectory = play(policy, LittleWorld(materials), max_trajectory_tokens=260)
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert worker_requests(policy) == [] and trajectory.workers == ()
+    assert trajectory.searches[0].sentence == NOTHING_FOUND
+
+
+def shown(texts: list[str], limit: int) -> tuple[str, ...]:
+    world = LittleWorld({FILM.id: [Material(text=text) for text in texts]})
+    policy = ToldPolicy([search((0, WHO)), answer("Ghent")], lambda view: read("[0]", "That."))
+    trajectory = play(policy, world, max_observation_tokens=limit, max_trajectory_tokens=5000)
+    (request,) = worker_requests(policy)
+    assert len(request.view.materials) == len(trajectory.searches[0].materials)
+    return trajectory.searches[0].materials
+
+
+def tokens_of(texts) -> int:
+    return sum(len(tokenizer().encode_plain(text)) for text in texts)
+
+
+lines = st.text(st.sampled_from("ab ,é<>/🎬"), min_size=1, max_size=12)
+words = st.sampled_from(["Material", " is the", "1961", "<answer>", "</think>", "東京", "."])
+material_texts = (lines | st.lists(words, min_size=1, max_size=6).map("".join)).map(str.strip).filter(bool)
+
+
+@given(texts=st.lists(material_texts, max_size=6), limit=st.integers(1, 60))
+@settings(max_examples=150, deadline=None)
+def test_materials_are_shown_up_to_the_limit_and_none_is_left_out_that_fits(texts, limit):
+    texts = [" ".join(text.split()) for text in texts]
+    found = shown(texts, limit)
+    if texts and tokens_of(texts[:1]) > limit:
+        assert len(found) == 1, "the first one is cut rather than left out"
+        assert tokens_of(found) <= limit
+    else:
+        assert list(found) == texts[: len(found)]
+        assert tokens_of(found) <= limit
+        assert len(found) == len(texts) or tokens_of(texts[: len(found) + 1]) > limit
+
+
+def test_tags_that_grow_when_they_are_neutralised_are_counted_as_they_are_shown():
+    """`< SELECT >` has 10 bytes; with other brackets it has 14 tokens."""
+    text = "< SELECT >" * 3
+    assert len(text.encode()) < tokens_of([text])
+    assert tokens_of(shown([text], len(text.encode()))) <= len(text.encode())
+
+
+def test_a_material_that_is_cut_ends_with_a_whole_character():
+    (found,) = shown(["東京" * 10], 7)
+    assert found == "東京", "each character has three bytes, each a token"
+
+
+# --- seeds and order ---
+
+
+def seeds_of(policy: ToldPolicy) -> list[int]:
+    return [request.params.seed for request in policy.requests]
+
+
+def test_every_turn_has_a_seed_of_its_own_that_depends_on_nothing_but_its_place():
+    def seeds(question=QUESTION, number=0, seed=0) -> list[int]:
+        policy = right_answers()
+        asyncio.run(agent().run(attempt(question, number=number, seed=seed), LittleWorld(), policy, 0))
+        return seeds_of(policy)
+
+    first = seeds()
+    assert len(set(first)) == len(first) == 5
+    assert seeds() == first
+    for others in (seeds(number=1), seeds(seed=1), seeds(dataclasses.replace(QUESTION, id="q-2"))):
+        assert not set(others) & set(first)
+
+
+def test_the_temperature_is_that_of_the_attempt():
+    policy = right_answers()
+    asyncio.run(agent().run(attempt(temperature=0.25), LittleWorld(), policy, 0))
+    assert {request.params.temperature for request in policy.requests} == {0.25}
+
+
+def test_episodes_come_back_in_the_order_of_their_attempts_and_no_more_than_allowed_run_at_once():
+    running = most = 0
+    played = []
+
+    class Counting:
+        async def write(self, prompt, params, view, *, continues):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            number = int(view.question.id)
+            for _ in range(7 - number):  # later attempts are faster
+                await asyncio.sleep(0)
+            running -= 1
+            return completion(answer(f"Ghent {number}"))
+
+    attempts = [attempt(dataclasses.replace(QUESTION, id=str(number)), number=number) for number in range(6)]
+    trajectories = asyncio.run(
+        run_episodes(
+            agent(),
+            attempts,
+            LittleWorld(),
+            Counting(),
+            policy_version=5,
+            concurrency=3,
+            on_episode=lambda trajectory: played.append(trajectory.question_id),
+        )
+    )
+    assert [trajectory.question_id for trajectory in trajectories] == list("012345")
+    assert [trajectory.answer for trajectory in trajectories] == [f"Ghent {number}" for number in range(6)]
+    assert {trajectory.policy_version for trajectory in trajectories} == {5}
+    assert sorted(played) == list("012345") and played != list("012345")
+    assert most == 3
+
+
+def test_a_model_behind_a_generator_is_a_policy():
+    asked = []
+
+    class Echo:
+        policy_version = 9
+
+        async def generate(self, prompt, params, *, continues=False):
+            asked.append((prompt, params, continues))
+            return completion(answer("Ghent"))
+
+    policy = EnginePolicy(Echo())
+    trajectory = asyncio.run(agent().run(attempt(), LittleWorld(), policy, policy.version))
+    assert (trajectory.policy_version, trajectory.answer) == (9, "Ghent")
+    ((prompt, params, continues),) = asked
+    assert list(trajectory.planner.turns[0].token_ids) == list(prompt)[: len(trajectory.planner.turns[0].token_ids)]
+    assert isinstance(params, SamplingParams) and continues
+
+
+def test_candidates_of_a_question_are_not_shown_where_texts_are_searched():
+    question = dataclasses.replace(QUESTION, candidates=(Entity(id="Q9", label="Secret"),))
+    policy = ToldPolicy([answer("Ghent")])
+    play(policy, LittleWorld({}, kind="text"), question)
+    assert "Secret" not in tokenizer().decode(policy.requests[0].prompt)
+    assert policy.requests[0].view.candidates == ()

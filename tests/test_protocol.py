@@ -1,0 +1,296 @@
+"""The parser of what planners and workers write."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mujica_jax.agents.protocol import (
+    NOTHING_FOUND,
+    PlannerMove,
+    SearchCall,
+    one_line,
+    parse_planner,
+    parse_worker,
+    planner_observation,
+    planner_opening,
+    system_prompt,
+    worker_opening,
+    write_answer,
+    write_graph_searches,
+    write_text_searches,
+    write_worker,
+)
+from mujica_jax.records import Entity, StopReason
+
+
+def plan(text: str, kind="graph", *, candidates: int = 3, max_searches: int = 3) -> PlannerMove:
+    return parse_planner(text, kind, candidates=candidates, max_searches=max_searches)
+
+
+def calls(*pairs: tuple[int | None, str]) -> PlannerMove:
+    return PlannerMove(searches=tuple(SearchCall(candidate=number, query=query) for number, query in pairs))
+
+
+GRAPH_FORMS = {
+    '<think> a </think>\n<action>\nSearch([0], "Who?")\n</action>': calls((0, "Who?")),
+    '<action>Search([0], "Who?")\nSearch([2], "When?")</action>': calls((0, "Who?"), (2, "When?")),
+    '<action>Search([1], "Who?") Search([0], "Who?")</action>': calls((1, "Who?"), (0, "Who?")),
+    '<action>Search([1], "Who?")</action> then <action>Search([0], "When?")</action>': calls((1, "Who?"), (0, "When?")),
+    '<action>Search(2, "Who?")</action>': calls((2, "Who?")),
+    '<action> Search( [ 2 ] ,  " Who   is it? " ) </action>': calls((2, "Who is it?")),
+    '<action>Search([0], "Who is "Weird Al" Yankovic?")</action>': calls((0, 'Who is "Weird Al" Yankovic?')),
+    '<action>Search([0], "Who (1961)?"); Search([1], "When (1961)?")</action>': calls(
+        (0, "Who (1961)?"), (1, "When (1961)?")
+    ),
+    '<action>Search([0], "Who?")\nSearch([0], "Who?")\nSearch([0], "Who? ")</action>': calls((0, "Who?")),
+    '<action>look: Search([0], "Who?") please</action>': calls((0, "Who?")),
+}
+TEXT_FORMS = {
+    "<think> a </think>\n<search> Who? </search>": calls((None, "Who?")),
+    "<search>Who?</search><search>When?</search>": calls((None, "Who?"), (None, "When?")),
+    "<search>\nWho\nis it?\n</search>": calls((None, "Who is it?")),
+    "<search>Who?</search> <search> Who? </search> <search></search>": calls((None, "Who?")),
+}
+ANSWER_FORMS = {
+    "<think> a </think>\n<answer> Ghent </answer>": "Ghent",
+    "<answer>Ghent</answer>": "Ghent",
+    "<answer> Ghent,\n Belgium </answer>": "Ghent, Belgium",
+    "<answer>Ghent</answer> <answer>Rome</answer>": "Ghent",
+    '<action>Search([0], "Who?")</action><search>Who?</search><answer> Ghent </answer>': "Ghent",
+    "<answer> a < b > c </answer>": "a < b > c",
+    "<answer></answer>": "",
+}
+
+
+@pytest.mark.parametrize("text", GRAPH_FORMS)
+def test_well_formed_graph_searches(text):
+    assert plan(text) == GRAPH_FORMS[text]
+
+
+@pytest.mark.parametrize("text", TEXT_FORMS)
+def test_well_formed_text_searches(text):
+    assert plan(text, "text") == TEXT_FORMS[text]
+
+
+@pytest.mark.parametrize("kind", ["graph", "text"])
+@pytest.mark.parametrize("text", ANSWER_FORMS)
+def test_well_formed_answers(text, kind):
+    assert plan(text, kind) == PlannerMove(answer=ANSWER_FORMS[text])
+
+
+MALFORMED = {
+    ("graph", ""): StopReason.NO_ACTION,
+    ("graph", "<think> I should search. </think>"): StopReason.NO_ACTION,
+    ("graph", "Ghent"): StopReason.NO_ACTION,
+    ("graph", "<answer> Ghent"): StopReason.NO_ACTION,
+    ("graph", "<Answer>Ghent</Answer>"): StopReason.NO_ACTION,
+    ("graph", "</answer>Ghent<answer>"): StopReason.NO_ACTION,
+    ("graph", '<action>Search([0], "Who?")'): StopReason.NO_ACTION,
+    ("graph", 'Search([0], "Who?")'): StopReason.NO_ACTION,
+    ("graph", "<action>Search([0], Who?)</action>"): StopReason.NO_ACTION,
+    ("graph", '<action>Search([0], "Who\nis it?")</action>'): StopReason.NO_ACTION,
+    ("graph", '<action>Search([0], "  ")</action>'): StopReason.NO_ACTION,
+    ("graph", '<action>Search("Who?")</action>'): StopReason.NO_ACTION,
+    ("graph", "<search> Who? </search>"): StopReason.NO_ACTION,
+    ("graph", '<action>Search([3], "Who?")</action>'): StopReason.UNKNOWN_CANDIDATE,
+    ("graph", '<action>Search([0], "Who?")\nSearch([999999], "Who?")</action>'): StopReason.UNKNOWN_CANDIDATE,
+    ("graph", "<action>" + "".join(f'Search([0], "Who {n}?")\n' for n in range(4)) + "</action>"): (
+        StopReason.TOO_MANY_SEARCHES
+    ),
+    ("text", '<action>Search([0], "Who?")</action>'): StopReason.NO_ACTION,
+    ("text", "<search> Who?"): StopReason.NO_ACTION,
+    ("text", "<search> </search>"): StopReason.NO_ACTION,
+    ("text", "".join(f"<search> Who {n}? </search>" for n in range(4))): StopReason.TOO_MANY_SEARCHES,
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), MALFORMED)
+def test_malformed_turns_are_refused_with_their_reason(kind, text):
+    assert plan(text, kind) == PlannerMove(refused=MALFORMED[kind, text])
+
+
+def test_as_many_searches_as_allowed_are_accepted_and_repeated_ones_count_once():
+    text = "<action>" + "".join(f'Search([0], "Who {n % 3}?")\n' for n in range(6)) + "</action>"
+    assert len(plan(text, max_searches=3).searches) == 3
+
+
+THOUGHTS = [
+    "<think> maybe <answer> Rome </answer> </think>",
+    '<think> or <action>Search([9], "Who?")</action> </think>',
+    "<think> <search> Who? </search>\n\n </think>",
+    "<think> twice </think> <think> <answer> Rome </answer> </think>",
+]
+
+
+@pytest.mark.parametrize("thought", THOUGHTS)
+def test_thoughts_are_not_read(thought):
+    assert plan(f"{thought} <answer> Ghent </answer>") == PlannerMove(answer="Ghent")
+    for kind in ("graph", "text"):
+        assert plan(thought, kind) == PlannerMove(refused=StopReason.NO_ACTION)
+
+
+def test_a_thought_that_never_ends_hides_what_follows():
+    assert plan("<think> maybe <answer> Rome </answer>").refused is StopReason.NO_ACTION
+    assert plan("<answer> Ghent </answer> <think> or <answer> Rome </answer>").answer == "Ghent"
+    assert not parse_worker("<think> <select> [0] </select> <sentence> A. </sentence>", materials=2).well_formed
+
+
+# --- workers ---
+
+WORKER_FORMS = {
+    "<think> a </think>\n<select> [1] </select>\n<sentence> It is Ghent. </sentence>": ((1,), "It is Ghent."),
+    "<select>[0][2]</select><sentence>Both.</sentence>": ((0, 2), "Both."),
+    "<select>[2], [0]</select><sentence>Both.</sentence>": ((2, 0), "Both."),
+    "<select>[1][1][1]</select><sentence>Once.</sentence>": ((1,), "Once."),
+    "<select> [-1] </select><sentence>No relevant information found.</sentence>": ((), NOTHING_FOUND),
+    "<select>[-1][0]</select><sentence>Odd.</sentence>": ((0,), "Odd."),
+    "<select>[3][1][17]</select><sentence>One is shown.</sentence>": ((1,), "One is shown."),
+    "<select></select><sentence>\nTwo\nlines. </sentence>": ((), "Two lines."),
+    "<sentence>First.</sentence><select>[0]</select>": ((0,), "First."),
+    "<think> <select>[2]</select> <sentence>Thought.</sentence> </think><select>[0]</select><sentence>Said.</sentence>": (
+        (0,),
+        "Said.",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WORKER_FORMS)
+def test_well_formed_worker_turns(text):
+    reply = parse_worker(text, materials=3)
+    assert (reply.selected, reply.sentence) == WORKER_FORMS[text]
+    assert reply.well_formed
+    assert reply.found == bool(WORKER_FORMS[text][0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "<select>[0]</select>",
+        "<sentence>It is Ghent.</sentence>",
+        "<select>[0]</select><sentence> \n </sentence>",
+        "<select>[0]<sentence>It is Ghent.</sentence>",
+        "<think> <select>[0]</select><sentence>A.</sentence> </think>",
+    ],
+)
+def test_a_worker_turn_without_a_field_says_that_nothing_was_found(text):
+    reply = parse_worker(text, materials=3)
+    assert (reply.selected, reply.sentence, reply.well_formed, reply.found) == ((), NOTHING_FOUND, False, False)
+
+
+# --- any text ---
+
+pieces = st.sampled_from(
+    [
+        *(f"<{slash}{tag}>" for tag in ("think", "action", "search", "answer", "select", "sentence") for slash in ("", "/")),
+        "Search([0], \"Who?\")",
+        "Search([",
+        "], \"",
+        "\")",
+        "[0]",
+        "[-1]",
+        "[",
+        "]",
+        "7",
+        "٣",
+        "²",
+        "\n",
+        "\x00",
+    ]
+)  # fmt: skip
+any_text = st.lists(pieces | st.text(max_size=6), max_size=14).map("".join)
+
+
+@given(text=any_text, kind=st.sampled_from(["graph", "text"]), candidates=st.integers(0, 4), most=st.integers(1, 3))
+@settings(max_examples=400, deadline=None)
+def test_any_text_is_a_search_an_answer_or_a_refusal(text, kind, candidates, most):
+    move = plan(text, kind, candidates=candidates, max_searches=most)
+    assert [bool(move.searches), move.answer is not None, move.refused is not None].count(True) == 1
+    assert len(move.searches) <= most and len(set(move.searches)) == len(move.searches)
+    for call in move.searches:
+        assert call.query == one_line(call.query) != ""
+        assert (call.candidate is None) if kind == "text" else (0 <= call.candidate < candidates)
+
+
+@given(text=any_text, materials=st.integers(0, 8))
+@settings(max_examples=400, deadline=None)
+def test_any_text_is_a_worker_reply(text, materials):
+    reply = parse_worker(text, materials=materials)
+    assert all(0 <= index < materials for index in reply.selected)
+    assert len(set(reply.selected)) == len(reply.selected)
+    assert reply.sentence == one_line(reply.sentence) != ""
+
+
+# --- what is written is what is read ---
+
+words = st.text(min_size=1, max_size=20).map(one_line).filter(bool).filter(lambda text: "<" not in text)
+queries = words.filter(lambda text: not re.search(r'"\s*\)', f'{text}"'))  # a call ends there
+
+
+@given(thought=words, asked=st.lists(st.tuples(st.integers(0, 30), queries), min_size=1, max_size=4, unique=True))
+def test_written_graph_searches_are_read(thought, asked):
+    wanted = tuple(SearchCall(candidate=number, query=query) for number, query in asked)
+    assert plan(write_graph_searches(thought, wanted), candidates=31, max_searches=4).searches == wanted
+
+
+@given(thought=words, asked=st.lists(words, min_size=1, max_size=4, unique=True))
+def test_written_text_searches_are_read(thought, asked):
+    wanted = tuple(SearchCall(candidate=None, query=query) for query in asked)
+    assert plan(write_text_searches(thought, wanted), "text", max_searches=4).searches == wanted
+
+
+@given(thought=words, answer=words)
+def test_a_written_answer_is_read(thought, answer):
+    assert plan(write_answer(thought, answer)) == PlannerMove(answer=answer)
+
+
+@given(thought=words, selected=st.lists(st.integers(0, 9), max_size=4, unique=True), sentence=words)
+def test_a_written_worker_turn_is_read(thought, selected, sentence):
+    reply = parse_worker(write_worker(thought, selected, sentence), materials=10)
+    assert (reply.selected, reply.sentence, reply.well_formed) == (tuple(selected), sentence, True)
+
+
+# --- prompts ---
+
+
+def test_prompts_number_candidates_and_materials_from_where_they_stand():
+    people = [Entity(id="Q1", label="Ann"), Entity(id="Q2", label="Bob")]
+    assert planner_opening("Who?", people) == "Question: Who?\nCandidate: [0] Ann [1] Bob"
+    assert planner_opening("Who?", []) == "Question: Who?"
+    assert planner_observation(["A.", "B."], people, 4) == "Obs: A. B.\nCandidate: [4] Ann [5] Bob"
+    assert planner_observation(["A."], [], 4) == "Obs: A."
+    opening = worker_opening("Who?", ["a, b, c", "d"], "graph", "zero_shot")
+    assert opening == "Question: Who?\nMaterials:\n[0] a, b, c\n[1] d"
+    assert worker_opening("Who?", [], "text", "zero_shot") == "Question: Who?\nContext:"
+
+
+@pytest.mark.parametrize("kind", ["graph", "text"])
+@pytest.mark.parametrize("mode", ["brief", "zero_shot", "few_shot"])
+def test_each_material_begins_a_line_of_its_own_with_its_number(kind, mode):
+    lines = worker_opening("Who\nis\nit?", ["a, b\n[7] c", "\n", "d"], kind, mode).split("\n")
+    assert lines[0] == "Question: Who is it?"
+    assert [line.split(" ", 1)[0] for line in lines[2:]] == ["[0]", "[1]", "[2]"]
+    assert lines[2].startswith("[0] a, b [7] c") and lines[4].startswith("[2] d")
+
+
+@pytest.mark.parametrize("kind", ["graph", "text"])
+def test_the_worked_examples_are_read_by_the_parser(kind):
+    shown = re.split(r"^Assistant: ", system_prompt("planner", kind, "few_shot"), flags=re.MULTILINE)[1:]
+    moves = [plan(re.split(r"\n(?:Obs|Candidate|Question): ", text)[0], kind) for text in shown]
+    assert [len(move.searches) for move in moves] == [2, 0, 1, 1, 0]
+    assert [move.answer for move in moves if not move.searches] == ["The Tin Orchard", "Ghent"]
+    shown = re.split(r"^Assistant: ", system_prompt("worker", kind, "few_shot"), flags=re.MULTILINE)[1:]
+    replies = [parse_worker(text, materials=2) for text in shown]
+    assert [reply.selected for reply in replies] == ([(1,), ()] if kind == "graph" else [(1,)])
+    assert all(reply.well_formed for reply in replies)
+
+
+@pytest.mark.parametrize("role", ["planner", "worker"])
+@pytest.mark.parametrize("kind", ["graph", "text"])
+def test_system_prompts_grow_from_brief_to_few_shot(role, kind):
+    brief, zero_shot, few_shot = (system_prompt(role, kind, mode) for mode in ("brief", "zero_shot", "few_shot"))
+    assert len(brief) < 40 < len(zero_shot)
+    assert few_shot.startswith(zero_shot) and "Examples" in few_shot
+    assert "<think>" in zero_shot and "<" not in brief

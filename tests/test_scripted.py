@@ -1,0 +1,149 @@
+"""Scripted demonstrations are right, follow the gold chain, and are read by the parser as they were meant."""
+
+import asyncio
+
+import pytest
+from little_agent import CONFIG, LittleWorld, agent, attempt, tokenizer
+
+from mujica_jax.agents.protocol import SearchCall, parse_planner, parse_worker
+from mujica_jax.agents.scripted import ScriptedPolicy, query_of
+from mujica_jax.config import TinyWorldConfig
+from mujica_jax.records import Entity, Evidence, Question, StopReason, Trajectory
+from mujica_jax.tasks import tiny_world
+from mujica_jax.tasks.task import Material
+from mujica_jax.tasks.tiny_questions import KIND_SHARES
+from mujica_jax.tasks.tiny_world import TinyWorld
+
+# The little tokenizer spells names byte by byte.
+WIDE = {"max_turn_tokens": 600, "max_trajectory_tokens": 4000, "max_observation_tokens": 3000}
+
+
+@pytest.fixture(scope="module")
+def world() -> TinyWorld:
+    return tiny_world.build(
+        TinyWorldConfig(
+            train_questions=50, demonstrations=200, test_questions=50, facts_per_entity=8, distractor_names=0.3
+        )
+    )
+
+
+def play_all(world: TinyWorld, **limits) -> list[tuple[Question, Trajectory]]:
+    policy = ScriptedPolicy(tokenizer())
+
+    async def main() -> list[tuple[Question, Trajectory]]:
+        return [
+            (question, await agent(**limits).run(attempt(question, temperature=0.0), environment, policy, 0))
+            for question, environment in world.demonstrations()
+        ]
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def played(world) -> list[tuple[Question, Trajectory]]:
+    return play_all(world, **WIDE)
+
+
+def test_every_demonstration_of_every_kind_earns_the_full_reward(played):
+    assert {question.kind for question, _ in played} == set(KIND_SHARES)
+    for question, trajectory in played:
+        assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, question.answers[0]), question
+        assert trajectory.reward == 1.0
+
+
+def test_the_workers_read_every_gold_triple_and_find_it(played):
+    for question, trajectory in played:
+        assert all(search.found for search in trajectory.searches), question
+        read = {search.materials[index] for search in trajectory.searches for index in search.selected}
+        gold = {f"{evidence.subject}, {evidence.relation}, {evidence.object}" for evidence in question.evidences}
+        assert read == gold
+
+
+def test_searches_that_do_not_depend_on_each_other_share_a_turn(world, played):
+    for question, trajectory in played:
+        template = world.template_of(question)
+        turns = [turn for turn in trajectory.planner.turns if turn.role == "model"]
+        assert len(turns) == len(template.path) + 1
+        asked = {(search.iteration, search.query) for search in trajectory.searches}
+        depth = {
+            (template.path.index(evidence.relation), query_of(evidence.relation, evidence.subject))
+            for evidence in question.evidences
+            if template.path.count(evidence.relation) == 1
+        }
+        assert depth <= asked
+
+
+def test_what_planners_write_is_what_the_parser_reads(played):
+    for question, trajectory in played:
+        numbered = {candidate.label: number for number, candidate in enumerate(question.candidates)}
+        *searching, last = [turn.text for turn in trajectory.planner.turns if turn.role == "model"]
+        for iteration, text in enumerate(searching):
+            move = parse_planner(text, "graph", candidates=100, max_searches=CONFIG.max_searches_per_turn)
+            recorded = [search for search in trajectory.searches if search.iteration == iteration]
+            assert [call.query for call in move.searches] == [search.query for search in recorded]
+            for call, search in zip(move.searches, recorded, strict=True):
+                if search.entity in numbered:
+                    assert call == SearchCall(query=search.query, candidate=numbered[search.entity])
+        assert parse_planner(last, "graph", candidates=100, max_searches=9).answer == question.answers[0]
+
+
+def test_what_workers_write_is_what_the_parser_reads(played):
+    for _, trajectory in played:
+        assert trajectory.rewards_by_part["malformed_workers"] == 0
+        for search, conversation in zip(trajectory.searches, trajectory.workers, strict=True):
+            reply = parse_worker(conversation.turns[-1].text, materials=len(search.materials))
+            assert (reply.selected, reply.sentence) == (search.selected, search.sentence)
+            assert all(search.entity in search.materials[index] for index in search.selected)
+
+
+def test_demonstrations_are_trained_on_what_they_wrote_and_have_no_log_probabilities(played):
+    for _, trajectory in played:
+        for conversation in trajectory.conversations:
+            for turn in conversation.turns:
+                assert turn.trained == (turn.role == "model")
+                assert turn.logprobs is None
+                if turn.trained:
+                    assert turn.token_ids[-1] == tokenizer().stop_token_ids[0]
+
+
+def test_what_the_graph_lacks_is_not_answered():
+    """Many demonstrations then need a fact that no search finds; an answer all the same would teach to guess."""
+    config = TinyWorldConfig(
+        train_questions=50,
+        demonstrations=100,
+        test_questions=50,
+        facts_per_entity=8,
+        distractor_names=0.3,
+        missing_facts=0.3,
+    )
+    played = play_all(tiny_world.build(config), **WIDE)
+    complete = [all(search.found for search in trajectory.searches) for _, trajectory in played]
+    assert 20 < sum(complete) < 80
+    for whole, (_, trajectory) in zip(complete, played, strict=True):
+        expected = (StopReason.ANSWERED, 1.0) if whole else (StopReason.NO_ACTION, 0.0)
+        assert (trajectory.stop_reason, trajectory.reward) == expected
+
+
+def test_a_worker_that_is_cut_off_leaves_the_demonstration_unanswered(world):
+    """40 tokens are enough for short plans, and for no worker's turn."""
+    reasons = {trajectory.stop_reason for _, trajectory in play_all(world, **{**WIDE, "max_turn_tokens": 40})}
+    assert reasons <= {StopReason.TURN_LENGTH, StopReason.NO_ACTION}
+
+
+def test_names_with_commas_and_quotation_marks_are_read_right():
+    """A title such as "Weird Al", Live: the triple's fields are told apart by the searched entity."""
+    film, person = Entity(id="Q1", label='"Weird Al", Live'), Entity(id="Q2", label="Vand, Ilse")
+    evidence = Evidence(subject=film.label, relation="director", object=person.label, subject_id="Q1", object_id="Q2")
+    question = Question(
+        id="q", text="Who?", answers=(person.label,), candidates=(film,), evidences=(evidence,), kind="one"
+    )
+    materials = {
+        "Q1": [
+            Material(text=f"{film.label}, producer, Ann", entities=(film,)),
+            Material(text=f"{film.label}, director, {person.label}", entities=(film, person)),
+        ]
+    }
+    policy = ScriptedPolicy(tokenizer())
+    trajectory = asyncio.run(agent(**WIDE).run(attempt(question), LittleWorld(materials), policy, 0))
+    assert trajectory.searches[0].selected == (1,)
+    assert trajectory.reward == 1.0

@@ -1,0 +1,63 @@
+"""A small decoder behind an engine, and the same numbers by the decoder's full forward pass."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from packed_rows import MODEL as ONE_LAYER
+from tiny_models import filled_decoder
+
+from mujica_jax.inference.engine import Engine
+from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.layers import causal_self_attention
+
+MODEL = dataclasses.replace(ONE_LAYER, vocab_size=70, num_layers=2, num_heads=4, num_kv_heads=2)
+NO_STOP = MODEL.vocab_size  # an id that no token has: requests end at max_new_tokens
+SLOTS, POSITIONS, PREFILL_TOKENS, DECODE_STEPS = 4, 192, 128, 4
+
+
+@functools.cache
+def decoder(config: DecoderConfig = MODEL) -> Decoder:
+    return filled_decoder(config)
+
+
+def make_engine(of: Decoder | None = None, *, decode_steps: int = DECODE_STEPS, stop: int = NO_STOP) -> Engine:
+    return Engine(
+        decoder() if of is None else of,
+        slots=SLOTS,
+        positions=POSITIONS,
+        prefill_tokens=PREFILL_TOKENS,
+        decode_steps=decode_steps,
+        stop_token_ids=[stop],
+    )
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, MODEL.vocab_size, count).tolist()
+
+
+def next_token_logits(of: Decoder, tokens: Sequence[int]) -> np.ndarray:
+    """Logits [time, vocab] of what follows each token, from one pass over the whole sequence."""
+    padded = np.zeros((1, POSITIONS), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_forward(*nnx.split(of), padded))[0, : len(tokens)]
+
+
+def log_probs_of(of: Decoder, tokens: Sequence[int], last: int) -> np.ndarray:
+    """log p of the `last` tokens of a sequence, each given all before it."""
+    logits = next_token_logits(of, tokens).astype(np.float64)[-last - 1 : -1]
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    log_probs = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return log_probs[np.arange(last), list(tokens[-last:])]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(graph: nnx.GraphDef, weights: nnx.State, tokens: jax.Array) -> jax.Array:
+    whole = nnx.merge(graph, weights)
+    positions = jnp.arange(tokens.shape[1])[None]
+    return whole.logits(whole(tokens, positions, causal_self_attention(jnp.ones_like(positions))))
