@@ -24,20 +24,21 @@ def get_config() -> Config:
     return Config(
         name="tiny_world",
         task=TinyWorldConfig(
-            train_questions=10_000,
+            train_questions=4_000,
             demonstrations=400,
             test_questions=400,
+            augmented_copies=7,
             facts_per_entity=5,
             distractor_names=0.0,
         ),
         model=ModelConfig(
             family="qwen3",
-            vocab_tokens=4096,
-            hidden_size=128,
-            intermediate_size=256,
-            num_layers=2,
+            vocab_tokens=2048,
+            hidden_size=64,
+            intermediate_size=160,
+            num_layers=3,
             num_heads=4,
-            num_kv_heads=2,
+            num_kv_heads=4,
             head_dim=32,
         ),
         agent=AgentConfig(
@@ -50,8 +51,8 @@ def get_config() -> Config:
         ),
         engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
         trainer=TrainerConfig(row_tokens=320, rows_per_step=14),
-        reading=ReadingConfig(documents=20_000, steps=1000, learning_rate=5e-3, learning_rate_floor=3e-4),
-        warmup=WarmupConfig(steps=300, learning_rate=3e-3, learning_rate_floor=3e-4, reading_share=1.0),
+        reading=ReadingConfig(documents=20_000, steps=900, learning_rate=6e-3, learning_rate_floor=4e-3),
+        warmup=WarmupConfig(steps=500, learning_rate=6e-3, learning_rate_floor=3e-4, reading_share=0.3),
         mygo=MygoConfig(
             rounds=3,
             questions_per_round=600,

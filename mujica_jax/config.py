@@ -19,6 +19,7 @@ class TinyWorldConfig:
         int  # upper bound of triples a person or film carries: more facts, more distractors for the worker
     )
     distractor_names: float  # share of entities that borrow part of their name from another one (0 to 1)
+    augmented_copies: int = 0  # renamed copies of every demonstration: the same facts under other names
     missing_facts: float = 0.0  # share of facts the graph lacks, so that a search finds nothing (0 to 1)
     paraphrases: int = 3  # wordings a question kind is asked in
     seed: int = 0  # seed of the world itself; `--seed` seeds the run

@@ -15,7 +15,7 @@ from mujica_jax.records import Entity, Question
 from mujica_jax.tasks.chains import follows_from_evidence
 from mujica_jax.tasks.task import Task
 from mujica_jax.tasks.tiny_facts import WorldPart
-from mujica_jax.tasks.tiny_names import OWNED_DIGITS, Part
+from mujica_jax.tasks.tiny_names import LEARNING_SHARES, SHARES, Part
 from mujica_jax.tasks.tiny_questions import KIND_SHARES, TEMPLATES
 from mujica_jax.tasks.tiny_world import FIRST_KEY, TinyWorld, build
 
@@ -83,6 +83,7 @@ def test_same_configuration_gives_the_same_world(world: TinyWorld) -> None:
         {"facts_per_entity": 7},
         {"distractor_names": 0.6},
         {"missing_facts": 0.2},
+        {"augmented_copies": 1},
         {"paraphrases": 1},
         {"seed": 1},
     ],
@@ -120,8 +121,32 @@ def test_every_word_of_a_name_occurs_in_training(distractor_names: float, part: 
     assert {word for label in labels(world, part) for word in label.split()} <= train_words
 
 
-def test_parts_own_all_digits_once() -> None:
-    assert sorted(digit for digits in OWNED_DIGITS.values() for digit in digits) == list(range(10))
+def test_parts_share_all_pairs_of_words() -> None:
+    assert sorted(percent for owned in SHARES.values() for percent in owned) == list(range(100))
+    assert set(LEARNING_SHARES) == set(range(100)) - set(SHARES["test"])
+
+
+def test_copies_ask_the_same_of_other_names(world: TinyWorld) -> None:
+    copied = build(dataclasses.replace(CONFIG, augmented_copies=2))
+    demonstrations = [question for question, _ in copied.demonstrations()]
+    originals, first, second = (
+        demonstrations[at : at + len(demonstrations) // 3]
+        for at in range(0, len(demonstrations), len(demonstrations) // 3)
+    )
+    assert originals == [question for question, _ in world.demonstrations()]
+    tests = set(labels(world, "test"))
+    shared = 0
+    for question, *others in zip(originals, first, second, strict=True):
+        names = {candidate.label for candidate in question.candidates}
+        for other in others:
+            assert [e.relation for e in other.evidences] == [e.relation for e in question.evidences]
+            assert (other.kind, copied.template_of(other)) == (question.kind, copied.template_of(question))
+            shared += not names.isdisjoint(candidate.label for candidate in other.candidates)
+            assert tests.isdisjoint(e.subject for e in other.evidences)
+            assert all(copied.graph.materials(candidate.id) for candidate in other.candidates)
+            if question.answers[0] in ("yes", "no"):
+                assert other.answers == question.answers
+    assert shared < 0.02 * len(originals)  # both draw from all pairs of learning, so now and then the same one
 
 
 def test_question_ids_are_unique_and_stable(world: TinyWorld) -> None:
@@ -330,14 +355,14 @@ def test_lives_are_possible(world: TinyWorld) -> None:
 
 
 def test_tokenizer_text_is_bounded_and_free_of_test_names(world: TinyWorld) -> None:
-    lines = list(build(dataclasses.replace(CONFIG, train_questions=20_000, demonstrations=3000)).tokenizer_text())
+    lines = list(build(dataclasses.replace(CONFIG, train_questions=5000, demonstrations=2000)).tokenizer_text())
     assert 2000 < len(lines) < 10_000
     text = "\n".join(lines)
     people_and_films = [
         c for q in world.questions("test") for c in q.candidates if world.template_of(q).path != ("country",)
     ]
     assert not any(candidate.label in text for candidate in people_and_films)
-    assert all(word in text for word in ("Harbor", "Walter", "Spencer", "date of birth", "Who is older"))
+    assert all(word in text for word in ("Song", "Simon", "Shaw", "date of birth", "Who is older"))
 
 
 def test_passages_say_what_the_graph_says(world: TinyWorld) -> None:

@@ -5,7 +5,7 @@ question's evidence as a graph: every triple whose subject is a numbered candida
 worker does not know the chain: it reads the relation off the query and selects the materials that state it.
 
 Thoughts are short and put next to each other what the next decision needs: the relation before the object, the object before its
-index, both years before the earlier one.
+index, both years before the one that decides.
 """
 
 import re
@@ -16,6 +16,7 @@ from mujica_jax.agents.mujica import PlannerView, WorkerView
 from mujica_jax.inference.generator import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Evidence, Question
+from mujica_jax.tasks.chains import chain_ends, compare_dates, parse_date
 from mujica_jax.tasks.task import Material
 
 PERSON_RELATIONS = frozenset(
@@ -81,11 +82,11 @@ class ScriptedPolicy:
         triples = [_triple(material) for material in view.materials]
         chosen = [n for n, triple in enumerate(triples) if triple[0] == label and triple[1] == relation]
         if not chosen:
-            return protocol.write_worker(f"{relation}: none. [-1]", [], protocol.NOTHING_FOUND)
+            return protocol.write_worker(f"{relation}, none. [-1]", [], protocol.NOTHING_FOUND)
         objects = " and ".join(_distinct(triples[n][2] for n in chosen))
         places = "".join(f"[{n}]" for n in chosen)
         return protocol.write_worker(
-            f"{relation}: {objects} {places}", chosen, f"The {relation} of {label} is {objects}."
+            f"{relation}, {objects} {places}", chosen, f"The {relation} of {label} is {objects}."
         )
 
 
@@ -95,21 +96,43 @@ def query_of(relation: str, label: str) -> str:
 
 
 def conclusion(question: Question, answer: str) -> str:
-    """The thought before an answer: the last values side by side, and for dates which of the years decides."""
-    values = [evidence.object for evidence in question.evidences if not _continued(evidence, question)]
-    if len(values) < 2:
+    """The thought before an answer. For two chains: what was found at their ends with the numbers of the candidates they began with,
+    then the one that decides, its number and its name, so that each step follows from one look back.
+    """
+    ends = chain_ends(question.evidences)
+    if len(ends) != 2:
         return f"{answer}."
     if answer in ("yes", "no"):
-        return f"{values[0]} and {values[1]}: {'same' if answer == 'yes' else 'different'}."
-    years = [found[-1] for value in values if (found := _YEAR.findall(value))]
-    if len(years) != len(values):
-        return f"{' and '.join(values)}."
-    # The answer is the subject of the chain whose date decides: chains stand in the order of the candidates.
+        values = [group[0].object for group in ends.values()]
+        return f"{' and '.join(values)}: {'same' if answer == 'yes' else 'different'}."
     labels = [entity.label for entity in question.candidates]
-    place = labels.index(answer) if answer in labels else 0
-    decisive = int(years[place])
-    side = "earlier" if decisive == min(map(int, years)) else "later"
-    return f"{' and '.join(years)}: {side} {years[place]}."
+    (first, one), (second, other) = ends.items()
+    if answer not in ends or not {first, second} <= set(labels):
+        return f"{answer}."
+    found = {first: _quantity(one, other), second: _quantity(other, one)}
+    numbered = {label: f"{quantity} [{labels.index(label)}]" for label, quantity in found.items()}
+    side = _side(ends[answer], ends[second if answer == first else first])
+    return f"{numbered[first]} and {numbered[second]}: {side} {numbered[answer]} {answer}."
+
+
+def _quantity(group: Sequence[Evidence], other: Sequence[Evidence]) -> str:
+    """What is compared: years, or the whole values where they are no dates or years do not decide."""
+    years, others = (
+        [found[-1] for evidence in some if (found := _YEAR.findall(evidence.object))] for some in (group, other)
+    )
+    decided = len(years) == len(group) and len(others) == len(other) and years != others
+    return " to ".join(years) if decided else " and ".join(evidence.object for evidence in group)
+
+
+def _side(deciding: Sequence[Evidence], other: Sequence[Evidence]) -> str:
+    if len(deciding) != len(other):
+        return "more"
+    if len(deciding) > 1:
+        return "longer"
+    dates = [parse_date(group[0].object) for group in (deciding, other)]
+    if dates[0] is None or dates[1] is None:
+        return "rather"
+    return "earlier" if compare_dates(dates[0], dates[1]) < 0 else "later"
 
 
 def sample_text() -> Iterator[str]:
@@ -120,7 +143,7 @@ def sample_text() -> Iterator[str]:
             yield protocol.system_prompt(role, kind, "brief")
     yield protocol.write_graph_searches("I need the and .", [call, call])
     yield protocol.write_text_searches("I need the and .", [call])
-    yield protocol.write_answer(": same different earlier later", "yes no")
+    yield protocol.write_answer("to and : same different earlier later longer more rather", "yes no")
     yield protocol.write_worker("none.", [], protocol.NOTHING_FOUND)
     yield protocol.write_worker("of", [0], "The of is.")
     yield protocol.planner_opening("What", [Entity(id="", label="")])
@@ -129,16 +152,6 @@ def sample_text() -> Iterator[str]:
     yield protocol.worker_opening("What is the of?", ["", ""], "text", "brief")
     yield "Years: in order: 1 and 2. system user assistant"
     yield "".join(f"[{number}] [{number}]" for number in range(-1, 16))
-
-
-def _continued(evidence: Evidence, question: Question) -> bool:
-    """Whether another triple of the chain goes on from this one's object."""
-    return any(
-        evidence is not other
-        and other.subject == evidence.object
-        and (not evidence.object_id or other.subject_id == evidence.object_id)
-        for other in question.evidences
-    )
 
 
 def _triple(material: Material) -> tuple[str, str, str]:

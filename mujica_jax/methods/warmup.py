@@ -180,15 +180,14 @@ def _read(run: Run) -> TrainState:
 
 
 def reading_rows(run: Run, count: int, stream: int) -> list[Conversation]:
-    """`count` documents as rows in which what is read off is trained; `stream` chooses other documents."""
+    """`count` documents as rows, all of their tokens trained; `stream` chooses other documents."""
     documents = run.task.reading_documents(seed=1000 * run.config.seed + stream)
     rows = []
-    for document in itertools.islice(documents, count):
-        given = Turn(role="context", token_ids=tuple(run.tokenizer.encode_plain(document.given)), text=document.given)
-        ids = (*run.tokenizer.encode_plain(document.read), run.tokenizer.stop_token_ids[0])
-        read = Turn(role="model", token_ids=ids, text=document.read, trained=True)
-        if len(given.token_ids) + len(ids) <= run.config.trainer.row_tokens:
-            rows.append(Conversation(role="single", turns=(given, read)))
+    for text in itertools.islice(documents, count):
+        ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
+        if len(ids) <= run.config.trainer.row_tokens:
+            turn = Turn(role="model", token_ids=ids, text=text, trained=True)
+            rows.append(Conversation(role="single", turns=(turn,)))
     return rows
 
 

@@ -38,8 +38,9 @@ def neutralise(text: str) -> str:
 
 
 # GPT-2's words, except that a number in brackets is one word: a small model that names line [2] then copies a token that stands
-# once in its context, where "[", "2" and "]" would each look like those of every other line.
-WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\[-?\d{1,2}\]| ?\p{L}+| ?\p{N}+| ?\[| ?[^\s\p{L}\p{N}\[]+|\s+(?!\S)|\s+"""
+# once in its context, where "[", "2" and "]" would each look like those of every other line. And a comma belongs to the word before
+# it, so that in "film, director, name" the name follows the relation and not a comma: one look-back finds it.
+WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\[-?\d{1,2}\]| ?\p{L}+,?| ?\p{N}+| ?\[| ?[^\s\p{L}\p{N}\[]+|\s+(?!\S)|\s+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

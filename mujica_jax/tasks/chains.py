@@ -150,14 +150,9 @@ def evidence_rounds(evidences: Sequence[Evidence]) -> list[list[Evidence]]:
     ]
 
 
-def answer_from_evidence(question: Question) -> str | None:
-    """The answer that follows from the gold evidences, in the graph's own labels; None where it does not follow."""
-    rounds = evidence_rounds(question.evidences)
-    if question.kind in ("compositional", "inference"):
-        return rounds[-1][0].object if len(rounds) == 2 and len(rounds[-1]) == 1 else None
-    rule = comparison_rule(question.text)
-    if rule is None or len(rounds) > 2:
-        return None
+def chain_ends(evidences: Sequence[Evidence]) -> dict[str, list[Evidence]]:
+    """For each entity that a chain begins with, what was asked last of it; empty where some chain breaks off or has over two steps."""
+    rounds = evidence_rounds(evidences)
     groups: dict[str, list[Evidence]] = {}
     for evidence in rounds[0] if rounds else ():
         groups.setdefault(evidence.subject, []).append(evidence)
@@ -166,7 +161,17 @@ def answer_from_evidence(question: Question) -> str | None:
             name: [later for later in rounds[1] if any(_found_by(later, earlier) for earlier in group)]
             for name, group in groups.items()
         }
-    if len(groups) != 2 or not all(groups.values()):
+    return groups if len(rounds) <= 2 and all(groups.values()) else {}
+
+
+def answer_from_evidence(question: Question) -> str | None:
+    """The answer that follows from the gold evidences, in the graph's own labels; None where it does not follow."""
+    rounds = evidence_rounds(question.evidences)
+    if question.kind in ("compositional", "inference"):
+        return rounds[-1][0].object if len(rounds) == 2 and len(rounds[-1]) == 1 else None
+    rule = comparison_rule(question.text)
+    groups = chain_ends(question.evidences)
+    if rule is None or len(groups) != 2:
         return None
     (first, first_group), (second, second_group) = groups.items()
     if rule == "same":

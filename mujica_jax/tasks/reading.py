@@ -2,9 +2,10 @@
 
 A language model that has read nothing copies no name and finds no line in a list; a demonstration shows it one look-up among a hundred
 tokens, and a few hundred demonstrations are learnt by heart before they are understood. A document here lists some facts of one entity, as
-materials look, and reads them off again in another order, each with the number of its line; only the reading is trained. Facts are drawn
-anew for every document (any label of a kind with any value of a relation), so that there is nothing to remember and all to look up.
-Other documents put years in order, which is all a reader needs to know of dates.
+materials look, and reads them off again in another order, each with the number of its line. All of it is trained, as a text is in
+pre-training: a label that every line repeats is a lesson in copying too. Facts are drawn anew for every document (any label of a kind with
+any value of a relation), so that there is nothing to remember and all to look up. Other documents put years in order, which is all a reader
+needs to know of dates.
 
 No question, plan or answer stands in them: how to search is learnt from demonstrations and from MyGO alone.
 """
@@ -29,14 +30,8 @@ class Vocabulary:
     most_facts: int  # lines a document lists
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Document:
-    given: str  # what is shown
-    read: str  # what is to be read off it
-
-
-def documents(vocabulary: Vocabulary, seed: int) -> Iterator[Document]:
-    """Endless documents."""
+def documents(vocabulary: Vocabulary, seed: int) -> Iterator[str]:
+    """Endless documents: what is listed, a line break, and what is read off it."""
     draw = random.Random(f"reading {seed}")
     kinds = sorted(kind for kind, relations in vocabulary.values.items() if relations)
     # Kinds with many relations make long lists, and long lists are what there is to learn from.
@@ -48,13 +43,13 @@ def documents(vocabulary: Vocabulary, seed: int) -> Iterator[Document]:
             yield _materials(draw, draw.choices(kinds, weights)[0], vocabulary)
 
 
-def _years(draw: random.Random, years: tuple[int, int]) -> Document:
+def _years(draw: random.Random, years: tuple[int, int]) -> str:
     chosen = draw.sample(range(years[0], years[1] + 1), draw.randint(2, MOST_YEARS))
     listed, ordered = (" and ".join(str(year) for year in some) for some in (chosen, sorted(chosen)))
-    return Document(given=f"Years: {listed}\n", read=f"in order: {ordered}.")
+    return f"Years: {listed}\nin order: {ordered}."
 
 
-def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> Document:
+def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> str:
     relations = sorted(vocabulary.values[kind])
     label = draw.choice(vocabulary.labels[kind])
     count = min(len(relations), draw.randint(2, vocabulary.most_facts))
@@ -72,9 +67,9 @@ def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> Docume
     absent = [relation for relation in relations if relation not in {fact[0] for fact in facts}]
     if absent and draw.random() < ABSENT_SHARE:
         facts.insert(draw.randint(0, len(facts)), (draw.choice(absent), "none.", "[-1]"))
-    given = "".join(f"[{index}] {line} [{index}]\n" for index, line in enumerate(lines))
+    numbered = [f"[{index}] {line} [{index}]" for index, line in enumerate(lines)]
     read = [
-        f"The {relation} of {label}: {value} {index}" if draw.random() < 0.5 else f"{relation}: {value} {index}"
+        f"The {relation} of {label} is {value}. {index}" if draw.random() < 0.5 else f"{relation}, {value} {index}"
         for relation, value, index in facts
     ]
-    return Document(given=f"Materials:\n{given}", read="\n".join(read))
+    return "\n".join(["Materials:", *numbered, *read])

@@ -9,7 +9,6 @@ from typing import Literal, Protocol
 
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Question
-from mujica_jax.tasks.reading import Document
 
 Split = Literal["train", "test"]
 
@@ -46,7 +45,7 @@ class Task(Protocol):
         """Questions with gold evidence for scripted demonstrations, each with the environment it is answered in."""
         ...
 
-    def reading_documents(self, seed: int) -> Iterator[Document]:
+    def reading_documents(self, seed: int) -> Iterator[str]:
         """Endless training-side text (never held-out) that a from-scratch model reads before it is shown any demonstration."""
         ...
 

@@ -26,18 +26,19 @@ WORKING_AGE = (22, 65)
 SHARE_WITH_PARENTS = 0.7
 SHARE_MARRIED = 0.85
 
-PEOPLE_LIMITS: dict[
-    names.Part, tuple[int, int]
-] = {  # fewest: every word of the pools is drawn; most: names stay plentiful
-    "train": (1600, 9000),
-    "demonstration": (800, 5400),
-    "test": (800, 3600),
+# Fewest: every word of the pools is drawn. Most: the part still owns free names.
+PEOPLE_LIMITS: dict[names.Part, tuple[int, int]] = {
+    "train": (1600, 2200),
+    "demonstration": (1000, 1500),
+    "test": (600, 600),
 }
 PEOPLE_PER_QUESTION = 0.6
 FILMS_PER_PERSON = 0.6
-CITIES: dict[names.Part, int] = {"train": 360, "demonstration": 150, "test": 120}
-COUNTRIES: dict[names.Part, int] = {"train": 45, "demonstration": 24, "test": 20}
+CITIES: dict[names.Part, int] = {"train": 120, "demonstration": 80, "test": 60}
+COUNTRIES: dict[names.Part, int] = {"train": 40, "demonstration": 24, "test": 20}
 
+MOVED_YEARS = (-20, 20)  # how far a renamed copy moves its years
+INCEPTION_YEARS = (1800, 1849)  # of countries, cities and institutions
 FEWEST_FACTS = 2
 PERSON_WEIGHTS = {  # how eagerly a person's limited room goes to a fact
     "date of birth": 8.0,
@@ -70,17 +71,22 @@ FILM_WEIGHTS = {
 class WorldPart:
     """Entities by number, with `facts[number]` = {relation: number of an entity, or literal}.
 
-    `inverse` turns the facts round. Those in `hidden` are true, and asked about, and not in the graph.
+    `inverse` turns the facts round. Those in `hidden` are true, and asked about, and not in the graph. A `copy` after the original,
+    which is 0, has the same facts between entities of other names, all years moved by the same number.
     """
 
-    def __init__(self, part: names.Part, config: TinyWorldConfig, questions: int) -> None:
+    def __init__(self, part: names.Part, config: TinyWorldConfig, questions: int, copy: int = 0) -> None:
         self.part: names.Part = part
+        self.copy = copy
         self.labels: list[str] = []
         self.kinds: list[str] = []
         self.facts: list[dict[str, Value]] = []
         self._config = config
         self._random = self._generator("facts")
-        self._naming = self._generator("names")
+        self._naming = self._generator(f"names {copy}" if copy else "names")
+        # Copies are for learning only, so the names of the train part are free for them.
+        self._owned = names.SHARES[part] if copy == 0 else names.LEARNING_SHARES
+        self._moved_years = self._naming.randint(*MOVED_YEARS) if copy else 0
         countries = self._add_countries()
         cities = self._add_cities(countries)
         people = self._add_people(_people_count(part, questions), cities)
@@ -107,34 +113,35 @@ class WorldPart:
 
     def _date(self, first_year: int, last_year: int) -> str:
         draw = self._random
-        return date_text(draw.randint(first_year, last_year), draw.randint(1, 12), draw.randint(1, 28))
+        year = draw.randint(first_year, last_year) + self._moved_years
+        return date_text(year, draw.randint(1, 12), draw.randint(1, 28))
 
     def _add_countries(self) -> list[int]:
-        pairs = names.PairNamer(self._deck(names.COUNTRY_STARTS), self._deck(names.COUNTRY_STEMS), self.part)
+        pairs = names.PairNamer(self._deck(names.COUNTRY_STARTS), self._deck(names.COUNTRY_STEMS), self._owned)
         return [
             self._add(
                 "country",
                 names.join(names.COUNTRY_STARTS, names.COUNTRY_STEMS, pairs.pair()),
-                {"inception": self._date(1100, 1790)},
+                {"inception": self._date(*INCEPTION_YEARS)},
             )
             for _ in range(COUNTRIES[self.part])
         ]
 
     def _add_cities(self, countries: list[int]) -> list[int]:
         """Cities, each with a university and an employer; the first city of a country is its capital."""
-        pairs = names.PairNamer(self._deck(names.CITY_STARTS), self._deck(names.CITY_STEMS), self.part)
+        pairs = names.PairNamer(self._deck(names.CITY_STARTS), self._deck(names.CITY_STEMS), self._owned)
         cities = []
         for place in range(CITIES[self.part]):
             country = countries[place % len(countries)]
             label = names.join(names.CITY_STARTS, names.CITY_STEMS, pairs.pair())
-            city = self._add("city", label, {"country": country, "inception": self._date(800, 1700)})
+            city = self._add("city", label, {"country": country, "inception": self._date(*INCEPTION_YEARS)})
             self.facts[country].setdefault("capital", city)
             for kind, relation, endings in (
                 ("university", "university", names.UNIVERSITY_ENDINGS),
                 ("company", "largest employer", names.EMPLOYER_ENDINGS),
             ):
                 institution = label + self._naming.choice(endings)
-                facts = {"location": city, "inception": self._date(1500, 1799)}
+                facts = {"location": city, "inception": self._date(*INCEPTION_YEARS)}
                 self.facts[city][relation] = self._add(kind, institution, facts)
             cities.append(city)
         return cities
@@ -143,7 +150,7 @@ class WorldPart:
         """Generations, oldest first. Most people have a couple of the previous generation as parents."""
         firsts = {True: names.MALE_NAMES, False: names.FEMALE_NAMES}
         lasts = self._deck(names.LAST_NAMES)
-        pairs = {male: names.PairNamer(self._deck(pool), lasts, self.part) for male, pool in firsts.items()}
+        pairs = {male: names.PairNamer(self._deck(pool), lasts, self._owned) for male, pool in firsts.items()}
         generations: list[list[_Person]] = []
         couples: list[tuple[_Person, _Person]] = []
         lender: int | None = None  # last name of the newcomer before, which the next one may borrow
@@ -207,7 +214,7 @@ class WorldPart:
         return couples
 
     def _add_films(self, generations: "list[list[_Person]]", cities: list[int]) -> None:
-        pairs = names.PairNamer(self._deck(names.ADJECTIVES), self._deck(names.NOUNS), self.part)
+        pairs = names.PairNamer(self._deck(names.ADJECTIVES), self._deck(names.NOUNS), self._owned)
         crews = generations[FIRST_FILM_GENERATION:]
         lender: tuple[int, int] | None = None
         for _ in range(int(FILMS_PER_PERSON * sum(map(len, generations)))):

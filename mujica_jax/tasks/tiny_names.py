@@ -1,84 +1,56 @@
 """Names of the tiny world: word pools, and a namer that keeps train, demonstrations and test apart.
 
-A full name joins two words. The pair (i, j) of places in the two pools belongs to the part of the world that owns (i + j) modulo 10,
-so every word is used everywhere and no full name twice: a model can know the words of a test name, never the name.
+A full name joins two words. A checksum of the pair says to which part of the world it belongs, so every word is used everywhere and no
+full name twice: a model can know the words of a test name, never the name. A checksum and not a rule: what a model can learn of the pairs
+it sees (which last names go with which first names) would otherwise speak against every test name.
 """
 
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 Part = Literal["train", "demonstration", "test"]
 
-# Digits of (i + j) modulo 10 that each part of the world owns: half, three and two tenths of all pairs.
-OWNED_DIGITS: dict[Part, frozenset[int]] = {
-    "train": frozenset({0, 1, 2, 3, 4}),
-    "demonstration": frozenset({5, 6, 7}),
-    "test": frozenset({8, 9}),
-}
+# Percent of all pairs that each part of the world owns, by checksum.
+SHARES: dict[Part, range] = {"test": range(15), "demonstration": range(15, 50), "train": range(50, 100)}
+LEARNING_SHARES = range(15, 100)
 
 MALE_NAMES = tuple(
-    """Adam Alan Albert Arthur Basil Bernard Bruno Carl Cecil Charles Clement Conrad Cyril Daniel David Dennis Edgar Edmund Edwin Emil
-    Ernest Felix Francis Frank Frederick George Gerald Gilbert Harold Harry Hector Henry Herbert Hugh Isaac Ivan Jacob James Jasper John
-    Joseph Julian Karl Keith Leo Leonard Louis Luke Martin Maurice Max Miles Nathan Neil Nicholas Oliver Oscar Owen Patrick Paul Peter
-    Philip Ralph Raymond Richard Robert Roland Rupert Samuel Simon Stephen Theodore Thomas Victor Walter""".split()
+    """Adam Alan Albert Arthur Basil Bruno Carl Cecil Conrad Cyril Daniel David Dennis Edgar Edwin Emil Felix Frank Harry Henry Hugh
+    Isaac Ivan Jacob James John Karl Keith Leo Louis Luke Max Miles Neil Oscar Owen Paul Peter Ralph Simon""".split()
 )
 FEMALE_NAMES = tuple(
-    """Ada Agnes Alice Amelia Anna Audrey Barbara Beatrice Bertha Bridget Caroline Cecilia Celia Clara Claudia Cora Daisy Daphne Diana
-    Dora Doris Dorothy Edith Eleanor Eliza Ella Elsie Emily Emma Esther Ethel Eva Fanny Flora Florence Frances Gloria Grace Greta Hannah
-    Harriet Helen Hilda Ida Irene Iris Isabel Jane Janet Joan Josephine Judith Julia Laura Lena Lillian Louise Lucy Lydia Mabel Margaret
-    Maria Martha Mary Matilda Minnie Nancy Nora Olga Paula Phyllis Rachel Rose Ruth Sarah""".split()
+    """Ada Agnes Alice Anna Celia Clara Cora Daisy Diana Dora Doris Edith Eliza Ella Elsie Emily Emma Ethel Eva Fanny Flora Grace Greta
+    Helen Hilda Ida Irene Iris Jane Janet Joan Julia Laura Lena Lucy Mary Nora Olga Rose Ruth""".split()
 )
 LAST_NAMES = tuple(
-    """Abbott Adler Ainsley Allen Ames Archer Atwood Avery Bailey Baker Baldwin Banks Barker Barlow Barnes Barrett Barton Beck Bell
-    Bennett Benson Bishop Blake Bolton Bowen Bowman Boyd Bradley Brandt Brewer Briggs Brooks Brown Bryant Burke Burns Butler Byrne
-    Caldwell Cameron Campbell Carey Carr Carson Carter Casey Chandler Chapman Chase Clark Clayton Cohen Coleman Collins Conway Cooper
-    Cox Craig Crane Crawford Cross Cullen Curtis Dalton Davies Dawson Dean Dixon Donovan Doyle Drake Dudley Duncan Dunn Eaton Edwards
-    Ellis Emerson Evans Farrell Fisher Fletcher Flynn Foley Forbes Foster Fowler Fraser Freeman Frost Fuller Gallagher Gardner Garrett
-    Gibson Goodman Gordon Graham Grant Graves Greene Gregory Griffin Hale Hall Hamilton Hansen Harding Harper Harris Hart Harvey Hayes
-    Henderson Hicks Higgins Hobbs Hogan Holland Holmes Hooper Howard Howell Hudson Hughes Hunter Ingram Jackson Jarvis Jenkins
-    Jennings Johnson Jones Keller Kelly Kemp Kennedy Kerr Klein Knight Lambert Lane Larsen Lawson Lester Lloyd Logan Lowell Lucas
-    Lynch Maddox Malone Manning Marsh Mason Mathis Maxwell Mercer Meyer Miller Mitchell Monroe Morgan Morris Morton Murphy Murray Nash
-    Nelson Newton Nolan Norris Olsen Osborne Parker Parsons Payne Perkins Porter Powell Preece Pryor Quinn Ramsey Randall Reeves
-    Reynolds Rhodes Roberts Rogers Russell Ryder Saunders Sawyer Schmidt Scott Sharp Shaw Sinclair Spencer""".split()
+    """Adler Allen Ames Avery Baker Banks Beck Bell Blake Bowen Boyd Brown Burke Burns Byrne Carey Carr Casey Chase Clark Cohen Cox
+    Craig Crane Cross Dean Dixon Doyle Drake Dunn Eaton Ellis Evans Flynn Foley Frost Grant Hale Hall Hart Hayes Hicks Hobbs
+    Hogan Jones Kelly Kemp Kerr Klein Lane Lloyd Logan Lucas Lynch Marsh Mason Meyer Nash Nolan Shaw""".split()
 )
 ADJECTIVES = tuple(
-    """Ancient Autumn Bitter Black Blind Blue Bold Brave Bright Broken Bronze Burning Calm Careless Clever Cold Copper Crimson Crooked
-    Cruel Curious Dancing Dark Deadly Deep Distant Divine Double Dusty Earnest Eastern Electric Empty Endless Eternal Faded Faithful
-    Falling False Famous Fatal Final Frosty Flying Forbidden Forgotten Fragile Frozen Gentle Ghostly Glass Golden Grand Green Guilty
-    Happy Hidden Hollow Holy Honest Hungry Idle Innocent Invisible Iron Jealous Lavish Laughing Little Lonely Long Lost Loud Lucky
-    Magic Marble Merry Midnight Missing Modern Narrow Nervous Noble Open Paper Patient Perfect Perilous Pink Plain Proud Purple Quiet
-    Rapid Reckless Red Restless Rising Roaring Sacred Savage Scarlet Second Secret Seventh Shining Silent Silver Simple Singing
-    Sleeping Sober Solemn Stolen Strange Sudden Sunken Tender Third Velvet""".split()
+    """Autumn Bitter Black Blind Blue Bold Brave Bright Broken Bronze Calm Clever Cold Copper Cruel Dark Deadly Deep Divine Double
+    Dusty Empty Faded False Famous Fatal Final Flying Frosty Frozen Gentle Glass Golden Grand Green Guilty Happy Hidden Hollow
+    Holy Honest Idle Iron Long Lost Loud Lucky Magic Merry Noble Open Paper Pink Plain Proud Quiet Rapid Red Sober Third""".split()
 )
 NOUNS = tuple(
-    """Affair Album Anchor Angel Apple Arrow Avenue Balcony Ballad Bandit Banner Bargain Beacon Belfry Bird Boat Bottle Boulevard
-    Bridge Brother Cabin Candle Canyon Captain Caravan Carnival Castle Cathedral Chain Chamber Channel Chapel Circle Circus Clock
-    Cloud Coast Comet Compass Corner Cottage Council Crown Curtain Dagger Dawn Daughter Desert Detective Diamond Doctor Dragon Dream
-    Duel Duke Eagle Echo Empire Engine Evening Express Fable Falcon Farewell Feather Fever Field Flame Flower Forest Fortress Fortune
-    Fountain Gallery Garden Gate Ghost Harbor Harvest Heart Hero Hill Horizon Horse Hotel Hour House Hunt Island Jewel Journey Judge
-    Kingdom Ladder Lady Lantern Letter Lighthouse Lion Lullaby Machine Marriage Mask Melody Mermaid Mill Mirror Money Monument Moon
-    Morning Mountain Mystery Night Ocean Orchard Orchid Orphan Palace Parade Party Passage Piano Picture Pilot Pirate Planet Poet
-    Portrait Prince Prison Promise Puzzle Queen Rebel Rider Ring River Riddle Road Robe Rocket Room Sailor Shadow Shepherd Ship Shore
-    Song Stranger""".split()
+    """Affair Album Anchor Angel Apple Arrow Bird Boat Cabin Chain Clock Cloud Coast Comet Crown Dawn Dream Duel Duke Eagle Echo Fable
+    Fever Field Flame Gate Ghost Heart Hero Hill Horse Hotel Hour House Hunt Jewel Judge Lady Lion Mask Mill Money Moon Night
+    Ocean Party Piano Pilot Poet Queen Rebel Rider Ring River Road Robe Room Ship Shore Song""".split()
 )
 TITLE_STARTS = ("", "The ", "The ", "Her ", "Our ")
 CITY_STARTS = ("", "New ", "Old ", "Port ", "Fort ", "Lake ", "Mount ", "East ", "West ", "Upper ")
 CITY_STEMS = tuple(
-    """Alderton Amberley Ashford Aston Barrow Bedwell Belmont Berrywick Birchfield Blackpool Bramford Branton Brightsea Brockton
-    Burnley Calder Camberwell Carlow Chelton Claremont Clifton Colby Corwen Cranbury Dalwick Darnell Deepdale Denholm Derwent
-    Dovercourt Drayton Dunmore Eastleigh Edgeworth Elmhurst Elstow Fairview Farnham Felton Fernley Finchley Foxhall Garstang Glenrock
-    Goldcrest Granby Greystone Hadley Halford Hartwell Haverhill Hazelton Helmsley Hexham Holbrook Hollins Huxley Ilford Ivybridge
-    Kelso Kendal Kenmore Kilburn Kingsley Kirkby Langley Larkhill Leighton Linwood Longmere Ludlow Lynmouth Malden Marlow Meadowbank
-    Melrose Middleton Millbrook Moreton Nettleton Newbury Norwick Oakham Otterbourne Oxley Pembury Penrith Pinewood Preston Quarley
-    Radford Ravenswood Redhill Ridgeway Ripley Rockport Rosedale Rugby Rydal Saltash Sandford Selby Shelford Sherwood Stanhope
-    Stratton Sutton Tamworth Thornbury Tilbury Tiverton Uxbridge Walden Wareham Welford Westbrook Whitby Wickham Winslow Yarmouth""".split()
+    """Ashford Aston Barrow Bedwell Belmont Branton Burnley Calder Carlow Chelton Clifton Colby Corwen Dalwick Darnell Denholm Derwent
+    Drayton Dunmore Elstow Farnham Felton Fernley Foxhall Granby Hadley Halford Hexham Hollins Huxley Ilford Kelso Kendal
+    Kenmore Kilburn Kirkby Langley Linwood Ludlow Malden Marlow Melrose Moreton Newbury Norwick Oakham Oxley Pembury Penrith
+    Preston Quarley Radford Redhill Ripley Rugby Rydal Selby Sutton Walden Whitby""".split()
 )
 COUNTRY_STARTS = ("", "North ", "South ", "Great ", "Lower ", "Free ", "United ", "Royal ", "Inner ", "Outer ")
 COUNTRY_STEMS = tuple(
-    """Arvania Belgravia Cardonia Corvalia Dormark Elbonia Estovia Fenland Galdora Halvania Illyrica Jorvik Kaldonia
-    Lorania Maravia Norvenia Orlandia Pelagonia Quentia Ravonia Saldovia Tarvania Ulmark Valdoria Vostania Wendland
-    Xandria Yardonia Zelmark Zorvania""".split()
+    """Arvania Cardonia Corvalia Dormark Elbonia Estovia Fenland Galdora Halvania Illyrica Jorvik Kaldonia Lorania Maravia Norvenia
+    Quentia Ravonia Ulmark Xandria Zelmark""".split()
 )
 UNIVERSITY_ENDINGS = (" University", " College", " Academy")
 EMPLOYER_ENDINGS = (" Press", " Studios", " Theatre", " Museum")
@@ -109,10 +81,10 @@ class Deck:
 
 
 class PairNamer:
-    """Unique pairs (first word, second word) that one part of the world owns."""
+    """Unique pairs (first word, second word) whose checksum, in percent, lies in `owned`."""
 
-    def __init__(self, firsts: Deck, seconds: Deck, part: Part) -> None:
-        self._digits = OWNED_DIGITS[part]
+    def __init__(self, firsts: Deck, seconds: Deck, owned: range) -> None:
+        self._owned = owned
         self._firsts = firsts
         self._seconds = seconds
         self._taken: set[tuple[int, int]] = set()
@@ -144,7 +116,7 @@ class PairNamer:
         return first, found[0]
 
     def _is_free(self, first: int, second: int) -> bool:
-        return (first + second) % 10 in self._digits and (first, second) not in self._taken
+        return (first, second) not in self._taken and zlib.crc32(f"{first} {second}".encode()) % 100 in self._owned
 
 
 def join(starts: Sequence[str], stems: Sequence[str], pair: tuple[int, int]) -> str:

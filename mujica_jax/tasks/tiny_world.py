@@ -15,7 +15,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Evidence, Question
 from mujica_jax.retrieval.corpus import Passage
-from mujica_jax.tasks.reading import Document, Vocabulary, documents
+from mujica_jax.tasks.reading import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Material, Split
 from mujica_jax.tasks.tiny_draws import Plan, draw_plans
 from mujica_jax.tasks.tiny_facts import Value, WorldPart
@@ -26,15 +26,17 @@ LIMITS = {  # inclusive bounds of the configuration
     "train_questions": (1, 100_000),
     "demonstrations": (1, 100_000),
     "test_questions": (1, 100_000),
+    "augmented_copies": (0, 100),
     "facts_per_entity": (4, 13),  # a city has 4 facts, a person at most 13
     "distractor_names": (0.0, 1.0),
     "missing_facts": (0.0, 1.0),
     "paraphrases": (1, MAX_PARAPHRASES),
 }
 # Keys of entities look like Wikidata's: the first one of a part, and how many it may give away.
-FIRST_KEY: dict[Part, int] = {"train": 1_000_000, "demonstration": 2_000_000, "test": 3_000_000}
-KEYS_PER_PART = 1_000_000
+FIRST_KEY: dict[Part, int] = {"train": 1_000_000, "test": 2_000_000, "demonstration": 3_000_000}
+KEYS_PER_PART = 1_000_000  # a renamed copy of the demonstrations has those of the copy before, plus this
 READING_YEARS = (1850, 2015)  # the years that facts of the world lie in
+YEARS = (1780, 2040)  # those and the moved ones of renamed copies
 TOKENIZER_QUESTIONS = 1000  # of each training-side part
 TOKENIZER_ENTITIES = 300  # with their triples; names are shown of all
 NAMES_PER_LINE = 10
@@ -69,7 +71,7 @@ class TinyGraph:
         if found is None:
             return ()
         part, number = found
-        draw = random.Random(f"{self._world.config.seed} {part.part} {number}")
+        draw = random.Random(f"{self._world.config.seed} {part.part} {part.copy} {number}")
         own = [(number, relation) for relation in part.facts[number]]
         inverse = part.inverse.get(number, [])
         room = min(len(inverse), self._world.config.facts_per_entity - len(own))
@@ -116,35 +118,41 @@ class TinyWorld:
             "demonstration": config.demonstrations,
             "test": config.test_questions,
         }
-        self._part = cache(lambda part: WorldPart(part, config, self._sizes[part]))
-        self._list = cache(
-            lambda part: QuestionList(self._part(part), draw_plans(self._part(part), config, self._sizes[part]))
-        )
+        self._part = cache(lambda part, copy=0: WorldPart(part, config, self._sizes[part], copy))
+        self._plans = cache(lambda part: draw_plans(self._part(part), config, self._sizes[part]))
 
     def questions(self, split: Split) -> QuestionList:
         return self._list(split)
 
     def demonstrations(self) -> list[tuple[Question, Environment]]:
-        return [(question, self.environment) for question in self._list("demonstration")]
+        """The originals, then copy after copy."""
+        copies = range(1 + self.config.augmented_copies)
+        return [(question, self.environment) for copy in copies for question in self._list("demonstration", copy)]
+
+    def _list(self, part: Part, copy: int = 0) -> QuestionList:
+        return QuestionList(self._part(part, copy), self._plans(part))
 
     def template_of(self, question: Question) -> Template:
         """How a question of this world is answered: its hops and the rule behind its answer."""
-        _, part, place = question.id.split("-")
+        _, part, place, *_ = question.id.split("-")
         return self._list(part).template(int(place))
 
     def locate(self, key: str) -> tuple[WorldPart, int] | None:
         """Part and number of the entity with this key."""
         if not (key.startswith("Q") and key[1:].isdecimal()):
             return None
-        for part, first_key in FIRST_KEY.items():
-            number = int(key[1:]) - first_key
-            if 0 <= number < KEYS_PER_PART:
-                owner = self._part(part)
-                return (owner, number) if number < len(owner.labels) else None
-        return None
+        place, number = divmod(int(key[1:]), KEYS_PER_PART)
+        copies = self.config.augmented_copies
+        if not 1 <= place <= len(FIRST_KEY) + copies:
+            return None
+        parts = tuple(FIRST_KEY)
+        part = parts[min(place, len(parts)) - 1]
+        owner = self._part(part, max(0, place - len(parts)))
+        return (owner, number) if number < len(owner.labels) else None
 
     def tokenizer_text(self) -> Iterator[str]:
         """Questions, names and triples of the two training-side parts; of the test part nothing is even generated."""
+        yield " and ".join(str(year) for year in range(YEARS[0], YEARS[1] + 1))
         for part in ("demonstration", "train"):
             yield from (question.text for question in self._list(part)[:TOKENIZER_QUESTIONS])
             owner = self._part(part)
@@ -152,7 +160,7 @@ class TinyWorld:
             for number in random.Random(part).sample(range(len(owner.labels)), TOKENIZER_ENTITIES):
                 yield from (material.text for material in self.graph.materials(_key(owner, number)))
 
-    def reading_documents(self, seed: int) -> Iterator[Document]:
+    def reading_documents(self, seed: int) -> Iterator[str]:
         """Facts put together anew from the labels and values of the train part, see `reading.py`."""
         owner = self._part("train")
         labels: dict[str, list[str]] = {}
@@ -191,7 +199,7 @@ def _question(part: WorldPart, place: int, plan: Plan) -> Question:
     topics = [part.labels[topic] for topic in plan.topics]
     wording = template.wordings[plan.wording]
     return Question(
-        id=f"tiny-{part.part}-{place:06d}",
+        id=f"tiny-{part.part}-{place:06d}" + (f"-{part.copy}" if part.copy else ""),
         text=wording.format(**dict(zip("ab", topics, strict=False))),
         answers=(template.answer(topics, [_label(part, chain[-1]) for chain in plan.chains]),),
         candidates=tuple(_entity(part, topic) for topic in plan.topics),
@@ -240,4 +248,4 @@ def _label(part: WorldPart, value: Value) -> str:
 
 def _key(part: WorldPart, value: Value) -> str:
     """Empty for a literal."""
-    return f"Q{FIRST_KEY[part.part] + value}" if isinstance(value, int) else ""
+    return f"Q{FIRST_KEY[part.part] + part.copy * KEYS_PER_PART + value}" if isinstance(value, int) else ""

@@ -27,7 +27,7 @@ from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
 from mujica_jax.tasks.chains import answer_from_evidence, follows_from_evidence
 from mujica_jax.tasks.demonstrations import CopyPlan, Demonstrations, copy_plan, renamed_copy
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
-from mujica_jax.tasks.reading import Document, Vocabulary, documents
+from mujica_jax.tasks.reading import Vocabulary, documents
 from mujica_jax.tasks.renaming import NameParts
 from mujica_jax.tasks.task import Environment, Split
 from mujica_jax.tasks.two_wiki_records import (
@@ -84,13 +84,13 @@ class TwoWiki:
             top_k=self.config.top_k,
         )
 
-    def reading_documents(self, seed: int) -> Iterator[Document]:
+    def reading_documents(self, seed: int) -> Iterator[str]:
         """Graph: facts put together anew from renamed copies, see `reading.py`. Text: the passages of the training side."""
         if isinstance(self.environment, GraphEnvironment):
             return documents(self._reading_vocabulary, seed)
         passages = self._training_passages()
         draw = random.Random(f"reading {seed}")
-        return (Document(given="", read=draw.choice(passages)) for _ in itertools.repeat(None))
+        return (draw.choice(passages) for _ in itertools.repeat(None))
 
     def tokenizer_text(self) -> Iterator[str]:
         """Questions of the training side, and the labels and triples (or the passages) that they use."""
