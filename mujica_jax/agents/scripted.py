@@ -82,7 +82,7 @@ class ScriptedPolicy:
         triples = [_triple(material) for material in view.materials]
         chosen = [n for n, triple in enumerate(triples) if triple[0] == label and triple[1] == relation]
         if not chosen:
-            return protocol.write_worker(f"{relation}, none. [-1]", [], protocol.NOTHING_FOUND)
+            return protocol.write_worker(f"{relation}, none [-1]", [], protocol.NOTHING_FOUND)
         objects = " and ".join(_distinct(triples[n][2] for n in chosen))
         places = "".join(f"[{n}]" for n in chosen)
         return protocol.write_worker(
@@ -144,7 +144,7 @@ def sample_text() -> Iterator[str]:
     yield protocol.write_graph_searches("I need the and .", [call, call])
     yield protocol.write_text_searches("I need the and .", [call])
     yield protocol.write_answer("to and : same different earlier later longer more rather", "yes no")
-    yield protocol.write_worker("none.", [], protocol.NOTHING_FOUND)
+    yield protocol.write_worker("none", [], protocol.NOTHING_FOUND)
     yield protocol.write_worker("of", [0], "The of is.")
     yield protocol.planner_opening("What", [Entity(id="", label="")])
     yield protocol.planner_observation(["The of is"], [Entity(id="", label="")], 1)

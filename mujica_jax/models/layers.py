@@ -34,7 +34,7 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    axes: tuple[str, ...]  # one logical axis a dimension, see `sharding.RULES`
+    axes: tuple[str | None, ...]  # one logical axis a dimension, see `sharding.RULES`
     hugging_face: str  # name in a Hugging Face checkpoint; for a block's weight, below `model.layers.{index}.`
     initializer: Literal["normal", "ones", "zeros"] = "normal"
     inputs: int = 0  # leading dimensions that are contracted; transformers stores such a matrix as [outputs, inputs]
@@ -177,17 +177,17 @@ def segment_attention(
         visible = causal & (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop])
         bias = jnp.tile(jnp.where(visible, 0.0, MASKED_SCORE), (1, sharing, 1))[:, None]
         rows = queries[:, :, :, start:stop].reshape(batch, kv_heads, -1, head_dim)
-        mixed = _softmax_mix(rows, keys[:, :, :stop], values[:, :, :stop], bias)
+        mixed = softmax_mix(rows, keys[:, :, :stop], values[:, :, :stop], bias)
         blocks.append(mixed.reshape(batch, kv_heads, sharing, stop - start, head_dim))
     joined = jnp.concatenate(blocks, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
     return jnp.where((segment_ids != 0)[:, :, None, None], joined, jnp.zeros((), joined.dtype))
 
 
-def _softmax_mix(
+def softmax_mix(
     queries: Float[Array, "batch kv_heads rows head_dim"],
     keys: Float[Array, "batch kv_heads keys head_dim"],
     values: Float[Array, "batch kv_heads keys head_dim"],
-    bias: Float[Array, "batch 1 rows keys"],
+    bias: Float[Array, "batch 1 #rows keys"],
 ) -> Float[Array, "batch kv_heads rows head_dim"]:
     """softmax(queries keys^T + bias) values, in float32.
 

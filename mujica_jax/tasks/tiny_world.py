@@ -34,6 +34,7 @@ LIMITS = {  # inclusive bounds of the configuration
 }
 # Keys of entities look like Wikidata's: the first one of a part, and how many it may give away.
 FIRST_KEY: dict[Part, int] = {"train": 1_000_000, "test": 2_000_000, "demonstration": 3_000_000}
+PARTS_BY_NAME: dict[str, Part] = {str(part): part for part in FIRST_KEY}
 KEYS_PER_PART = 1_000_000  # a renamed copy of the demonstrations has those of the copy before, plus this
 READING_YEARS = (1850, 2015)  # the years that facts of the world lie in
 YEARS = (1780, 2040)  # those and the moved ones of renamed copies
@@ -134,7 +135,8 @@ class TinyWorld:
 
     def template_of(self, question: Question) -> Template:
         """How a question of this world is answered: its hops and the rule behind its answer."""
-        _, part, place, *_ = question.id.split("-")
+        _, name, place, *_ = question.id.split("-")
+        part = PARTS_BY_NAME[name]
         return self._list(part).template(int(place))
 
     def locate(self, key: str) -> tuple[WorldPart, int] | None:

@@ -1,0 +1,132 @@
+"""The safetensors files of a Hugging Face folder, checked by name before the first tensor is read. Pickled weights are never opened.
+
+Reading has four refusals: a tensor that none of our weights is mapped to, one that this configuration does not expect, one that is set
+twice, and one that is missing. Called by `weights` and `encoder`, which say what they expect.
+"""
+
+import contextlib
+import json
+import pathlib
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from safetensors import SafetensorError, safe_open
+
+from mujica_jax.errors import UserError
+from mujica_jax.models.layers import Weight
+from mujica_jax.models.sharding import partition_spec
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+NOTHING = re.compile(r"(?!)")
+
+
+class Tensors:
+    """The tensors of a checkpoint directory, opened lazily."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        expected: Collection[str],
+        stack: contextlib.ExitStack,
+        *,
+        is_mapped: Callable[[str], bool] | None = None,
+        wanted: str = "another checkpoint",
+        ignored: re.Pattern[str] = NOTHING,
+        prefix: str = "",
+        tied: tuple[str, str] | None = None,
+    ) -> None:
+        """`is_mapped` tells foreign tensors from unexpected ones (default: what is not expected is foreign), `wanted` completes "give".
+
+        `prefix` before a name is dropped. `tied` names a tensor and the one it must equal: it is then no tensor of its own.
+        """
+        self.folder = folder
+        self.files: dict[str, tuple[Any, str]] = {}
+        for path in safetensors_files(folder):
+            opened = stack.enter_context(open_file(path))
+            for stored in opened.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                name = stored.removeprefix(prefix)
+                if ignored.search(name):
+                    continue
+                if not (name in expected if is_mapped is None else is_mapped(name)):
+                    raise UserError(
+                        f"{path} has a tensor {name} and none of our weights is mapped to it: give {wanted}"
+                    )
+                if name in self.files:
+                    raise UserError(f"tensor {name} is set twice in {folder}: remove one of its files")
+                self.files[name] = opened, stored
+        if tied is not None:
+            self._drop_tied(*tied)
+        for name in sorted(self.files.keys() - set(expected)):
+            raise UserError(
+                f"{folder} has a tensor {name} that its config.json does not expect: which of the two is right?"
+            )
+        for name in sorted(set(expected) - self.files.keys()):
+            raise UserError(f"{folder} lacks the tensor {name} that its config.json asks for: download it again")
+
+    def read(self, weight: Weight, name: str) -> np.ndarray:
+        """A tensor in our layout, float32."""
+        values = self._stored(name)
+        if values.shape != weight.hugging_face_shape:
+            raise UserError(
+                f"tensor {name} in {self.folder} has shape {values.shape} and config.json asks for "
+                f"{weight.hugging_face_shape}: the two files do not belong together"
+            )
+        values = values.astype(np.float32)
+        return (values.T if weight.inputs else values).reshape(weight.shape)
+
+    def _stored(self, name: str) -> np.ndarray:
+        opened, stored = self.files[name]
+        return opened.get_tensor(stored)
+
+    def _drop_tied(self, name: str, original: str) -> None:
+        """Some exports of tied models store the embedding a second time as head; a head that differs would be lost."""
+        if {name, original} <= self.files.keys() and np.array_equal(self._stored(name), self._stored(original)):
+            del self.files[name]
+
+
+def put(values: np.ndarray, logical_axes: tuple[str | None, ...], mesh: Mesh | None) -> jax.Array:
+    """On the default device, or each process's part on its devices of the mesh."""
+    if mesh is None:
+        return jnp.asarray(values)
+    sharding = NamedSharding(mesh, partition_spec(logical_axes, values.shape, mesh))
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    if (folder / INDEX_FILE).exists():
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map") or {}
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLED)
+    if pickled:
+        raise UserError(
+            f"{folder} has only pickled weights ({pickled[0]}), which can run code when opened: convert them to safetensors first"
+        )
+    raise UserError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the directory of a Hugging Face checkpoint"
+    )
+
+
+def open_file(path: pathlib.Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except FileNotFoundError:
+        raise UserError(f"{path} is named by {INDEX_FILE} but missing: download it again") from None
+    except SafetensorError as error:
+        raise UserError(f"{path} is truncated or damaged ({error}): download it again") from None
+
+
+def read_json(path: pathlib.Path) -> Mapping[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: give the directory of a Hugging Face checkpoint") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error}): download it again") from None
