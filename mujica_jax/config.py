@@ -83,6 +83,7 @@ class TrainerConfig:
     b1: float = 0.9
     b2: float = 0.95
     clip_norm: float = 1.0  # global gradient norm
+    attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type; parameters and optimiser state stay float32
     data: int = 1  # mesh axes; their product is the number of devices used
     fsdp: int = 1

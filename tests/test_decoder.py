@@ -10,9 +10,9 @@ from flax import nnx
 from tiny_models import filled_decoder
 
 from mujica_jax.errors import UserError
+from mujica_jax.models.attention import causal_self_attention, segment_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig, Llama3RopeScaling, to_hugging_face
-from mujica_jax.models.layers import causal_self_attention, segment_attention
 
 CONFIG = DecoderConfig(
     family="llama",

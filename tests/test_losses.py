@@ -13,8 +13,8 @@ from packed_rows import MODEL, random_conversations, tiny_decoder
 
 from mujica_jax.learning import losses
 from mujica_jax.learning.losses import mle_loss, token_log_probs
+from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
-from mujica_jax.models.layers import causal_self_attention
 from mujica_jax.trajectories.packing import Batch, pack
 
 # p(next | current), one row for each current token.

@@ -107,7 +107,7 @@ import numpy as np
 from flax import nnx
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.layers import causal_self_attention
+from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.sharding import make_mesh, shard_batch, shardings_of
 from mujica_jax.models.weights import load_checkpoint
 

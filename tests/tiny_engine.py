@@ -12,9 +12,9 @@ from packed_rows import MODEL as ONE_LAYER
 from tiny_models import filled_decoder
 
 from mujica_jax.inference.engine import Engine
+from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.layers import causal_self_attention
 
 MODEL = dataclasses.replace(ONE_LAYER, vocab_size=70, num_layers=2, num_heads=4, num_kv_heads=2)
 NO_STOP = MODEL.vocab_size  # an id that no token has: requests end at max_new_tokens

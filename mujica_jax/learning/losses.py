@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from mujica_jax.models.attention import Implementation, causal_self_attention
 from mujica_jax.models.decoder import Decoder
-from mujica_jax.models.layers import causal_self_attention
 from mujica_jax.models.sharding import RULES
 from mujica_jax.trajectories.packing import Batch
 
@@ -30,7 +30,11 @@ UNROLLED_LAYERS = 4
 
 
 def token_log_probs(
-    decoder: Decoder, batch: Batch, wanted: Bool[Array, "rows time"] | None = None
+    decoder: Decoder,
+    batch: Batch,
+    wanted: Bool[Array, "rows time"] | None = None,
+    *,
+    attention: Implementation = "auto",
 ) -> Float[Array, "rows time"]:
     """log p of each token given its prefix in its segment, float32; 0 where undefined (padding, the first token of a segment).
 
@@ -44,15 +48,17 @@ def token_log_probs(
     predicted = jnp.pad(predicted, ((0, 0), (0, 1)))
     targets = jnp.roll(tokens, -1, axis=1)
     deep = decoder.config.num_layers > UNROLLED_LAYERS
-    hidden = decoder(tokens, positions, causal_self_attention(segments), scan=deep, remat=deep)
+    hidden = decoder(tokens, positions, causal_self_attention(segments, attention), scan=deep, remat=deep)
     log_probs = _target_log_probs(decoder, hidden, targets, predicted)
     return jnp.roll(log_probs, 1, axis=1)  # column 0 receives the last position's 0
 
 
-def mle_loss(decoder: Decoder, batch: Batch) -> tuple[Float[Array, ""], dict[str, Array]]:
+def mle_loss(
+    decoder: Decoder, batch: Batch, *, attention: Implementation = "auto"
+) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Mean negative log-likelihood of the batch's trained tokens (0 if there are none), and its metrics."""
     trained = jnp.asarray(batch.loss_mask)
-    log_probs = token_log_probs(decoder, batch, trained)
+    log_probs = token_log_probs(decoder, batch, trained, attention=attention)
     trained_tokens = jnp.sum(trained, dtype=jnp.int32)
     loss = -jnp.sum(log_probs) / jnp.maximum(trained_tokens, 1)  # log_probs is 0 outside the mask
     return loss, {"loss": loss, "trained_tokens": trained_tokens}

@@ -206,7 +206,7 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
 
     def train_step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
         def loss_of(params: nnx.State) -> tuple[Array, dict[str, Array]]:
-            return mle_loss(nnx.merge(graph, params), batch)
+            return mle_loss(nnx.merge(graph, params), batch, attention=config.attention)
 
         (_, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         direction, opt_state = optimizer.update(gradient, state.opt_state, state.params)
@@ -216,7 +216,7 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
         return TrainState(state.step + 1, params, opt_state), metrics
 
     def score(params: nnx.State, batch: Batch) -> Array:
-        return token_log_probs(nnx.merge(graph, params), batch)
+        return token_log_probs(nnx.merge(graph, params), batch, attention=config.attention)
 
     def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -28,7 +28,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.layers import MASKED_SCORE, Weight, softmax_mix
+from mujica_jax.models.attention import MASKED_SCORE, softmax_mix
+from mujica_jax.models.layers import Weight
 from mujica_jax.models.tensors import Tensors, put, read_json
 
 Pooling = Literal["cls", "mean"]

@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer: its weights, norm, rotary positions, attention, one block.
+"""The pieces of a decoder layer: its weights, norm, rotary positions, one block.
 
 Every weight is declared once, in `block_weights` and `model_weights`: name, shape, logical axes, initialiser and Hugging Face
 name. Initialisation, abstract shapes, sharding and checkpoint import and export all derive from these two tables.
@@ -21,11 +21,6 @@ from mujica_jax.models.sharding import constrain
 LayerIndex = int | Int[Array, ""]
 # attend(layer_index, query, key, value) -> mixed values: [batch, time, heads or kv_heads, head_dim], rotation already applied.
 Attend = Callable[[LayerIndex, Array, Array, Array], Array]
-
-MASKED_SCORE = -1e30  # finite: a difference of two of them is 0, where that of two infinities would be NaN
-# Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip more but make more kernels.
-SMALLEST_BLOCK_TOKENS = 64
-MOST_BLOCKS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,58 +146,6 @@ def rotate(
     first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
     return turned.astype(inputs.dtype)
-
-
-def segment_attention(
-    query: Float[Array, "batch time heads head_dim"],
-    key: Float[Array, "batch time kv_heads head_dim"],
-    value: Float[Array, "batch time kv_heads head_dim"],
-    segment_ids: Int[Array, "batch time"],
-) -> Float[Array, "batch time heads head_dim"]:
-    """Causal attention inside a segment; segment 0 is padding, whose output is zero and carries no gradient.
-
-    Heads come before time, and the query heads that share a key head are the rows of one product: XLA on CPU is three times
-    faster that way than on [batch, time, heads, head_dim].
-    """
-    batch, time, heads, head_dim = query.shape
-    kv_heads = key.shape[2]
-    sharing = heads // kv_heads
-    queries = (query / math.sqrt(head_dim)).reshape(batch, time, kv_heads, sharing, head_dim).transpose(0, 2, 3, 1, 4)
-    keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    block_tokens = max(SMALLEST_BLOCK_TOKENS, -(-time // MOST_BLOCKS))
-    blocks = []
-    for start in range(0, time, block_tokens):
-        stop = min(start + block_tokens, time)
-        causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
-        visible = causal & (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop])
-        bias = jnp.tile(jnp.where(visible, 0.0, MASKED_SCORE), (1, sharing, 1))[:, None]
-        rows = queries[:, :, :, start:stop].reshape(batch, kv_heads, -1, head_dim)
-        mixed = softmax_mix(rows, keys[:, :, :stop], values[:, :, :stop], bias)
-        blocks.append(mixed.reshape(batch, kv_heads, sharing, stop - start, head_dim))
-    joined = jnp.concatenate(blocks, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
-    return jnp.where((segment_ids != 0)[:, :, None, None], joined, jnp.zeros((), joined.dtype))
-
-
-def softmax_mix(
-    queries: Float[Array, "batch kv_heads rows head_dim"],
-    keys: Float[Array, "batch kv_heads keys head_dim"],
-    values: Float[Array, "batch kv_heads keys head_dim"],
-    bias: Float[Array, "batch 1 #rows keys"],
-) -> Float[Array, "batch kv_heads rows head_dim"]:
-    """softmax(queries keys^T + bias) values, in float32.
-
-    Dividing after the second product instead of before it spares the backward pass a sum over keys, and the additive mask a
-    select: a third of the time of the textbook form on CPU.
-    """
-    scores = jnp.matmul(queries, keys.mT, preferred_element_type=jnp.float32) + bias
-    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    mixed = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return (mixed / jnp.sum(weights, axis=-1, keepdims=True)).astype(values.dtype)
-
-
-def causal_self_attention(segment_ids: Int[Array, "batch time"]) -> Attend:
-    """The `attend` of training and scoring: no cache, every layer alike."""
-    return lambda layer_index, query, key, value: segment_attention(query, key, value, segment_ids)
 
 
 class Block(nnx.Module):

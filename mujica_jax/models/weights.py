@@ -26,9 +26,10 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from mujica_jax.errors import UserError
+from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import FAMILIES, DecoderConfig, from_hugging_face, to_hugging_face, token_ids
-from mujica_jax.models.layers import Weight, block_weights, causal_self_attention, model_weights
+from mujica_jax.models.layers import Weight, block_weights, model_weights
 from mujica_jax.models.tensors import INDEX_FILE, SINGLE_FILE, Tensors, open_file, put, read_json, safetensors_files
 from mujica_jax.models.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mujica_jax.models.layers import causal_self_attention
+from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.weights import check, load_checkpoint, save_checkpoint
 
 torch = pytest.importorskip("torch")

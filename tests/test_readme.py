@@ -1,0 +1,62 @@
+"""The commands that the documents print are commands that work: make's targets exist, arguments are taken, links lead somewhere.
+
+`tests/loops` runs the two programs for real.
+"""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from shared_data import TWO_WIKI
+
+from mujica_jax.config_checks import check
+from mujica_jax.config_files import command_line
+from mujica_jax.train import DEFAULT_CONFIG
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = {path.name: re.findall(r"^```\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE) for path in DOCUMENTS}
+LINES = [line.split("  #")[0].strip() for blocks in BLOCKS.values() for block in blocks for line in block.splitlines()]
+MAKE = sorted({line for line in LINES if line.startswith("make ")})
+TRAIN = sorted({line for line in LINES if line.startswith("python -m mujica_jax.train")})
+
+
+def test_the_readme_prints_both_commands():
+    assert {"make train", "make test"} <= set(MAKE) and TRAIN
+
+
+@pytest.mark.parametrize("line", MAKE)
+def test_make_knows_the_target(line):
+    shown = subprocess.run(["make", "--dry-run", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+
+
+def arguments(line: str) -> list[str]:
+    """Words after `python -m mujica_jax.train`, placeholders filled in."""
+    words = shlex.split(line)[3:]
+    if "--init" in words:
+        words = words[: words.index("--init")]  # a checkpoint is opened after the configuration is read
+    return [str(TWO_WIKI) if word == "DIR" else word for word in words]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *TRAIN,
+        *(f"python -m mujica_jax.train {match[1]}" for line in MAKE if (match := re.search(r'ARGS="(.*)"', line))),
+    ],
+)
+def test_the_arguments_are_taken(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = arguments(line)
+    if any(word.startswith("tests/") for word in words):
+        return  # ARGS of make test
+    check(command_line(words, default=DEFAULT_CONFIG))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    targets = [target for target in re.findall(r"\]\(([^)#]+)", path.read_text()) if "://" not in target]
+    assert [target for target in targets if not (path.parent / target).exists()] == []
