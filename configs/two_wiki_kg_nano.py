@@ -51,7 +51,7 @@ def get_config() -> Config:
         engine=EngineConfig(slots=192, decode_steps_per_call=16, prefill_tokens=4096),
         trainer=TrainerConfig(row_tokens=464, rows_per_step=8),
         reading=ReadingConfig(documents=20_000, steps=1200, learning_rate=5e-3, learning_rate_floor=3e-3),
-        warmup=WarmupConfig(steps=3200, learning_rate=5e-3, learning_rate_floor=2e-4, reading_share=0.15),
+        warmup=WarmupConfig(steps=2400, learning_rate=5e-3, learning_rate_floor=2e-4, reading_share=0.15),
         mygo=MygoConfig(
             rounds=2,
             questions_per_round=1000,

@@ -5,6 +5,7 @@ It has three parts without a common entity (`tiny_facts.py`): train, demonstrati
 (`tiny_draws.py`), so its answer can be computed again from its evidences. A part is generated when it is first asked for.
 """
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -38,6 +39,7 @@ PARTS_BY_NAME: dict[str, Part] = {str(part): part for part in FIRST_KEY}
 KEYS_PER_PART = 1_000_000  # a renamed copy of the demonstrations has those of the copy before, plus this
 READING_YEARS = (1850, 2015)  # the years that facts of the world lie in
 YEARS = (1780, 2040)  # those and the moved ones of renamed copies
+YEAR_REPEATS = 50  # how often they are shown to the tokenizer, so that each becomes one token
 TOKENIZER_QUESTIONS = 1000  # of each training-side part
 TOKENIZER_ENTITIES = 300  # with their triples; names are shown of all
 NAMES_PER_LINE = 10
@@ -154,7 +156,8 @@ class TinyWorld:
 
     def tokenizer_text(self) -> Iterator[str]:
         """Questions, names and triples of the two training-side parts; of the test part nothing is even generated."""
-        yield " and ".join(str(year) for year in range(YEARS[0], YEARS[1] + 1))
+        years = " and ".join(str(year) for year in range(YEARS[0], YEARS[1] + 1))
+        yield from itertools.repeat(years, YEAR_REPEATS)
         for part in ("demonstration", "train"):
             yield from (question.text for question in self._list(part)[:TOKENIZER_QUESTIONS])
             owner = self._part(part)
