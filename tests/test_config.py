@@ -34,7 +34,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import adamw
 from mujica_jax.methods import mygo, run, scoring, start, warmup
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Conversation, StopReason, Trajectory
+from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store
 
@@ -190,6 +190,7 @@ def test_every_field_of_the_tiny_world_changes_the_world(smoke):
         "facts_per_entity": 9,
         "distractor_names": 0.5,
         "missing_facts": 0.5,
+        "augmented_copies": 1,
         "paraphrases": 1,
         "seed": 1,
     }
@@ -242,7 +243,9 @@ def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversati
     task = start.build_task(config)
     parts: Any = types.SimpleNamespace(config=config, task=task)
     parts.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
-    return task, parts.tokenizer, warmup.reading_rows(parts, 40, stream=0)
+    asked = Turn(role="context", token_ids=tuple(parts.tokenizer.encode_plain("Who?")), text="Who?")
+    read = warmup.reading_rows(parts, 40, stream=0)
+    return task, parts.tokenizer, [dataclasses.replace(row, turns=(asked, *row.turns)) for row in read]
 
 
 class RecordedRun:
