@@ -27,7 +27,7 @@ def get_config() -> Config:
             train_questions=5_000,
             demonstrations=400,
             test_questions=400,
-            augmented_copies=7,
+            augmented_copies=1,
             facts_per_entity=5,
             distractor_names=0.0,
         ),
@@ -52,7 +52,7 @@ def get_config() -> Config:
         engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
         trainer=TrainerConfig(row_tokens=400, rows_per_step=11),
         reading=ReadingConfig(documents=20_000, steps=1100, learning_rate=6e-3, learning_rate_floor=4e-3),
-        warmup=WarmupConfig(steps=500, learning_rate=6e-3, learning_rate_floor=3e-4, reading_share=0.3),
+        warmup=WarmupConfig(steps=1000, learning_rate=6e-3, learning_rate_floor=3e-4, reading_share=0.1),
         mygo=MygoConfig(
             rounds=3,
             questions_per_round=800,
