@@ -108,6 +108,9 @@ class WarmupConfig:
     learning_rate: float
     learning_rate_floor: float
     reading_share: float  # reading documents mixed into the demonstrations, as a share of their tokens
+    oversight: float = (
+        0.0  # share of worker turns in which the scripted demonstrator overlooks the fact (0 to 1): its noise
+    )
     few_shot_trajectories: int = 300  # how many correct trajectories to sample with `--init` (appendix D.3)
     few_shot_attempts: int = 4  # at most this many tries a question
 

@@ -48,7 +48,8 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "seed": 0,
 }
 ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "mygo.temperature", "eval.temperature")
-BELOW_ONE = ("trainer.b1", "trainer.b2")  # and at least 0: shares of the past that Adam keeps
+BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.oversight")  # and at least 0: shares
+SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 LARGEST_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
 
 
@@ -85,12 +86,17 @@ def check_limits(agent: AgentConfig) -> None:
 
 
 def check_rows(trainer: TrainerConfig) -> None:
-    """Every device of data x fsdp gets as many rows of a batch."""
+    """Every device of data x fsdp gets as many rows of a batch, and the rows have a length that the attention kernel takes."""
     row_parts = trainer.data * trainer.fsdp
     if trainer.rows_per_step % row_parts:
         raise UserError(
             f"trainer.rows_per_step {trainer.rows_per_step} cannot be split over data x fsdp = {row_parts} devices: "
             f"use a multiple of {row_parts}"
+        )
+    if trainer.attention == "splash" and trainer.row_tokens % SPLASH_LANES:
+        raise UserError(
+            f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and trainer.row_tokens is {trainer.row_tokens}: "
+            f"use {SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)}, or trainer.attention auto"
         )
 
 

@@ -51,8 +51,8 @@ def train(config: Config, directory: Path) -> None:
 
     with open_training(config, directory) as run:
         state, warmed, demonstrations = warm_up(run)
-        _, rounds = run_mygo(run, state, demonstrations)
-        control = [run_control(run, state, demonstrations, rounds)] if config.eval.control else []
+        _, rounds = run_mygo(run, state, demonstrations.rewarded)
+        control = [run_control(run, state, demonstrations.rows, rounds)] if config.eval.control else []
         phases = tuple(result.phase for result in (warmed, *control, *rounds))
         summary = Summary(
             task=run.task.name,

@@ -9,7 +9,7 @@ import pytest
 
 from mujica_jax.errors import UserError
 from mujica_jax.models import attention
-from mujica_jax.models.attention import resolve, segment_attention
+from mujica_jax.models.attention import check_platform, resolve, segment_attention
 
 
 def packed(time: int, *, heads: int, kv_heads: int, head_dim: int, seed: int = 0) -> tuple[jax.Array, ...]:
@@ -22,10 +22,14 @@ def packed(time: int, *, heads: int, kv_heads: int, head_dim: int, seed: int = 0
     return (*values, jnp.asarray(segments, jnp.int32))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2)])
-def test_splash_computes_what_xla_does(monkeypatch, heads, kv_heads):
+@pytest.fixture
+def interpreted(monkeypatch):
     monkeypatch.setattr(attention, "_splash", functools.partial(attention._splash, interpret=True))
-    *inputs, segments = packed(128, heads=heads, kv_heads=kv_heads, head_dim=128)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 128), (2, 2, 128), (4, 1, 64)])
+def test_splash_computes_what_xla_does(interpreted, heads, kv_heads, head_dim):
+    *inputs, segments = packed(128, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
     def loss(implementation, *inputs):
         mixed = segment_attention(*inputs, segments, implementation)
@@ -57,6 +61,9 @@ def test_auto_takes_the_platforms_kernel(monkeypatch):
         assert resolve("xla", time=time) == "xla"
 
 
-def test_rows_that_splash_cannot_take_are_refused():
-    with pytest.raises(UserError, match=r"multiple of 128 tokens and trainer.row_tokens is 200: use 256, or .* xla"):
-        resolve("splash", time=200)
+@pytest.mark.parametrize(("kernel", "needed"), [("splash", "tpu"), ("cudnn", "gpu")])
+def test_a_kernel_of_another_platform_is_refused(monkeypatch, kernel, needed):
+    with pytest.raises(UserError, match=rf"trainer.attention {kernel} runs on {needed} and this is cpu: use auto"):
+        check_platform(kernel)
+    monkeypatch.setattr(jax, "default_backend", lambda: needed)
+    check_platform(kernel)

@@ -20,6 +20,7 @@ from tiny_models import filled_decoder
 
 from mujica_jax import eval as evaluation
 from mujica_jax import train
+from mujica_jax.config import Config
 from mujica_jax.config_checks import check
 from mujica_jax.config_files import load_config
 from mujica_jax.errors import UserError
@@ -157,6 +158,10 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--agent.max-turn-tokens 384": "leave no room for a prompt in agent.max_trajectory_tokens 384",
     "--trainer.clip-norm 0": "trainer.clip_norm is 0.0",
     "--trainer.b2 1": "trainer.b2 is 1.0 and must be at least 0 and below 1",
+    "--warmup.oversight 1": "warmup.oversight is 1.0 and must be at least 0 and below 1",
+    "--trainer.attention splash --trainer.row-tokens 200": "trainer.row_tokens is 200: use 256, or trainer.attention auto",
+    "--trainer.attention splash": "trainer.attention splash runs on tpu and this is cpu: use auto",
+    "--trainer.attention cudnn": "trainer.attention cudnn runs on gpu and this is cpu: use auto",
     "--trainer.data 3": "trainer.rows_per_step 4 cannot be split over data x fsdp = 3 devices",
     "--trainer.tensor 0": "trainer.tensor is 0",
     "--seed -1": "seed is -1",
@@ -181,10 +186,20 @@ def test_a_number_that_is_none_is_refused():
         check(dataclasses.replace(config, engine=engine))
 
 
-def test_a_phase_that_is_left_out_needs_no_learning_rate():
+def test_only_a_phase_that_is_left_out_needs_no_learning_rate():
     config = load_config(SMOKE)
     left_out = dataclasses.replace(config.warmup, steps=0, learning_rate=0.0, learning_rate_floor=0.0)
-    check(dataclasses.replace(config, warmup=left_out))
+    assert refusal(dataclasses.replace(config, warmup=left_out)) is None
+    done = dataclasses.replace(left_out, steps=1)
+    assert "warmup.learning_rate is 0.0 and must be above 0" in str(refusal(dataclasses.replace(config, warmup=done)))
+
+
+def refusal(config: Config) -> UserError | None:
+    try:
+        check(config)
+    except UserError as error:
+        return error
+    return None
 
 
 def test_a_world_that_cannot_be_is_refused(refused, tmp_path):

@@ -374,7 +374,13 @@ def test_every_field_of_reading_and_warm_up_changes_what_a_run_does(smoke, asked
     reading = {"documents": 100, "steps": 10, "learning_rate": 5e-3, "learning_rate_floor": 5e-4}
     assert set(reading) == {field.name for field in dataclasses.fields(ReadingConfig)}
     assert_each_changes(few, "reading", reading, warm_up)
-    from_scratch = {"steps": 60, "learning_rate": 1e-2, "learning_rate_floor": 1e-4, "reading_share": 0.5}
+    from_scratch = {
+        "steps": 60,
+        "learning_rate": 1e-2,
+        "learning_rate_floor": 1e-4,
+        "reading_share": 0.5,
+        "oversight": 0.5,
+    }
     assert_each_changes(few, "warmup", from_scratch, warm_up)
     few_shot = {"few_shot_trajectories": 40, "few_shot_attempts": 1}
     assert set(from_scratch | few_shot) == {field.name for field in dataclasses.fields(WarmupConfig)}

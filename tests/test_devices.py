@@ -1,5 +1,6 @@
-"""Training does not depend on the number of devices and processes; what eight devices saved is read on one."""
+"""Training, attention and embedding do not depend on the number of devices and processes; what eight devices saved is read on one."""
 
+import json
 import os
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from mujica_jax.learning.trainer import Trainer, TrainState, fit
 from mujica_jax.trajectories.packing import pack
 
 ROOT = Path(__file__).resolve().parent.parent
+# Compiling for eight devices takes most of the time: half as long without optimisation.
+ENVIRONMENT = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +38,8 @@ def test_eight_devices_equal_one(trainer, on_one_device, processes, tmp_path):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(ROOT / "tests" / "train_on_devices.py"), str(tmp_path), str(processes)]
-    # Compiling for eight devices takes most of the time: half as long without optimisation.
-    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
     others = [
-        subprocess.Popen([*command, str(process), str(port)], env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(process), str(port)], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
         for process in range(processes)
     ]
     try:
@@ -50,3 +51,13 @@ def test_eight_devices_equal_one(trainer, on_one_device, processes, tmp_path):
             other.kill()
     on_eight, _ = Checkpoints(tmp_path, keep=1).restore_latest(trainer.abstract_state())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), on_eight, on_one_device)
+
+
+def test_every_mesh_computes_what_one_device_does():
+    """fsdp 8, fsdp 4 x tensor 2 and data 2 x tensor 4 in training; splash attention and the embedder on meshes of their own."""
+    command = [sys.executable, str(ROOT / "tests" / "differences_on_devices.py")]
+    shown = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert shown.returncode == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    assert len(found) == 11
+    assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}

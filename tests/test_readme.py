@@ -3,6 +3,8 @@
 `tests/loops` runs the two programs for real.
 """
 
+import functools
+import itertools
 import re
 import shlex
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from shared_data import TWO_WIKI
 
+from mujica_jax.config import Config
 from mujica_jax.config_checks import check
 from mujica_jax.config_files import command_line
 from mujica_jax.train import DEFAULT_CONFIG
@@ -35,25 +38,35 @@ def test_make_knows_the_target(line):
 
 def arguments(line: str) -> list[str]:
     """Words after `python -m mujica_jax.train`, placeholders filled in."""
-    words = shlex.split(line)[3:]
-    if "--init" in words:
-        words = words[: words.index("--init")]  # a checkpoint is opened after the configuration is read
-    return [str(TWO_WIKI) if word == "DIR" else word for word in words]
+    return [str(TWO_WIKI) if word == "DIR" else word for word in shlex.split(line)[3:]]
+
+
+def given(flag: str, config: Config) -> object:
+    """What a configuration holds under a flag of the command line."""
+    names = flag.removeprefix("--").replace("-", "_").split(".")
+    return functools.reduce(getattr, names, config)
 
 
 @pytest.mark.parametrize(
     "line",
     [
         *TRAIN,
-        *(f"python -m mujica_jax.train {match[1]}" for line in MAKE if (match := re.search(r'ARGS="(.*)"', line))),
+        *(
+            f"python -m mujica_jax.train {match[1]}"
+            for line in MAKE
+            if (match := re.search(r'train ARGS="(.*)"', line))
+        ),
     ],
 )
 def test_the_arguments_are_taken(line, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = arguments(line)
-    if any(word.startswith("tests/") for word in words):
-        return  # ARGS of make test
-    check(command_line(words, default=DEFAULT_CONFIG))
+    config = command_line(words, default=DEFAULT_CONFIG)
+    check(config)
+    flags = {word: value for word, value in itertools.pairwise(words) if word.startswith("--")}
+    assert {flag: str(given(flag, config)) for flag in flags} == flags
+    named = [word for word in words if word.startswith("configs/")]
+    assert config.name == (Path(named[0]).stem if named else DEFAULT_CONFIG)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -27,8 +27,8 @@ def world() -> TinyWorld:
     )
 
 
-def play_all(world: TinyWorld, **limits) -> list[tuple[Question, Trajectory]]:
-    policy = ScriptedPolicy(tokenizer())
+def play_all(world: TinyWorld, policy: ScriptedPolicy | None = None, **limits) -> list[tuple[Question, Trajectory]]:
+    policy = policy or ScriptedPolicy(tokenizer())
 
     async def main() -> list[tuple[Question, Trajectory]]:
         return [
@@ -49,6 +49,21 @@ def test_every_demonstration_of_every_kind_earns_the_full_reward(played):
     for question, trajectory in played:
         assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, question.answers[0]), question
         assert trajectory.reward == 1.0
+
+
+def test_an_oversight_ends_an_episode_without_an_answer(world, played):
+    """At 0.1, about a tenth of the worker turns overlook their fact; every other turn of these is as without oversights."""
+    policy = ScriptedPolicy(tokenizer(), oversight=0.1, seed=3)
+    noisy = play_all(world, policy, **WIDE)
+    searches = sum(len(trajectory.searches) for _, trajectory in noisy)
+    assert 0.05 < len(policy.overlooked) / searches < 0.15
+    for (question, trajectory), (_, clean) in zip(noisy, played, strict=True):
+        if any(search.query in policy.overlooked for search in trajectory.searches):
+            assert (trajectory.stop_reason, trajectory.reward) == (StopReason.NO_ACTION, 0.0), question
+        else:
+            assert trajectory.planner.token_ids == clean.planner.token_ids
+    again = ScriptedPolicy(tokenizer(), oversight=0.1, seed=3)
+    assert [t.planner.token_ids for _, t in play_all(world, again, **WIDE)] == [t.planner.token_ids for _, t in noisy]
 
 
 def test_the_workers_read_every_gold_triple_and_find_it(played):

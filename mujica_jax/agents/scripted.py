@@ -8,6 +8,7 @@ Thoughts are short and put next to each other what the next decision needs: the 
 index, both years before the one that decides.
 """
 
+import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -27,12 +28,19 @@ _YEAR = re.compile(r"\b\d{3,4}\b")
 
 
 class ScriptedPolicy:
-    """Writes any question's episode, without noise: what it cannot do right it leaves unanswered."""
+    """Writes any question's episode; what it cannot do right it leaves unanswered.
+
+    Its one kind of noise: with the probability `oversight` its worker says that nothing was found where the fact stands before it.
+    The planner then gives up, as after any fact that is missing.
+    """
 
     version = 0
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, oversight: float = 0.0, seed: int = 0) -> None:
         self._tokenizer = tokenizer
+        self._oversight = oversight
+        self._seed = seed
+        self.overlooked: set[str] = set()  # queries whose fact was overlooked
 
     async def write(
         self, prompt: Sequence[int], params: SamplingParams, view: PlannerView | WorkerView, *, continues: bool
@@ -81,6 +89,9 @@ class ScriptedPolicy:
         relation = view.query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
         triples = [_triple(material) for material in view.materials]
         chosen = [n for n, triple in enumerate(triples) if triple[0] == label and triple[1] == relation]
+        if chosen and random.Random(f"{self._seed} {view.query}").random() < self._oversight:
+            self.overlooked.add(view.query)
+            chosen = []
         if not chosen:
             return protocol.write_worker(f"{relation}, none [-1]", [], protocol.NOTHING_FOUND)
         objects = " and ".join(_distinct(triples[n][2] for n in chosen))

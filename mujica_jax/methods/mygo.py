@@ -31,13 +31,13 @@ from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, s
 from mujica_jax.trajectories.store import ShardEntry
 
 
-def run_mygo(
-    run: Run, state: TrainState, demonstrations: Sequence[Conversation]
-) -> tuple[TrainState, list[PhaseResult]]:
-    """All rounds, from the warmed-up state. Rounds that an earlier run finished are read from the run directory."""
+def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> tuple[TrainState, list[PhaseResult]]:
+    """All rounds, from the warmed-up state; `rewarded` are the warm-up's rows whose trajectories pass any threshold, for the replay.
+    Rounds that an earlier run finished are read from the run directory.
+    """
     config = run.config.mygo
     k = 0.0
-    replay = list(demonstrations)
+    replay = list(rewarded)
     results: list[PhaseResult] = []
     for number in range(1, config.rounds + 1):
         began = time.monotonic()

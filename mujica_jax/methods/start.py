@@ -15,6 +15,7 @@ from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods.run import Run
+from mujica_jax.models.attention import check_platform
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.host_memory import keep_freed_memory
@@ -43,7 +44,7 @@ def open_training(config: Config, directory: Path) -> Iterator[Run]:
     task = build_task(config)
     loaded = load_model(config.init, config) if config.init else None
     size = loaded[1].config if loaded else decoder_config(config, config.model.vocab_tokens, ())
-    _check_mesh(config, size)
+    _check_machine(config, size)
     store = open_run(directory, dataclasses.asdict(config), ignore=("run",))
     progress = Progress()
     progress.line(f"run directory: {directory}")
@@ -128,8 +129,9 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def _check_mesh(config: Config, size: DecoderConfig) -> None:
-    """The machine has the devices and they divide the model."""
+def _check_machine(config: Config, size: DecoderConfig) -> None:
+    """The machine has the devices, they divide the model, and they run the attention kernel that is asked for."""
+    check_platform(config.trainer.attention)
     mesh = make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
     if mesh.size > 1:
         shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)

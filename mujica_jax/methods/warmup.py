@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 
 from mujica_jax import metrics
 from mujica_jax.agents import protocol
@@ -19,8 +20,9 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
 from mujica_jax.methods.run import PhaseResult, Run, tokens_of
 from mujica_jax.records import Conversation, Trajectory, Turn
+from mujica_jax.rewards import BEST_REWARD
 from mujica_jax.trajectories.packing import pack
-from mujica_jax.trajectories.select import training_rows
+from mujica_jax.trajectories.select import accepts, training_rows
 
 ROUND = 0  # the warm-up's trajectories are round 0 of the run directory
 POLICY = 0
@@ -28,8 +30,16 @@ NAME = "warm-up"
 READING = "reading"
 
 
-def warm_up(run: Run) -> tuple[TrainState, PhaseResult, list[Conversation]]:
-    """The warmed-up state, its phase, and the rows it was trained on (MyGO replays them)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demonstrations:
+    """What the warm-up learnt from."""
+
+    rows: list[Conversation]  # all of it
+    rewarded: list[Conversation]  # the rows of those trajectories that earned the best reward
+
+
+def warm_up(run: Run) -> tuple[TrainState, PhaseResult, Demonstrations]:
+    """The warmed-up state, its phase, and what it was trained on."""
     began = time.monotonic()
     config = run.config.warmup
     trajectories, kept = _few_shot(run) if run.config.init else _scripted(run)
@@ -61,19 +71,25 @@ def warm_up(run: Run) -> tuple[TrainState, PhaseResult, list[Conversation]]:
         forward_tokens=tokens_of(trajectories) if run.config.init else 0,
         trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
     )
-    return state, result, conversations
+    rewarded = training_rows([t for t in kept if accepts(t.reward, k=BEST_REWARD, best_reward=BEST_REWARD)])
+    limit = run.config.trainer.row_tokens
+    return state, result, Demonstrations(rows=conversations, rewarded=_trainable(rewarded, limit))
 
 
 def fitting(run: Run, conversations: list[Conversation]) -> list[Conversation]:
     """Conversations that fit a row and train anything; how many do not is said."""
     limit = run.config.trainer.row_tokens
     trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
-    kept = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
+    kept = _trainable(trained, limit)
     if len(kept) < len(trained):
         run.progress.line(
             f"{len(trained) - len(kept)} of {len(trained)} conversations exceed {limit} tokens and are left out"
         )
     return kept
+
+
+def _trainable(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
+    return [row for row in conversations if any(row.loss_mask) and len(row.token_ids) <= limit]
 
 
 def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str:
@@ -95,8 +111,10 @@ def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str
 
 
 def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Play the demonstrations in their environments; a script that does not reach the gold answer is left out."""
-    policy = ScriptedPolicy(run.tokenizer)
+    """Play the demonstrations in their environments. A script that fails by an oversight stays in, as the noise it is meant to be; one
+    that cannot reach the gold answer is left out.
+    """
+    policy = ScriptedPolicy(run.tokenizer, oversight=run.config.warmup.oversight, seed=run.config.seed)
     demonstrations = run.task.demonstrations()
 
     async def play() -> list[Trajectory]:
@@ -112,8 +130,13 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
 
     trajectories = asyncio.run(play())
     golds = {question.id: question.answers for question, _ in demonstrations}
-    kept = [t for t in trajectories if metrics.score(t.answer, golds[t.question_id], run.task.rule).em == 1.0]
-    run.progress.line(f"{len(kept)} of {len(trajectories)} scripted demonstrations reach the gold answer and are kept")
+    right = [metrics.score(t.answer, golds[t.question_id], run.task.rule).em == 1.0 for t in trajectories]
+    slipped = [any(search.query in policy.overlooked for search in t.searches) for t in trajectories]
+    kept = [t for t, *keep in zip(trajectories, right, slipped, strict=True) if any(keep)]
+    run.progress.line(
+        f"{sum(right)} of {len(trajectories)} scripted demonstrations reach the gold answer, {len(kept) - sum(right)} of the others "
+        f"fail by an oversight; these {len(kept)} are kept"
+    )
     return trajectories, kept
 
 

@@ -7,13 +7,14 @@ float32. Segment 0 is padding: its output is zero and carries no gradient. Calle
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from mujica_jax.config_checks import SPLASH_LANES
 from mujica_jax.errors import UserError
 from mujica_jax.models.layers import Attend
 from mujica_jax.models.sharding import RULES
@@ -25,7 +26,6 @@ MASKED_SCORE = -1e30  # finite: a difference of two of them is 0, where that of 
 SMALLEST_BLOCK_TOKENS = 64
 MOST_BLOCKS = 8
 
-SPLASH_LANES = 128  # the kernel's blocks are multiples of this, in queries as in keys
 SPLASH_BLOCK = 512  # tokens a block: MaxText's default, and half a megabyte of scores
 
 
@@ -42,33 +42,38 @@ def segment_attention(
     implementation: Implementation = "auto",
 ) -> Float[Array, "batch time heads head_dim"]:
     """softmax(query key^T / sqrt(head_dim)) value over earlier tokens of the same segment."""
-    chosen = resolve(implementation, time=query.shape[1])
-    mixed = {"xla": _xla, "splash": _splash, "cudnn": _cudnn}[chosen](query, key, value, segment_ids)
+    kernels: dict[str, Kernel] = {"xla": _xla, "splash": _splash, "cudnn": _cudnn}
+    mixed = kernels[resolve(implementation, time=query.shape[1])](query, key, value, segment_ids)
     return jnp.where((segment_ids != 0)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
 
 
 def resolve(implementation: Implementation, *, time: int) -> Literal["xla", "splash", "cudnn"]:
     """What `auto` means here: the platform's kernel where rows have a length it takes, else XLA."""
-    fits = time % SPLASH_LANES == 0
-    if implementation == "auto":
-        platform = jax.default_backend()
-        if platform == "gpu":
-            return "cudnn"
-        return "splash" if platform == "tpu" and fits else "xla"
-    if implementation == "splash" and not fits:
+    if implementation != "auto":
+        return implementation
+    platform = jax.default_backend()
+    if platform == "gpu":
+        return "cudnn"
+    return "splash" if platform == "tpu" and time % SPLASH_LANES == 0 else "xla"
+
+
+def check_platform(implementation: Implementation) -> None:
+    """A kernel that is asked for by name runs on its own platform only. (Compiling for a platform that is not here needs no check.)"""
+    platform = jax.default_backend()
+    needed = {"splash": "tpu", "cudnn": "gpu"}.get(implementation, platform)
+    if platform != needed:
         raise UserError(
-            f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and trainer.row_tokens is {time}: "
-            f"use {SPLASH_LANES * math.ceil(time / SPLASH_LANES)}, or trainer.attention xla"
+            f"trainer.attention {implementation} runs on {needed} and this is {platform}: use auto, which takes the platform's own kernel"
         )
-    return implementation
 
 
-def _xla(
-    query: Float[Array, "batch time heads head_dim"],
-    key: Float[Array, "batch time kv_heads head_dim"],
-    value: Float[Array, "batch time kv_heads head_dim"],
-    segment_ids: Int[Array, "batch time"],
-) -> Float[Array, "batch time heads head_dim"]:
+class Kernel(Protocol):
+    """Shapes as in `segment_attention`; what it puts out for padding is overwritten."""
+
+    def __call__(self, query: Array, key: Array, value: Array, segment_ids: Array) -> Array: ...
+
+
+def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
     """Heads come before time, and the query heads that share a key head are the rows of one product: XLA on CPU is three times faster
     that way than on [batch, time, heads, head_dim].
     """
@@ -87,8 +92,7 @@ def _xla(
         rows = queries[:, :, :, start:stop].reshape(batch, kv_heads, -1, head_dim)
         mixed = softmax_mix(rows, keys[:, :, :stop], values[:, :, :stop], bias)
         blocks.append(mixed.reshape(batch, kv_heads, sharing, stop - start, head_dim))
-    joined = jnp.concatenate(blocks, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
-    return joined
+    return jnp.concatenate(blocks, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
 def softmax_mix(

@@ -1,0 +1,87 @@
+"""How far eight virtual devices are from one, kernel by kernel; printed as JSON. Started by `test_devices.py`."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from packed_rows import MODEL, SHORT_SCHEDULE, TRAINER, random_conversations, tiny_decoder
+
+from mujica_jax.learning.trainer import Trainer, fit
+from mujica_jax.models import attention
+from mujica_jax.models.encoder import Encoder, EncoderConfig, _program
+from mujica_jax.models.sharding import make_mesh, shardings_of
+from mujica_jax.trajectories.packing import pack
+
+# Sizes that fsdp 8 and tensor 4 divide, but for the key heads: those are then whole on every device.
+WIDE = dataclasses.replace(MODEL, num_heads=4, num_kv_heads=2, num_layers=2)
+ENCODER = EncoderConfig(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    max_positions=20,
+    type_vocab_size=2,
+    layer_norm_eps=1e-12,
+)
+
+
+def trained(data: int = 1, fsdp: int = 1, tensor: int = 1) -> tuple[list[np.ndarray], np.ndarray]:
+    """Parameters and moments after two steps, and every token's log-probability."""
+    trainer = Trainer(WIDE, dataclasses.replace(TRAINER, data=data, fsdp=fsdp, tensor=tensor))
+    rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+    state = fit(
+        trainer, trainer.initial_state(tiny_decoder(WIDE)), rows, schedule=SHORT_SCHEDULE, steps=2, seed=0
+    ).state
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))], trainer.score(state, rows)
+
+
+def splash(axes: tuple[int, int, int]) -> np.ndarray:
+    draw = np.random.default_rng(0)
+    states = [jnp.asarray(draw.normal(size=(8, 128, count, 64)), jnp.float32) for count in (4, 2, 2)]
+    segments = jnp.asarray(np.tile(1 + (np.arange(128) >= 50), (8, 1)), jnp.int32)
+    with jax.set_mesh(make_mesh(*axes)):
+        return np.asarray(jax.jit(attention._splash)(*states, segments))
+
+
+def embedded(data: int) -> np.ndarray:
+    mesh = make_mesh(data, 1, 1)
+    encoder = nnx.jit(lambda: Encoder(ENCODER, rngs=nnx.Rngs(0)))()
+    graph, weights = nnx.split(encoder)
+    weights = jax.device_put(weights, shardings_of(weights, mesh))
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(5, 50, (16, 20)).astype(np.int32)
+    mask = np.arange(20) < draw.integers(3, 20, (16, 1))
+    batch = jax.device_put((tokens, mask), NamedSharding(mesh, PartitionSpec("data")))
+    return np.asarray(_program("mean", True)(graph, weights, *batch))
+
+
+def apart(ours: np.ndarray, other: np.ndarray) -> float:
+    return float(np.max(np.abs(ours - other)))
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    attention._splash = functools.partial(attention._splash, interpret=True)
+    found = {}
+    states, scores = trained()
+    for axes in ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "tensor": 4}):
+        name = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+        others, other_scores = trained(**axes)
+        found[f"{name}: state"] = max(map(apart, states, others))
+        found[f"{name}: log-probabilities"] = apart(scores, other_scores)
+    one = splash((1, 1, 1))
+    for axes in ((2, 1, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)):
+        found[f"splash {axes}"] = apart(one, splash(axes))
+    found["encoder data 8"] = apart(embedded(1), embedded(8))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
