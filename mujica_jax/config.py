@@ -84,6 +84,10 @@ class TrainerConfig:
     b2: float = 0.95
     clip_norm: float = 1.0  # global gradient norm
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
+    remat: Literal["auto", "none", "dots", "full"] = (
+        "auto"  # what the backward pass computes again: nothing, all but matrix
+    )
+    # products, whole layers; auto is full for models of more than four layers, whose activations would outgrow memory
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type; parameters and optimiser state stay float32
     data: int = 1  # mesh axes; their product is the number of devices used
     fsdp: int = 1

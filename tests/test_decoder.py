@@ -142,13 +142,28 @@ def test_the_loop_names_layers_by_python_integers(decoder):
     assert seen == [(index, (2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, 8)) for index in (0, 1)]
 
 
-def test_recomputing_layers_leaves_the_gradient_alone(decoder):
+@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_recomputing_layers_leaves_the_gradient_alone(decoder, scan, remat):
     def gradient(**options):
         return nnx.jit(nnx.grad(lambda decoder: jnp.square(_logits(decoder, **options)).mean()))(decoder)
 
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient(scan=True), gradient(scan=True, remat=True)
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient(scan=True), gradient(scan=scan, remat=remat)
     )
+
+
+def test_less_is_kept_the_more_is_recomputed(decoder):
+    """Residuals of the layers: all activations, only the products with weights, only each layer's input."""
+
+    def kept(remat) -> int:
+        def loss(decoder):
+            return jnp.square(_logits(decoder, scan=True, remat=remat)).mean()
+
+        _, backward = jax.vjp(loss, decoder)
+        return sum(leaf.size for leaf in jax.tree.leaves(backward))
+
+    assert kept("none") > kept("dots") > kept("full")
 
 
 def test_packed_rows_equal_separate_rows(decoder):

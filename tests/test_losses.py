@@ -137,6 +137,22 @@ def test_the_size_of_the_chunks_changes_nothing(decoder, batch, positions, monke
     assert_close(numbers_compiled_again(decoder, batch), numbers(decoder, batch))
 
 
+def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
+    """Chunks of two positions a row, so that some hold trained tokens and some none."""
+    monkeypatch.setattr(losses, "CHUNK_POSITIONS", 2 * len(batch.tokens))
+    graph, params = nnx.split(decoder)
+
+    def whole(params: nnx.State, batch: Batch) -> Array:
+        model = nnx.merge(graph, params)
+        logits = model.logits(model(batch.tokens, batch.positions, causal_self_attention(batch.segment_ids)))
+        log_probs = jax.nn.log_softmax(logits[:, :-1])
+        chosen = jnp.take_along_axis(log_probs, batch.tokens[:, 1:, None], axis=-1)[..., 0]
+        return -jnp.sum(chosen * batch.loss_mask[:, 1:]) / jnp.sum(batch.loss_mask)
+
+    expected = jax.jit(jax.grad(whole), compiler_options=QUICKLY["compiler_options"])(params, batch)
+    assert_close(numbers_compiled_again(decoder, batch).gradient, expected)
+
+
 def test_a_deep_model_scans_to_the_same_numbers(decoder, batch, monkeypatch):
     monkeypatch.setattr(losses, "UNROLLED_LAYERS", 0)
     assert_close(numbers_compiled_again(decoder, batch), numbers(decoder, batch))
@@ -190,3 +206,5 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(batch):
     with_vocab = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[((?:\d+,)*9973)\]", program)]
     assert with_vocab, "the program holds logits under the name this test looks for"
     assert max(with_vocab) == losses.CHUNK_POSITIONS * 9973
+    heads = re.findall(rf"\[((?:\d+,)*9973,{MODEL.hidden_size})\]", program)
+    assert set(heads) == {f"9973,{MODEL.hidden_size}"}, "a head for every chunk would fill the memory"

@@ -9,14 +9,15 @@ logits in the backward pass. So the head costs what the trained tokens need (a q
 static shapes. Called by `learning.trainer`.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.models.attention import Implementation, causal_self_attention
-from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.decoder import Decoder, Remat, scores
 from mujica_jax.models.sharding import RULES
 from mujica_jax.trajectories.packing import Batch
 
@@ -35,6 +36,7 @@ def token_log_probs(
     wanted: Bool[Array, "rows time"] | None = None,
     *,
     attention: Implementation = "auto",
+    remat: Remat | Literal["auto"] = "auto",
 ) -> Float[Array, "rows time"]:
     """log p of each token given its prefix in its segment, float32; 0 where undefined (padding, the first token of a segment).
 
@@ -48,24 +50,25 @@ def token_log_probs(
     predicted = jnp.pad(predicted, ((0, 0), (0, 1)))
     targets = jnp.roll(tokens, -1, axis=1)
     deep = decoder.config.num_layers > UNROLLED_LAYERS
-    hidden = decoder(tokens, positions, causal_self_attention(segments, attention), scan=deep, remat=deep)
-    log_probs = _target_log_probs(decoder, hidden, targets, predicted)
+    kept: Remat = ("full" if deep else "none") if remat == "auto" else remat
+    hidden = decoder(tokens, positions, causal_self_attention(segments, attention), scan=deep, remat=kept)
+    log_probs = _target_log_probs(decoder.head_table(), hidden, targets, predicted)
     return jnp.roll(log_probs, 1, axis=1)  # column 0 receives the last position's 0
 
 
 def mle_loss(
-    decoder: Decoder, batch: Batch, *, attention: Implementation = "auto"
+    decoder: Decoder, batch: Batch, *, attention: Implementation = "auto", remat: Remat | Literal["auto"] = "auto"
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Mean negative log-likelihood of the batch's trained tokens (0 if there are none), and its metrics."""
     trained = jnp.asarray(batch.loss_mask)
-    log_probs = token_log_probs(decoder, batch, trained, attention=attention)
+    log_probs = token_log_probs(decoder, batch, trained, attention=attention, remat=remat)
     trained_tokens = jnp.sum(trained, dtype=jnp.int32)
     loss = -jnp.sum(log_probs) / jnp.maximum(trained_tokens, 1)  # log_probs is 0 outside the mask
     return loss, {"loss": loss, "trained_tokens": trained_tokens}
 
 
 def _target_log_probs(
-    decoder: Decoder,
+    table: Float[Array, "vocab hidden"],
     hidden: Float[Array, "rows time hidden"],
     targets: Int[Array, "rows time"],
     wanted: Bool[Array, "rows time"],
@@ -78,20 +81,19 @@ def _target_log_probs(
     mesh = jax.sharding.get_abstract_mesh()
     split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     if not split:
-        return _chunked_log_probs(decoder, hidden, targets, wanted)
-    graph, weights = nnx.split(decoder)
+        return _chunked_log_probs(table, hidden, targets, wanted)
     rows, whole = PartitionSpec(split), PartitionSpec()
     return jax.shard_map(
-        lambda weights, *rows: _chunked_log_probs(nnx.merge(graph, weights), *rows),
+        _chunked_log_probs,
         in_specs=(whole, rows, rows, rows),
         out_specs=rows,
         axis_names=set(split),
         check_vma=False,
-    )(weights, hidden, targets, wanted)
+    )(table, hidden, targets, wanted)
 
 
 def _chunked_log_probs(
-    decoder: Decoder,
+    table: Float[Array, "vocab hidden"],
     hidden: Float[Array, "rows time hidden"],
     targets: Int[Array, "rows time"],
     wanted: Bool[Array, "rows time"],
@@ -99,27 +101,73 @@ def _chunked_log_probs(
     rows, time = targets.shape
     chunk = min(time, max(1, CHUNK_POSITIONS // rows))
     chunks = -(-time // chunk)
-    order = jnp.argsort(~wanted, axis=1, stable=True)  # wanted positions first, in their order
-    place = jnp.argsort(order, axis=1)  # where each position went
+    # Wanted positions first, the others after them, both in their order: where each position goes, and which one comes from where.
+    before, others_before = jnp.cumsum(wanted, axis=1), jnp.cumsum(~wanted, axis=1)
+    place = jnp.where(wanted, before, before[:, -1:] + others_before) - 1
+    order = jnp.zeros_like(place).at[jnp.arange(rows)[:, None], place].set(jnp.arange(time)[None])
 
     def in_chunks(array: Array) -> Array:
         moved = jnp.take_along_axis(array, order.reshape(rows, time, *[1] * (array.ndim - 2)), axis=1)
         padded = jnp.pad(moved, ((0, 0), (0, chunks * chunk - time), *[(0, 0)] * (array.ndim - 2)))
         return jnp.moveaxis(padded.reshape(rows, chunks, chunk, *array.shape[2:]), 1, 0)
 
-    @jax.checkpoint
-    def log_probs_of(hidden: Array, targets: Array) -> Array:
-        logits = decoder.logits(hidden)  # float32
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1)
+    log_probs = _walk(table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
+    log_probs = jnp.moveaxis(log_probs, 0, 1).reshape(rows, chunks * chunk)[:, :time]
+    return jnp.where(wanted, jnp.take_along_axis(log_probs, place, axis=1), 0.0)
 
-    def nothing(hidden: Array, targets: Array) -> Array:
-        return jnp.zeros(targets.shape, jnp.float32)
+
+@jax.custom_vjp
+def _walk(
+    table: Float[Array, "vocab hidden"],
+    hidden: Float[Array, "chunks rows chunk hidden"],
+    targets: Int[Array, "chunks rows chunk"],
+    wanted: Bool[Array, "chunks rows chunk"],
+) -> Float[Array, "chunks rows chunk"]:
+    """log p of the targets, chunk after chunk; a chunk in which nothing is wanted is 0 and costs nothing.
+
+    The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands all that its
+    backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a gigabyte for 512 tokens.
+    """
 
     def one_chunk(carry: None, chunk_of: tuple[Array, Array, Array]) -> tuple[None, Array]:
         hidden, targets, wanted = chunk_of
-        return carry, jax.lax.cond(wanted.any(), log_probs_of, nothing, hidden, targets)
 
-    _, log_probs = jax.lax.scan(one_chunk, None, (in_chunks(hidden), in_chunks(targets), in_chunks(wanted)))
-    log_probs = jnp.moveaxis(log_probs, 0, 1).reshape(rows, chunks * chunk)[:, :time]
-    return jnp.where(wanted, jnp.take_along_axis(log_probs, place, axis=1), 0.0)
+        def some(hidden: Array, targets: Array) -> Array:
+            logits = scores(table, hidden)
+            chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+        def nothing(hidden: Array, targets: Array) -> Array:
+            return jnp.zeros(targets.shape, jnp.float32)
+
+        return carry, jax.lax.cond(wanted.any(), some, nothing, hidden, targets)
+
+    return jax.lax.scan(one_chunk, None, (hidden, targets, wanted))[1]
+
+
+def _walk_forward(table: Array, *chunks: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _walk(table, *chunks), (table, *chunks)
+
+
+def _walk_backward(kept: tuple[Array, ...], upstream: Float[Array, "chunks rows chunk"]) -> tuple[Array | None, ...]:
+    """d log p[target] / d logits = onehot(target) - softmax(logits). The head's gradient adds up in float32 in one place."""
+    table, *chunks = kept
+
+    def one_chunk(head: Array, chunk_of: tuple[Array, ...]) -> tuple[Array, Array]:
+        hidden, targets, wanted, upstream = chunk_of
+
+        def some(head: Array) -> tuple[Array, Array]:
+            at_target = targets[..., None] == jnp.arange(table.shape[0])
+            pull = (at_target - jax.nn.softmax(scores(table, hidden), axis=-1)) * upstream[..., None]
+            rows = pull.reshape(-1, pull.shape[-1]).astype(table.dtype)
+            states = hidden.reshape(-1, hidden.shape[-1])
+            head = head + jnp.matmul(rows.T, states, preferred_element_type=jnp.float32)
+            return head, (rows @ table).reshape(hidden.shape)
+
+        return jax.lax.cond(wanted.any(), some, lambda head: (head, jnp.zeros_like(hidden)), head)
+
+    head, states = jax.lax.scan(one_chunk, jnp.zeros(table.shape, jnp.float32), (*chunks, upstream))
+    return head.astype(table.dtype), states, None, None
+
+
+_walk.defvjp(_walk_forward, _walk_backward)

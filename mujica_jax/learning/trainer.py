@@ -16,7 +16,7 @@ schedule is an argument. Parameters, optimiser state and batch lie on the mesh (
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,8 @@ from mujica_jax.config import TrainerConfig
 from mujica_jax.config_checks import check_rows
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import mle_loss, token_log_probs
-from mujica_jax.learning.optimizer import Schedule, adamw, learning_rate
+from mujica_jax.learning.optimizer import Schedule, adamw, learning_rate, schedule
+from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import make_mesh, shard_batch, shardings_of
@@ -69,10 +70,11 @@ class NotFinite(UserError):
 class Trainer:
     """A model on a mesh with its compiled step. It holds no weights: they live in the `TrainState` that goes round."""
 
-    def __init__(self, model: DecoderConfig, config: TrainerConfig) -> None:
+    def __init__(self, model: DecoderConfig, config: TrainerConfig, devices: Sequence[Any] | None = None) -> None:
+        """On these devices (None: those that are here); they may be of a topology that is only compiled for."""
         check_rows(config)
         self.model, self.config = model, config
-        self.mesh = make_mesh(config.data, config.fsdp, config.tensor)
+        self.mesh = make_mesh(config.data, config.fsdp, config.tensor, devices)
         self._program = _program(model, config, self.mesh)
 
     def initial_state(self, decoder: Decoder) -> TrainState:
@@ -98,6 +100,16 @@ class Trainer:
         """One update. Returns at once, with metrics that are still being computed; `state` cannot be used again."""
         with jax.set_mesh(self.mesh):
             return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
+
+    def lower_step(self) -> jax.stages.Lowered:
+        """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no device."""
+        shape = (self.config.rows_per_step, self.config.row_tokens)
+        rows = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
+        integers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+        batch: Any = Batch(integers, integers, integers, jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=rows))
+        with jax.set_mesh(self.mesh):
+            step: Any = self._program.train_step
+            return step.lower(self._program.abstract_state, batch, schedule(peak=1.0, floor=1.0, total_steps=1))
 
     def score(self, state: TrainState, rows: PackedRows) -> Float[np.ndarray, "rows time"]:
         """log p of every token given its prefix in its segment; 0 for padding and first tokens."""
@@ -193,6 +205,11 @@ class _Program:
     score: Callable[[nnx.State, Batch], Array]
 
 
+def _platform(mesh: Mesh) -> str:
+    platform = mesh.devices.flat[0].platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
 @functools.lru_cache(maxsize=8)
 def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Program:
     """Kept for the life of the process, so that a second trainer of the same model compiles nothing."""
@@ -204,9 +221,12 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
     def empty_state(params: nnx.State) -> TrainState:
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
+    # By the mesh's platform, which need not be the one that compiles.
+    attention = resolve(config.attention, time=config.row_tokens, platform=_platform(mesh))
+
     def train_step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
         def loss_of(params: nnx.State) -> tuple[Array, dict[str, Array]]:
-            return mle_loss(nnx.merge(graph, params), batch, attention=config.attention)
+            return mle_loss(nnx.merge(graph, params), batch, attention=attention, remat=config.remat)
 
         (_, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         direction, opt_state = optimizer.update(gradient, state.opt_state, state.params)
@@ -216,7 +236,7 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
         return TrainState(state.step + 1, params, opt_state), metrics
 
     def score(params: nnx.State, batch: Batch) -> Array:
-        return token_log_probs(nnx.merge(graph, params), batch, attention=config.attention)
+        return token_log_probs(nnx.merge(graph, params), batch, attention=attention, remat=config.remat)
 
     def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -47,11 +47,13 @@ def segment_attention(
     return jnp.where((segment_ids != 0)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
 
 
-def resolve(implementation: Implementation, *, time: int) -> Literal["xla", "splash", "cudnn"]:
-    """What `auto` means here: the platform's kernel where rows have a length it takes, else XLA."""
+def resolve(
+    implementation: Implementation, *, time: int, platform: str | None = None
+) -> Literal["xla", "splash", "cudnn"]:
+    """What `auto` means on a platform (None: the one that runs): its kernel where rows have a length it takes, else XLA."""
     if implementation != "auto":
         return implementation
-    platform = jax.default_backend()
+    platform = platform or jax.default_backend()
     if platform == "gpu":
         return "cudnn"
     return "splash" if platform == "tpu" and time % SPLASH_LANES == 0 else "xla"
@@ -83,14 +85,19 @@ def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
     queries = (query / math.sqrt(head_dim)).reshape(batch, time, kv_heads, sharing, head_dim).transpose(0, 2, 3, 1, 4)
     keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     block_tokens = max(SMALLEST_BLOCK_TOKENS, -(-time // MOST_BLOCKS))
+    cuts = [*range(block_tokens, time, block_tokens)]
+    # Cut and put together again: the gradient of a cut is a joining of blocks, that of a slice a sum over the whole length.
+    rows_of = jnp.split(queries, cuts, axis=3)
+    keys_of, values_of = jnp.split(keys, cuts, axis=2), jnp.split(values, cuts, axis=2)
     blocks = []
-    for start in range(0, time, block_tokens):
+    for block, start in enumerate((0, *cuts)):
         stop = min(start + block_tokens, time)
         causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
         visible = causal & (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop])
         bias = jnp.tile(jnp.where(visible, 0.0, MASKED_SCORE), (1, sharing, 1))[:, None]
-        rows = queries[:, :, :, start:stop].reshape(batch, kv_heads, -1, head_dim)
-        mixed = softmax_mix(rows, keys[:, :, :stop], values[:, :, :stop], bias)
+        rows = rows_of[block].reshape(batch, kv_heads, -1, head_dim)
+        seen_keys, seen_values = (jnp.concatenate(some[: block + 1], axis=2) for some in (keys_of, values_of))
+        mixed = softmax_mix(rows, seen_keys, seen_values, bias)
         blocks.append(mixed.reshape(batch, kv_heads, sharing, stop - start, head_dim))
     return jnp.concatenate(blocks, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
 

@@ -5,6 +5,8 @@ engine (its KV memory) share one forward pass. Layers are one `Block` whose weig
 compile time and program size independent of depth, a Python loop lets the engine touch each layer's cache in place.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +16,8 @@ from jaxtyping import Array, Float, Int
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import Attend, Block, model_weights, rms_norm, rotary_angles
 from mujica_jax.models.sharding import constrain
+
+Remat = Literal["none", "dots", "full"]
 
 
 class Decoder(nnx.Module):
@@ -37,12 +41,13 @@ class Decoder(nnx.Module):
         attend: Attend,
         *,
         scan: bool = True,
-        remat: bool = False,
+        remat: Remat = "none",
     ) -> Float[Array, "batch time hidden"]:
         """Hidden states after the final norm.
 
         With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep no state. Without it they
-        run in a Python loop and `layer_index` is an int. `remat` recomputes the layers of a scan in the backward pass.
+        run in a Python loop and `layer_index` is an int. `remat` says what the backward pass computes again instead of keeping it:
+        "full" whole layers, "dots" everything but the products with weights (attention's products are computed again).
         """
         rotation = rotary_angles(positions, self.config)
         graph, weights = nnx.split(self.layers)
@@ -51,15 +56,17 @@ class Decoder(nnx.Module):
             index, of_layer = index_and_weights
             return nnx.merge(graph, of_layer)(index, hidden, rotation, attend), None
 
-        assert scan or not remat, "layers are recomputed in the scan only"
+        step = layer
+        if remat != "none":
+            keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+            step = jax.checkpoint(layer, policy=keep, prevent_cse=not scan)  # a scan cannot merge the two computations
         hidden = self.embed(tokens)
         if scan:
-            step = jax.checkpoint(layer) if remat else layer
             hidden, _ = jax.lax.scan(step, hidden, (jnp.arange(self.config.num_layers), weights))
         else:
             for index in range(self.config.num_layers):
                 of_layer = jax.tree.map(lambda stacked, index=index: stacked[index], weights)
-                hidden, _ = layer(hidden, (index, of_layer))
+                hidden, _ = step(hidden, (index, of_layer))
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
 
     def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time hidden"]:
@@ -67,7 +74,16 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Scores of the next token in float32, from the output of `__call__` or any selection of its positions."""
+        return scores(self.head_table(), hidden)
+
+    def head_table(self) -> Float[Array, "vocab hidden"]:
+        """The output head in the compute type."""
         table = self.embedding if self.config.tie_word_embeddings else self.head
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        scores = jnp.matmul(rows, table[...].astype(self.dtype).T, preferred_element_type=jnp.float32)
-        return scores.reshape(*hidden.shape[:-1], -1)
+        return table[...].astype(self.dtype)
+
+
+def scores(table: Float[Array, "vocab hidden"], hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+    """Logits in float32."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    products = jnp.matmul(rows, table.T, preferred_element_type=jnp.float32)
+    return products.reshape(*hidden.shape[:-1], -1)
