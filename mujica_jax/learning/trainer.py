@@ -105,8 +105,9 @@ class Trainer:
         """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no device."""
         shape = (self.config.rows_per_step, self.config.row_tokens)
         rows = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
-        integers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
-        batch: Any = Batch(integers, integers, integers, jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=rows))
+        integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+        mask: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=rows)
+        batch = Batch(integers, integers, integers, mask)
         with jax.set_mesh(self.mesh):
             step: Any = self._program.train_step
             return step.lower(self._program.abstract_state, batch, schedule(peak=1.0, floor=1.0, total_steps=1))

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mujica_jax.errors import UserError
 from mujica_jax.models.attention import MASKED_SCORE, softmax_mix
 from mujica_jax.models.layers import Weight
-from mujica_jax.models.tensors import Tensors, put, read_json
+from mujica_jax.models.tensors import Tensors, read_json
 
 Pooling = Literal["cls", "mean"]
 Role = Literal["query", "passage"]
@@ -237,15 +237,11 @@ def load_encoder(
     }
     with contextlib.ExitStack() as stack:
         tensors = Tensors(folder, expected, stack, wanted="a BERT checkpoint", ignored=IGNORED, prefix="bert.")
-        loaded: dict[str, Any] = {
-            weight.name: put(tensors.read(weight, weight.hugging_face), weight.axes, mesh) for weight in outer
-        }
+        loaded: dict[str, Any] = {weight.name: tensors.load(weight, weight.hugging_face, mesh) for weight in outer}
         loaded["layers"] = {}
         for weight in inner:
-            layers = [
-                tensors.read(weight, f"{LAYER}{layer}.{weight.hugging_face}") for layer in range(config.num_layers)
-            ]
-            loaded["layers"][weight.name] = put(np.stack(layers), (None, *weight.axes), mesh)
+            names = [f"{LAYER}{layer}.{weight.hugging_face}" for layer in range(config.num_layers)]
+            loaded["layers"][weight.name] = tensors.load_stacked(weight, names, None, mesh)
     nnx.update(encoder, loaded)
     return encoder
 

@@ -6,9 +6,10 @@ twice, and one that is missing. Called by `weights` and `encoder`, which say wha
 
 import contextlib
 import json
+import math
 import pathlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from mujica_jax.models.sharding import partition_spec
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 NOTHING = re.compile(r"(?!)")
+Index = tuple[slice, ...]
 
 
 class Tensors:
@@ -69,16 +71,42 @@ class Tensors:
         for name in sorted(set(expected) - self.files.keys()):
             raise UserError(f"{folder} lacks the tensor {name} that its config.json asks for: download it again")
 
-    def read(self, weight: Weight, name: str) -> np.ndarray:
-        """A tensor in our layout, float32."""
-        values = self._stored(name)
-        if values.shape != weight.hugging_face_shape:
+    def read(self, weight: Weight, name: str, index: Index | None = None) -> np.ndarray:
+        """A tensor in our layout, float32; with `index` only that part of it is read from the file."""
+        opened, stored = self.files[name]
+        part = opened.get_slice(stored)
+        shape = tuple(part.get_shape())
+        if shape != weight.hugging_face_shape:
             raise UserError(
-                f"tensor {name} in {self.folder} has shape {values.shape} and config.json asks for "
+                f"tensor {name} in {self.folder} has shape {shape} and config.json asks for "
                 f"{weight.hugging_face_shape}: the two files do not belong together"
             )
-        values = values.astype(np.float32)
-        return (values.T if weight.inputs else values).reshape(weight.shape)
+        asked = (slice(None),) * len(weight.shape) if index is None else index
+        index = tuple(slice(*of.indices(size)[:2]) for of, size in zip(asked, weight.shape, strict=True))
+        if weight.inputs:  # stored as [outputs, inputs], each side flattened
+            rows = _flattened(index[weight.inputs :], weight.shape[weight.inputs :])
+            values = part[rows, _flattened(index[: weight.inputs], weight.shape[: weight.inputs])].T
+        else:
+            values = part[index if len(shape) == len(index) else _flattened(index, weight.shape)]
+        return values.astype(np.float32).reshape([of.stop - of.start for of in index])
+
+    def load(self, weight: Weight, name: str, mesh: Mesh | None) -> jax.Array:
+        """One tensor, on the default device or each part on the devices of the mesh that hold it."""
+        return _placed(weight.shape, weight.axes, mesh, lambda index: self.read(weight, name, index))
+
+    def load_stacked(self, weight: Weight, names: Sequence[str], layers: str | None, mesh: Mesh | None) -> jax.Array:
+        """One weight of all layers, under a leading logical axis. No host holds more than one device's part of it, and one layer."""
+
+        def part(index: Index) -> np.ndarray:
+            chosen = names[index[0]]
+            first = self.read(weight, chosen[0], index[1:])
+            stacked = np.empty((len(chosen), *first.shape), np.float32)
+            stacked[0] = first
+            for place, name in enumerate(chosen[1:], start=1):
+                stacked[place] = self.read(weight, name, index[1:])
+            return stacked
+
+        return _placed((len(names), *weight.shape), (layers, *weight.axes), mesh, part)
 
     def _stored(self, name: str) -> np.ndarray:
         opened, stored = self.files[name]
@@ -90,12 +118,25 @@ class Tensors:
             del self.files[name]
 
 
-def put(values: np.ndarray, logical_axes: tuple[str | None, ...], mesh: Mesh | None) -> jax.Array:
-    """On the default device, or each process's part on its devices of the mesh."""
+def _placed(
+    shape: tuple[int, ...],
+    logical_axes: tuple[str | None, ...],
+    mesh: Mesh | None,
+    part: Callable[[Index], np.ndarray],
+) -> jax.Array:
     if mesh is None:
-        return jnp.asarray(values)
-    sharding = NamedSharding(mesh, partition_spec(logical_axes, values.shape, mesh))
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+        return jnp.asarray(part((slice(None),) * len(shape)))
+    sharding = NamedSharding(mesh, partition_spec(logical_axes, shape, mesh))
+    return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ()))
+
+
+def _flattened(index: Index, shape: tuple[int, ...]) -> slice:
+    """The stretch of the flattened dimensions that a part of the first one takes."""
+    assert all((of.start, of.stop) == (0, size) for of, size in zip(index[1:], shape[1:], strict=True)), (
+        "the mesh splits the first dimension of a kernel's inputs and of its outputs only"
+    )
+    rest = math.prod(shape[1:])
+    return slice(index[0].start * rest, index[0].stop * rest)
 
 
 def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:

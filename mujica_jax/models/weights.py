@@ -30,7 +30,7 @@ from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import FAMILIES, DecoderConfig, from_hugging_face, to_hugging_face, token_ids
 from mujica_jax.models.layers import Weight, block_weights, model_weights
-from mujica_jax.models.tensors import INDEX_FILE, SINGLE_FILE, Tensors, open_file, put, read_json, safetensors_files
+from mujica_jax.models.tensors import INDEX_FILE, SINGLE_FILE, Tensors, open_file, read_json, safetensors_files
 from mujica_jax.models.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits a checkpoint, too
@@ -66,13 +66,12 @@ def load_checkpoint(
             tied=("lm_head.weight", "model.embed_tokens.weight") if config.tie_word_embeddings else None,
         )
         loaded: dict[str, Any] = {
-            weight.name: put(tensors.read(weight, weight.hugging_face), weight.axes, mesh)
-            for weight in model_weights(config)
+            weight.name: tensors.load(weight, weight.hugging_face, mesh) for weight in model_weights(config)
         }
         loaded["layers"] = {}
         for weight in block_weights(config):
-            layers = [tensors.read(weight, _layer_name(weight, layer)) for layer in range(config.num_layers)]
-            loaded["layers"][weight.name] = put(np.stack(layers), ("layers", *weight.axes), mesh)
+            names = [_layer_name(weight, layer) for layer in range(config.num_layers)]
+            loaded["layers"][weight.name] = tensors.load_stacked(weight, names, "layers", mesh)
     nnx.update(decoder, loaded)
     return decoder
 
