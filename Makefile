@@ -1,6 +1,6 @@
 # make install   a virtual environment in .venv with everything (a second call does nothing)
 # make train     install, then a training run:   make train ARGS="configs/two_wiki_kg_nano.py --seed 1"
-# make test      install, then the tests:        make test ARGS="tests/test_report.py -k tree"
+# make test      install, then the tests:        make test ARGS="tests/test_report.py -k tree"   WORKERS=2 processes
 # make lint      install, then ruff and pyright
 # make clean     remove .venv and all caches; runs/ stays
 #
@@ -9,7 +9,10 @@
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
+WORKERS ?= 2
 STAMP := $(VENV)/.installed
+COMPILER := $(VENV)/tpu/.installed
+LIBTPU := libtpu>=0.0.40,<0.1
 
 define CHECK_PYTHON
 import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("mujica_jax needs Python 3.11 to 3.13 and $(PYTHON) is %d.%d: name another one, as in make install PYTHON=python3.12" % sys.version_info[:2])
@@ -30,8 +33,13 @@ $(STAMP): requirements.txt pyproject.toml
 train: install
 	$(VENV)/bin/python -m mujica_jax.train $(ARGS)
 
-test: install
-	$(VENV)/bin/python -m pytest $(ARGS)
+test: install $(COMPILER)
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+# The TPU compiler stands beside the environment and not in it: there, JAX would look for a TPU at every start and complain.
+$(COMPILER): $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --quiet --no-deps --target $(VENV)/tpu --upgrade '$(LIBTPU)' || echo "no libtpu for this machine: the tests that compile for TPUs are skipped"
+	@mkdir -p $(VENV)/tpu && touch $@
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -24,7 +24,7 @@ def get_config() -> Config:
         name="two_wiki_kg_nano",
         task=TwoWikiConfig(
             environment="graph",
-            data_dir="../shared/data/2wikimultihopqa",
+            data_dir="data/2wikimultihopqa",
             hold_out_percent=15,
             test_questions=400,
             top_k=8,

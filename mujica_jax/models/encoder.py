@@ -8,7 +8,6 @@ Texts are sorted by length and padded to a few lengths, so that a corpus compile
 batch are split over the mesh's `data` axis.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -235,13 +234,12 @@ def load_encoder(
     expected = {weight.hugging_face for weight in outer} | {
         f"{LAYER}{layer}.{weight.hugging_face}" for layer in range(config.num_layers) for weight in inner
     }
-    with contextlib.ExitStack() as stack:
-        tensors = Tensors(folder, expected, stack, wanted="a BERT checkpoint", ignored=IGNORED, prefix="bert.")
-        loaded: dict[str, Any] = {weight.name: tensors.load(weight, weight.hugging_face, mesh) for weight in outer}
-        loaded["layers"] = {}
-        for weight in inner:
-            names = [f"{LAYER}{layer}.{weight.hugging_face}" for layer in range(config.num_layers)]
-            loaded["layers"][weight.name] = tensors.load_stacked(weight, names, None, mesh)
+    tensors = Tensors(folder, expected, wanted="a BERT checkpoint", ignored=IGNORED, prefix="bert.")
+    loaded: dict[str, Any] = {weight.name: tensors.load(weight, weight.hugging_face, mesh) for weight in outer}
+    loaded["layers"] = {}
+    for weight in inner:
+        names = [f"{LAYER}{layer}.{weight.hugging_face}" for layer in range(config.num_layers)]
+        loaded["layers"][weight.name] = tensors.load_stacked(weight, names, None, mesh)
     nnx.update(encoder, loaded)
     return encoder
 

@@ -4,7 +4,6 @@ Reading has four refusals: a tensor that none of our weights is mapped to, one t
 twice, and one that is missing. Called by `weights` and `encoder`, which say what they expect.
 """
 
-import contextlib
 import json
 import math
 import pathlib
@@ -13,9 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
 from mujica_jax.errors import UserError
@@ -26,16 +25,18 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 NOTHING = re.compile(r"(?!)")
 Index = tuple[slice, ...]
+ALIGNMENT = 64  # bytes: where XLA wants its arrays on a CPU to begin
 
 
 class Tensors:
-    """The tensors of a checkpoint directory, opened lazily."""
+    """The tensors of a checkpoint directory. A file is mapped while one of its tensors is read, and no longer: what was read would stay
+    in memory as part of the mapping.
+    """
 
     def __init__(
         self,
         folder: pathlib.Path,
         expected: Collection[str],
-        stack: contextlib.ExitStack,
         *,
         is_mapped: Callable[[str], bool] | None = None,
         wanted: str = "another checkpoint",
@@ -48,10 +49,11 @@ class Tensors:
         `prefix` before a name is dropped. `tied` names a tensor and the one it must equal: it is then no tensor of its own.
         """
         self.folder = folder
-        self.files: dict[str, tuple[Any, str]] = {}
+        self.files: dict[str, tuple[pathlib.Path, str]] = {}
         for path in safetensors_files(folder):
-            opened = stack.enter_context(open_file(path))
-            for stored in opened.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            with open_file(path) as opened:
+                names = list(opened.keys())
+            for stored in names:
                 name = stored.removeprefix(prefix)
                 if ignored.search(name):
                     continue
@@ -61,7 +63,7 @@ class Tensors:
                     )
                 if name in self.files:
                     raise UserError(f"tensor {name} is set twice in {folder}: remove one of its files")
-                self.files[name] = opened, stored
+                self.files[name] = path, stored
         if tied is not None:
             self._drop_tied(*tied)
         for name in sorted(self.files.keys() - set(expected)):
@@ -73,9 +75,12 @@ class Tensors:
 
     def read(self, weight: Weight, name: str, index: Index | None = None) -> np.ndarray:
         """A tensor in our layout, float32; with `index` only that part of it is read from the file."""
-        opened, stored = self.files[name]
-        part = opened.get_slice(stored)
-        shape = tuple(part.get_shape())
+        path, stored = self.files[name]
+        with open_file(path) as opened:
+            return self._part(opened.get_slice(stored), weight, name, index)
+
+    def _part(self, stored: Any, weight: Weight, name: str, index: Index | None) -> np.ndarray:
+        shape = tuple(stored.get_shape())
         if shape != weight.hugging_face_shape:
             raise UserError(
                 f"tensor {name} in {self.folder} has shape {shape} and config.json asks for "
@@ -85,14 +90,21 @@ class Tensors:
         index = tuple(slice(*of.indices(size)[:2]) for of, size in zip(asked, weight.shape, strict=True))
         if weight.inputs:  # stored as [outputs, inputs], each side flattened
             rows = _flattened(index[weight.inputs :], weight.shape[weight.inputs :])
-            values = part[rows, _flattened(index[: weight.inputs], weight.shape[: weight.inputs])].T
+            values = stored[rows, _flattened(index[: weight.inputs], weight.shape[: weight.inputs])].T
         else:
-            values = part[index if len(shape) == len(index) else _flattened(index, weight.shape)]
-        return values.astype(np.float32).reshape([of.stop - of.start for of in index])
+            values = stored[index if len(shape) == len(index) else _flattened(index, weight.shape)]
+        return values.astype(np.float32, copy=False).reshape([of.stop - of.start for of in index])
 
     def load(self, weight: Weight, name: str, mesh: Mesh | None) -> jax.Array:
         """One tensor, on the default device or each part on the devices of the mesh that hold it."""
-        return _placed(weight.shape, weight.axes, mesh, lambda index: self.read(weight, name, index))
+
+        def part(index: Index) -> np.ndarray:
+            values = self.read(weight, name, index)
+            whole = _aligned(values.shape)
+            whole[...] = values
+            return whole
+
+        return _placed(weight.shape, weight.axes, mesh, part)
 
     def load_stacked(self, weight: Weight, names: Sequence[str], layers: str | None, mesh: Mesh | None) -> jax.Array:
         """One weight of all layers, under a leading logical axis. No host holds more than one device's part of it, and one layer."""
@@ -100,7 +112,7 @@ class Tensors:
         def part(index: Index) -> np.ndarray:
             chosen = names[index[0]]
             first = self.read(weight, chosen[0], index[1:])
-            stacked = np.empty((len(chosen), *first.shape), np.float32)
+            stacked = _aligned((len(chosen), *first.shape))
             stacked[0] = first
             for place, name in enumerate(chosen[1:], start=1):
                 stacked[place] = self.read(weight, name, index[1:])
@@ -109,8 +121,9 @@ class Tensors:
         return _placed((len(names), *weight.shape), (layers, *weight.axes), mesh, part)
 
     def _stored(self, name: str) -> np.ndarray:
-        opened, stored = self.files[name]
-        return opened.get_tensor(stored)
+        path, stored = self.files[name]
+        with open_file(path) as opened:
+            return opened.get_tensor(stored)
 
     def _drop_tied(self, name: str, original: str) -> None:
         """Some exports of tied models store the embedding a second time as head; a head that differs would be lost."""
@@ -124,10 +137,20 @@ def _placed(
     mesh: Mesh | None,
     part: Callable[[Index], np.ndarray],
 ) -> jax.Array:
+    """Waits for each copy, so that the host's part is gone before the next one is read."""
     if mesh is None:
-        return jnp.asarray(part((slice(None),) * len(shape)))
+        return jax.device_put(part((slice(None),) * len(shape)), may_alias=True).block_until_ready()
     sharding = NamedSharding(mesh, partition_spec(logical_axes, shape, mesh))
-    return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ()))
+    return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ())).block_until_ready()
+
+
+def _aligned(shape: tuple[int, ...]) -> Float[np.ndarray, "*shape"]:
+    """Memory that a CPU device takes over as it is: a copy would double what an import needs."""
+    size = math.prod(shape)
+    spare = ALIGNMENT // 4
+    buffer = np.empty(size + spare, np.float32)
+    start = -(buffer.ctypes.data // 4) % spare
+    return buffer[start : start + size].reshape(shape)
 
 
 def _flattened(index: Index, shape: tuple[int, ...]) -> slice:

@@ -6,7 +6,6 @@ The names, shapes and transpositions come from the weight tables in `layers`; `t
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -54,24 +53,22 @@ def load_checkpoint(
     folder = pathlib.Path(directory)
     config = load_config(folder)
     decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    with contextlib.ExitStack() as stack:
-        mapped = _mapped_names(config)
-        tensors = Tensors(
-            folder,
-            {name for name, _ in _names(config)},
-            stack,
-            is_mapped=lambda name: LAYER.sub("", name) in mapped,
-            wanted=f"a checkpoint of one of {', '.join(FAMILIES)}, adapters merged",
-            ignored=IGNORED,
-            tied=("lm_head.weight", "model.embed_tokens.weight") if config.tie_word_embeddings else None,
-        )
-        loaded: dict[str, Any] = {
-            weight.name: tensors.load(weight, weight.hugging_face, mesh) for weight in model_weights(config)
-        }
-        loaded["layers"] = {}
-        for weight in block_weights(config):
-            names = [_layer_name(weight, layer) for layer in range(config.num_layers)]
-            loaded["layers"][weight.name] = tensors.load_stacked(weight, names, "layers", mesh)
+    mapped = _mapped_names(config)
+    tensors = Tensors(
+        folder,
+        {name for name, _ in _names(config)},
+        is_mapped=lambda name: LAYER.sub("", name) in mapped,
+        wanted=f"a checkpoint of one of {', '.join(FAMILIES)}, adapters merged",
+        ignored=IGNORED,
+        tied=("lm_head.weight", "model.embed_tokens.weight") if config.tie_word_embeddings else None,
+    )
+    loaded: dict[str, Any] = {
+        weight.name: tensors.load(weight, weight.hugging_face, mesh) for weight in model_weights(config)
+    }
+    loaded["layers"] = {}
+    for weight in block_weights(config):
+        names = [_layer_name(weight, layer) for layer in range(config.num_layers)]
+        loaded["layers"][weight.name] = tensors.load_stacked(weight, names, "layers", mesh)
     nnx.update(decoder, loaded)
     return decoder
 

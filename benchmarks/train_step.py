@@ -1,0 +1,143 @@
+"""Tokens a second of the training step, and its share of the fastest matrix product this machine does.
+
+    python benchmarks/train_step.py DIRECTORY [--rows 4] [--row-tokens 512] [--dtype float32] [--attention auto] [--remat auto]
+
+DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. The rows are packed from
+conversations of uneven length of which a third is trained, as an agent's are. The floating-point operations of a step are counted by
+formula, without what is recomputed:
+
+    slots x 6 x weights of the layers                   (a multiply-add is two, the backward pass twice the forward pass)
+    + trained tokens x 6 x weights of the head          (untrained positions never meet the head)
+    + 12 x layers x heads x head_dim x sum over conversations of length x (length + 1) / 2
+
+so the share falls with padding, with attention across conversations, and with everything that is no matrix product.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mujica_jax.config import TrainerConfig
+from mujica_jax.errors import UserError
+from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.trainer import Trainer
+from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.host_memory import keep_freed_memory
+from mujica_jax.models.layers import block_weights
+from mujica_jax.models.weights import load_config
+from mujica_jax.records import Conversation, Turn
+from mujica_jax.trajectories.packing import PackedRows, pack
+
+MATMUL_SIZE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
+
+
+def median_seconds(call, repeats: int) -> float:
+    call()
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def matmul_peak(dtype: str, repeats: int) -> float:
+    """Operations a second of one large square product."""
+    size = MATMUL_SIZE[jax.default_backend()]
+    matrix = jnp.ones((size, size), jnp.dtype(dtype))
+    product = jax.jit(lambda matrix: matrix @ matrix)
+    return 2 * size**3 / median_seconds(lambda: product(matrix).block_until_ready(), repeats)
+
+
+def conversations(model: DecoderConfig, tokens: int, longest: int) -> list[Conversation]:
+    """Context and model turns in turn, two to one, until `tokens` are there; lengths between a quarter of the longest and all of it."""
+    draw = np.random.default_rng(0)
+    found, total = [], 0
+    while total < tokens:
+        length = int(draw.integers(max(3, longest // 4), longest + 1))
+        ids = tuple(draw.integers(0, model.vocab_size, length).tolist())
+        cut = 2 * length // 3
+        turns = (
+            Turn(role="context", token_ids=ids[:cut], text="", trained=False),
+            Turn(role="model", token_ids=ids[cut:], text="", trained=True),
+        )
+        found.append(Conversation(role="single", turns=turns))
+        total += length
+    return found
+
+
+def model_operations(model: DecoderConfig, rows: PackedRows, chosen: np.ndarray) -> float:
+    in_layers = model.num_layers * sum(int(np.prod(weight.shape)) for weight in block_weights(model) if weight.inputs)
+    segments = rows.segment_ids[chosen]
+    lengths = [np.bincount(row[row > 0])[1:] for row in segments]
+    pairs = sum(float(np.sum(of_row * (of_row + 1) / 2)) for of_row in lengths)
+    trained = int(rows.loss_mask[chosen].sum())
+    return (
+        6.0 * segments.size * in_layers
+        + 6.0 * trained * model.vocab_size * model.hidden_size
+        + 12.0 * model.num_layers * model.num_heads * model.head_dim * pairs
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("directory")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--row-tokens", type=int, default=512)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--attention", default="auto", choices=["auto", "xla", "splash", "cudnn"])
+    parser.add_argument("--remat", default="auto", choices=["auto", "none", "dots", "full"])
+    parser.add_argument("--layers", type=int, help="as if the model had so many layers")
+    parser.add_argument("--repeats", type=int, default=7)
+    given = parser.parse_args()
+    keep_freed_memory()
+    try:
+        model = load_config(given.directory)
+        if given.layers:
+            model = dataclasses.replace(model, num_layers=given.layers)
+        config = TrainerConfig(
+            row_tokens=given.row_tokens,
+            rows_per_step=given.rows,
+            dtype=given.dtype,
+            attention=given.attention,
+            remat=given.remat,
+        )
+        trainer = Trainer(model, config)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    state = trainer.initial_state(nnx.jit(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(given.dtype)))())
+    some = conversations(model, 4 * given.rows * given.row_tokens, given.row_tokens)
+    rows = pack(some, row_tokens=given.row_tokens, seed=0)
+    chosen = np.arange(given.rows)
+    batch, rate = rows.batch(chosen), schedule(peak=1e-5, floor=1e-5, total_steps=1)
+
+    def step() -> None:
+        nonlocal state
+        state, metrics = trainer.train_step(state, batch, rate)
+        metrics["loss"].block_until_ready()
+
+    seconds = median_seconds(step, given.repeats)
+    peak = matmul_peak(given.dtype, given.repeats)
+    operations = model_operations(model, rows, chosen)
+    tokens = int(np.sum(rows.segment_ids[chosen] > 0))
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    print(
+        f"{count / 1e6:.1f}M parameters, {given.rows} rows of {given.row_tokens}, {given.dtype}: {tokens} tokens a step "
+        f"({tokens / chosen.size / given.row_tokens:.0%} of the slots), {operations / 1e9:.1f} GFLOP"
+    )
+    print(f"matrix product: {peak / 1e9:.0f} GFLOP/s; a step at that speed: {operations / peak * 1e3:.1f} ms")
+    print(f"seen: {seconds * 1e3:.1f} ms, {tokens / seconds:.0f} tokens/s, {operations / seconds / peak:.1%} of it")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
