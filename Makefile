@@ -1,6 +1,7 @@
 # make install   a virtual environment in .venv with everything (a second call does nothing)
 # make train     install, then a training run:   make train ARGS="configs/two_wiki_kg_nano.py --seed 1"
-# make test      install, then the tests:        make test ARGS="tests/test_report.py -k tree"   WORKERS=2 processes
+# make test      install, then the tests:        make test ARGS="tests/test_report.py -k tree"
+# make test-slow what takes longer: a kill between any two writes; training steps of 7B and 8B models compiled for TPUs
 # make lint      install, then ruff and pyright
 # make clean     remove .venv and all caches; runs/ stays
 #
@@ -18,7 +19,7 @@ define CHECK_PYTHON
 import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("mujica_jax needs Python 3.11 to 3.13 and $(PYTHON) is %d.%d: name another one, as in make install PYTHON=python3.12" % sys.version_info[:2])
 endef
 
-.PHONY: install train test lint clean
+.PHONY: install train test test-slow lint clean
 
 install: $(STAMP)
 
@@ -33,8 +34,11 @@ $(STAMP): requirements.txt pyproject.toml
 train: install
 	$(VENV)/bin/python -m mujica_jax.train $(ARGS)
 
-test: install $(COMPILER)
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+test: install
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m 'not slow' $(ARGS)
+
+test-slow: install $(COMPILER)
+	$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 # The TPU compiler stands beside the environment and not in it: there, JAX would look for a TPU at every start and complain.
 $(COMPILER): $(STAMP)

@@ -1,6 +1,6 @@
 """The training steps of published models compile for real TPU topologies and fit their memory, on a machine without a TPU.
 
-`make test` installs the TPU compiler (libtpu) into a folder of its own beside the environment.
+`make test-slow` installs the TPU compiler (libtpu) into a folder of its own beside the environment.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not (COMPILER / "libtpu").is_dir() and importlib.util.find_spec("libtpu") is None,
-        reason="libtpu is not installed: `make test` does it",
+        reason="libtpu is not installed: `make test-slow` does it",
     ),
 ]
 

@@ -1,11 +1,15 @@
 """The decoder against transformers: the same weights give the same logits and gradients, in both directions."""
 
+import json
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from mujica_jax.errors import UserError
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.weights import check, load_checkpoint, save_checkpoint
 
@@ -28,6 +32,45 @@ SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
+}
+# Another value for every field of a config.json that has a say in the mathematics, with what has to go with it.
+OTHER = {
+    "architectures": {"architectures": ["GPT2LMHeadModel"]},
+    "attention_bias": {"attention_bias": True},
+    "head_dim": {"head_dim": 4},
+    "hidden_act": {"hidden_act": "gelu"},
+    "hidden_size": {"hidden_size": 64},
+    "intermediate_size": {"intermediate_size": 64},
+    "layer_types": {"layer_types": ["full_attention", "sliding_attention"]},
+    "mlp_bias": {"mlp_bias": True},
+    "model_type": {"model_type": "gpt2"},
+    "num_attention_heads": {"num_attention_heads": 8},
+    "num_hidden_layers": {"num_hidden_layers": 3},
+    "num_key_value_heads": {"num_key_value_heads": 4},
+    "rms_norm_eps": {"rms_norm_eps": 0.1},
+    "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    "tie_word_embeddings": {},  # the other one of two
+    "use_sliding_window": {
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 0,
+        "layer_types": None,
+    },
+    "vocab_size": {"vocab_size": 128},
+}
+NO_MATHEMATICS = {  # of a forward pass: limits, names of tokens, what only training or transformers itself reads
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "max_window_layers",  # with use_sliding_window only
+    "pad_token_id",
+    "pretraining_tp",
+    "sliding_window",  # with use_sliding_window only
+    "transformers_version",
+    "use_cache",
 }
 
 
@@ -111,3 +154,22 @@ def test_a_sharded_checkpoint_of_transformers_is_read(reference, tmp_path):
 def test_check_reports_the_difference(reference):
     report = check(str(reference[1]))
     assert float(report.rsplit(" ", 1)[1]) < 1e-4
+
+
+def test_every_field_that_counts_changes_the_logits_or_is_refused(reference, tmp_path):
+    _, directory = reference
+    fields = json.loads((directory / "config.json").read_text())
+    assert set(fields) <= set(OTHER) | NO_MATHEMATICS, "a field that nobody has thought about"
+    expected = np.asarray(_logits(load_checkpoint(directory)))
+    unnoticed = []
+    for name in sorted(set(fields) & set(OTHER)):
+        shutil.copytree(directory, tmp_path / name)
+        changed = fields | (OTHER[name] or {name: not fields[name]})
+        (tmp_path / name / "config.json").write_text(json.dumps(changed))
+        try:
+            logits = np.asarray(_logits(load_checkpoint(tmp_path / name)))
+        except UserError:
+            continue
+        if np.abs(logits - expected).max() < 1e-3:
+            unnoticed.append(name)
+    assert unnoticed == []

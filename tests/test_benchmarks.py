@@ -1,0 +1,49 @@
+"""The benchmarks run, and importing a checkpoint needs little more memory than its weights."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packed_rows import MODEL, tiny_decoder
+
+from mujica_jax.models.weights import save_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def printed(program: str, *arguments: str, status: int = 0) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert finished.returncode == status, finished.stderr
+    return finished.stdout if status == 0 else finished.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_importing_peaks_below_1_3_times_the_weights(tmp_path):
+    wide = dataclasses.replace(
+        MODEL, vocab_size=100_000, hidden_size=384, intermediate_size=1536, num_layers=12, num_heads=6, head_dim=64
+    )
+    save_checkpoint(tiny_decoder(wide), tmp_path / "model")
+    found = re.search(
+        r"([\d.]+) MiB of weights, peak ([\d.]+) times", printed("import_memory.py", str(tmp_path / "model"))
+    )
+    assert found is not None and float(found[1]) > 200
+    assert 1.0 <= float(found[2]) < 1.3
+
+
+def test_the_training_step_is_measured(tmp_path):
+    save_checkpoint(tiny_decoder(), tmp_path / "model")
+    sizes = ["--rows", "2", "--row-tokens", "128", "--repeats", "1"]
+    said = printed("train_step.py", str(tmp_path / "model"), *sizes)
+    found = re.search(
+        r"(\d+) tokens a step .* ([\d.]+) GFLOP\n.*\nseen: [\d.]+ ms, (\d+) tokens/s, ([\d.]+)% of it", said
+    )
+    assert found is not None, said
+    # one layer of 16 x (2 x 2 + 2 x 2) x 8 and 3 x 16 x 24 weights, six operations a slot; head and attention come on top
+    assert 0 < int(found[1]) <= 256 and float(found[2]) >= round(6 * 256 * (1024 + 1152) / 1e9, 1)
+    assert int(found[3]) > 0 and float(found[4]) < 100
+    refused = printed("train_step.py", str(tmp_path / "nowhere"), status=2)
+    assert "nowhere/config.json is missing" in refused
