@@ -23,8 +23,16 @@ Section = TypeVar("Section")
 def command_line(arguments: Sequence[str], *, default: str) -> Config:
     """`[FILE] [flags]` -> Config. FILE is a path or the name of a file in configs/."""
     words = list(arguments)
-    name = words.pop(0) if words and not words[0].startswith("-") else default
+    name = take_file(words) or default
     return override(load_config(name), words, prog=f"python -m mujica_jax.train {name}")
+
+
+def take_file(words: list[str]) -> str | None:
+    """Remove the configuration from a command line: the first word, unless it is a flag, or a path to a `.py` file anywhere."""
+    if words and not words[0].startswith("-"):
+        return words.pop(0)
+    place = next((place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
+    return None if place is None else words.pop(place)
 
 
 def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section:

@@ -21,7 +21,7 @@ from typing import Any
 
 from mujica_jax.config import AgentConfig, Config, EngineConfig, EvalConfig, TaskConfig, TwoWikiConfig
 from mujica_jax.config_checks import check
-from mujica_jax.config_files import from_dict, load_config, override
+from mujica_jax.config_files import from_dict, load_config, override, take_file
 from mujica_jax.errors import UserError
 
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     """`[CONFIG] --checkpoint DIR [flags]` -> the arguments, and the whole configuration under them."""
     words = list(arguments)
-    name = words.pop(0) if words and not words[0].startswith("-") else None
+    name = take_file(words)
     checkpoint = _flag_value(words, "--checkpoint")
     if name is None and checkpoint is not None:
         config = _run_config(Path(checkpoint))

@@ -123,6 +123,11 @@ def test_flags_reach_their_fields():
     )
 
 
+def test_a_file_may_stand_behind_flags():
+    config = command_line(["--seed", "3", str(SMOKE), "--run", "runs/a"], default="tiny_world")
+    assert config == dataclasses.replace(load_config(str(SMOKE)), seed=3, run="runs/a")
+
+
 def test_without_a_file_the_default_is_taken():
     config = command_line(["--seed", "3"], default="tiny_world")
     assert config == dataclasses.replace(load_config("tiny_world"), seed=3)
