@@ -42,8 +42,8 @@ test-slow: install $(COMPILER)
 
 # The TPU compiler stands beside the environment and not in it: there, JAX would look for a TPU at every start and complain.
 $(COMPILER): $(STAMP)
-	$(VENV)/bin/python -m pip install --quiet --quiet --no-deps --target $(VENV)/tpu --upgrade '$(LIBTPU)' || echo "no libtpu for this machine: the tests that compile for TPUs are skipped"
-	@mkdir -p $(VENV)/tpu && touch $@
+	$(VENV)/bin/python -m pip install --quiet --quiet --no-deps --target $(VENV)/tpu --upgrade '$(LIBTPU)' \
+		&& touch $@ || echo "libtpu could not be installed: the tests that compile for TPUs are skipped"
 
 lint: install
 	$(VENV)/bin/ruff check .

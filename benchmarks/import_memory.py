@@ -5,6 +5,7 @@
 Prints one line; resident memory counts, mapped files included. Linux only.
 """
 
+import argparse
 import sys
 import threading
 import time
@@ -24,7 +25,10 @@ def resident_bytes() -> int:
     return 1024 * int(status.split("VmRSS:")[1].split()[0])
 
 
-def main(directory: str) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("directory")
+    directory = parser.parse_args().directory
     jax.numpy.zeros(1)  # the runtime's own memory belongs to the baseline
     before = peak = resident_bytes()
     done = threading.Event()
@@ -53,4 +57,4 @@ def main(directory: str) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(main())

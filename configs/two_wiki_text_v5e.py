@@ -2,8 +2,9 @@
 
     python -m mujica_jax.train configs/two_wiki_text_v5e.py --init CHECKPOINT --task.data-dir DIR
 
-Qwen2.5-7B, Qwen3-8B and Llama-3.1-8B fit: `tests/test_tpu_compile.py` compiles their training step for this topology. Questions, attempts
-and learning rates are those of the Mujica-MyGO paper. The `model` section is not read with --init.
+The training steps of Qwen2.5-7B, Qwen3-8B and Llama-3.1-8B compile for this topology and fit (`tests/test_tpu_compile.py`). A whole run
+there is still to come: the engine does not split its weights over chips, and a checkpoint is loaded to one device first. Questions,
+attempts and learning rates are those of the Mujica-MyGO paper. The `model` section is not read with --init.
 """
 
 from mujica_jax.config import (

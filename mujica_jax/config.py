@@ -15,9 +15,8 @@ class TinyWorldConfig:
     train_questions: int  # questions MyGO may sample
     demonstrations: int  # fixed scripted demonstrations for the warm-up
     test_questions: int  # held-out questions over entities never seen in training
-    facts_per_entity: (
-        int  # upper bound of triples a person or film carries: more facts, more distractors for the worker
-    )
+    # Upper bound of triples a person or film carries: more facts, more distractors for the worker.
+    facts_per_entity: int
     distractor_names: float  # share of entities that borrow part of their name from another one (0 to 1)
     augmented_copies: int = 0  # renamed copies of every demonstration: the same facts under other names
     missing_facts: float = 0.0  # share of facts the graph lacks, so that a search finds nothing (0 to 1)
@@ -84,10 +83,9 @@ class TrainerConfig:
     b2: float = 0.95
     clip_norm: float = 1.0  # global gradient norm
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
-    remat: Literal["auto", "none", "dots", "full"] = (
-        "auto"  # what the backward pass computes again: nothing, all but matrix
-    )
-    # products, whole layers; auto is full for models of more than four layers, whose activations would outgrow memory
+    # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole layers. auto: none up
+    # to four layers, full beyond.
+    remat: Literal["auto", "none", "dots", "full"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type; parameters and optimiser state stay float32
     data: int = 1  # mesh axes; their product is the number of devices used
     fsdp: int = 1
@@ -112,9 +110,8 @@ class WarmupConfig:
     learning_rate: float
     learning_rate_floor: float
     reading_share: float  # reading documents mixed into the demonstrations, as a share of their tokens
-    oversight: float = (
-        0.0  # share of worker turns in which the scripted demonstrator overlooks the fact (0 to 1): its noise
-    )
+    # Share of worker turns in which the scripted demonstrator overlooks the fact before it (0 to 1): its one kind of noise.
+    oversight: float = 0.0
     few_shot_trajectories: int = 300  # how many correct trajectories to sample with `--init` (appendix D.3)
     few_shot_attempts: int = 4  # at most this many tries a question
 

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import json
+import re
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from packed_rows import MODEL, TRAINER
 
 from mujica_jax import config as config_module
 from mujica_jax.config import (
@@ -32,6 +34,7 @@ from mujica_jax.config_checks import check
 from mujica_jax.config_files import CONFIG_FOLDER, command_line, from_dict, load_config
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import adamw
+from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import mygo, run, scoring, start, warmup
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
@@ -240,6 +243,21 @@ def test_every_field_of_the_optimiser_changes_its_updates(smoke):
         return updates["layers"]["kernel"].tolist()
 
     assert_each_changes(smoke, "trainer", {"weight_decay": 0.3, "b1": 0.5, "b2": 0.5, "clip_norm": 3.0}, seen)
+
+
+def test_help_texts_stand_where_they_are_looked_for():
+    """Behind a field on its own line, or on whole lines above it: the formatter moves a comment that makes a line too long."""
+    lines = Path(config_module.__file__).read_text().splitlines()
+    wrapped = [line for line in lines if re.match(r"    (\w+: .*\($|\).*#)", line)]
+    assert wrapped == []
+
+
+def test_every_choice_of_recomputation_is_another_program():
+    def program(remat: Any) -> str:
+        return Trainer(MODEL, dataclasses.replace(TRAINER, remat=remat)).lower_step().as_text()
+
+    assert len({program("none"), program("dots"), program("full")}) == 3
+    assert program("auto") == program("none"), "one layer"
 
 
 @functools.cache

@@ -128,12 +128,13 @@ def _walk(
     The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands all that its
     backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a gigabyte for 512 tokens.
     """
+    narrow = table.astype(hidden.dtype)
 
     def one_chunk(carry: None, chunk_of: tuple[Array, Array, Array]) -> tuple[None, Array]:
         hidden, targets, wanted = chunk_of
 
         def some(hidden: Array, targets: Array) -> Array:
-            logits = scores(table, hidden)
+            logits = scores(narrow, hidden)
             chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
             return chosen - jax.nn.logsumexp(logits, axis=-1)
 
@@ -150,24 +151,27 @@ def _walk_forward(table: Array, *chunks: Array) -> tuple[Array, tuple[Array, ...
 
 
 def _walk_backward(kept: tuple[Array, ...], upstream: Float[Array, "chunks rows chunk"]) -> tuple[Array | None, ...]:
-    """d log p[target] / d logits = onehot(target) - softmax(logits). The head's gradient adds up in float32 in one place."""
+    """d log p[target] / d logits = onehot(target) - softmax(logits). The head's gradient adds up in the type of the parameters, over
+    chunks in one place and over devices outside.
+    """
     table, *chunks = kept
+    narrow = table.astype(chunks[0].dtype)
 
     def one_chunk(head: Array, chunk_of: tuple[Array, ...]) -> tuple[Array, Array]:
         hidden, targets, wanted, upstream = chunk_of
 
         def some(head: Array) -> tuple[Array, Array]:
             at_target = targets[..., None] == jnp.arange(table.shape[0])
-            pull = (at_target - jax.nn.softmax(scores(table, hidden), axis=-1)) * upstream[..., None]
-            rows = pull.reshape(-1, pull.shape[-1]).astype(table.dtype)
+            pull = (at_target - jax.nn.softmax(scores(narrow, hidden), axis=-1)) * upstream[..., None]
+            rows = pull.reshape(-1, pull.shape[-1]).astype(narrow.dtype)
             states = hidden.reshape(-1, hidden.shape[-1])
-            head = head + jnp.matmul(rows.T, states, preferred_element_type=jnp.float32)
-            return head, (rows @ table).reshape(hidden.shape)
+            head = head + jnp.matmul(rows.T, states, preferred_element_type=head.dtype)
+            return head, (rows @ narrow).reshape(hidden.shape)
 
         return jax.lax.cond(wanted.any(), some, lambda head: (head, jnp.zeros_like(hidden)), head)
 
-    head, states = jax.lax.scan(one_chunk, jnp.zeros(table.shape, jnp.float32), (*chunks, upstream))
-    return head.astype(table.dtype), states, None, None
+    head, states = jax.lax.scan(one_chunk, jnp.zeros_like(table), (*chunks, upstream))
+    return head, states, None, None
 
 
 _walk.defvjp(_walk_forward, _walk_backward)

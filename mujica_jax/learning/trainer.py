@@ -35,7 +35,7 @@ from mujica_jax.learning.optimizer import Schedule, adamw, learning_rate, schedu
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.sharding import make_mesh, shard_batch, shardings_of
+from mujica_jax.models.sharding import RULES, make_mesh, shard_batch, shardings_of
 from mujica_jax.trajectories.packing import Batch, PackedRows
 
 
@@ -104,7 +104,7 @@ class Trainer:
     def lower_step(self) -> jax.stages.Lowered:
         """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no device."""
         shape = (self.config.rows_per_step, self.config.row_tokens)
-        rows = NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
+        rows = NamedSharding(self.mesh, PartitionSpec(RULES["batch"].mesh_axes))
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
         mask: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=rows)
         batch = Batch(integers, integers, integers, mask)

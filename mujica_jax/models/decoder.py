@@ -74,12 +74,11 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Scores of the next token in float32, from the output of `__call__` or any selection of its positions."""
-        return scores(self.head_table(), hidden)
+        return scores(self.head_table().astype(self.dtype), hidden)
 
     def head_table(self) -> Float[Array, "vocab hidden"]:
-        """The output head in the compute type."""
-        table = self.embedding if self.config.tie_word_embeddings else self.head
-        return table[...].astype(self.dtype)
+        """The output head, in the type of the parameters."""
+        return (self.embedding if self.config.tie_word_embeddings else self.head)[...]
 
 
 def scores(table: Float[Array, "vocab hidden"], hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

@@ -115,7 +115,7 @@ def shardings_of(tree: Any, mesh: Mesh) -> Any:
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
     """Put the rows (leading dimension) of every array over data x fsdp. Each process passes the same whole batch."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    sharding = NamedSharding(mesh, PartitionSpec(RULES["batch"].mesh_axes))
 
     def put(array: np.ndarray | Array) -> Array:
         if array.shape[0] % parts:

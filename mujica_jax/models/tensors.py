@@ -107,7 +107,7 @@ class Tensors:
         return _placed(weight.shape, weight.axes, mesh, part)
 
     def load_stacked(self, weight: Weight, names: Sequence[str], layers: str | None, mesh: Mesh | None) -> jax.Array:
-        """One weight of all layers, under a leading logical axis. No host holds more than one device's part of it, and one layer."""
+        """One weight of all layers, under a leading logical axis. A host holds one part of it at a time, and one layer of that part."""
 
         def part(index: Index) -> np.ndarray:
             chosen = names[index[0]]
@@ -137,11 +137,19 @@ def _placed(
     mesh: Mesh | None,
     part: Callable[[Index], np.ndarray],
 ) -> jax.Array:
-    """Waits for each copy, so that the host's part is gone before the next one is read."""
+    """Reads each distinct part once and waits until its devices have it, so that it is gone before the next one is read."""
     if mesh is None:
         return jax.device_put(part((slice(None),) * len(shape)), may_alias=True).block_until_ready()
     sharding = NamedSharding(mesh, partition_spec(logical_axes, shape, mesh))
-    return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ())).block_until_ready()
+    indexes = sharding.addressable_devices_indices_map(shape)
+    holders: dict[str, list[Any]] = {}
+    for device, index in indexes.items():
+        holders.setdefault(str(index), []).append(device)
+    arrays: dict[Any, jax.Array] = {}
+    for devices in holders.values():
+        values = part(indexes[devices[0]] or ())
+        arrays |= {device: jax.device_put(values, device).block_until_ready() for device in devices}
+    return jax.make_array_from_single_device_arrays(shape, sharding, [arrays[device] for device in indexes])
 
 
 def _aligned(shape: tuple[int, ...]) -> Float[np.ndarray, "*shape"]:
