@@ -28,11 +28,14 @@ def command_line(arguments: Sequence[str], *, default: str) -> Config:
 
 
 def take_file(words: list[str]) -> str | None:
-    """Remove the configuration from a command line: the first word, unless it is a flag, or a path to a `.py` file anywhere."""
+    """Remove the configuration from a command line: the first word, unless it is a flag, or a `.py` file that is no flag's value."""
     if words and not words[0].startswith("-"):
         return words.pop(0)
-    place = next((place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
-    return None if place is None else words.pop(place)
+    for place in range(1, len(words)):
+        before, word = words[place - 1], words[place]
+        if word.endswith(".py") and not word.startswith("-") and (not before.startswith("-") or "=" in before):
+            return words.pop(place)
+    return None
 
 
 def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section:

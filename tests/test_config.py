@@ -129,6 +129,8 @@ def test_flags_reach_their_fields():
 def test_a_file_may_stand_behind_flags():
     config = command_line(["--seed", "3", str(SMOKE), "--run", "runs/a"], default="tiny_world")
     assert config == dataclasses.replace(load_config(str(SMOKE)), seed=3, run="runs/a")
+    assert command_line(["--seed=3", str(SMOKE), "--run=runs/a"], default="tiny_world") == config
+    assert command_line(["--run", "odd.py"], default="tiny_world").run == "odd.py", "a flag's value stays one"
 
 
 def test_without_a_file_the_default_is_taken():

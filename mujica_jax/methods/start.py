@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import Config, TinyWorldConfig
@@ -41,10 +42,12 @@ def open_training(config: Config, directory: Path) -> Iterator[Run]:
     """
     keep_freed_memory()
     use_compilation_cache()
+    mesh = _mesh(config)
     task = build_task(config)
     loaded = load_model(config.init, config) if config.init else None
     size = loaded[1].config if loaded else decoder_config(config, config.model.vocab_tokens, ())
-    _check_machine(config, size)
+    if mesh.size > 1:  # the model can be split over it
+        shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
     store = open_run(directory, dataclasses.asdict(config), ignore=("run",))
     progress = Progress()
     progress.line(f"run directory: {directory}")
@@ -129,12 +132,10 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def _check_machine(config: Config, size: DecoderConfig) -> None:
-    """The machine has the devices, they divide the model, and they run the attention kernel that is asked for."""
+def _mesh(config: Config) -> Mesh:
+    """The machine has the devices, and they run the attention kernel that is asked for. Known before a checkpoint is read."""
     check_platform(config.trainer.attention)
-    mesh = make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
-    if mesh.size > 1:
-        shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
+    return make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
 
 
 def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder]:

@@ -109,16 +109,15 @@ class Tensors:
     def load_stacked(self, weight: Weight, names: Sequence[str], layers: str | None, mesh: Mesh | None) -> jax.Array:
         """One weight of all layers, under a leading logical axis. A host holds one part of it at a time, and one layer of that part."""
 
+        shape = (len(names), *weight.shape)
+
         def part(index: Index) -> np.ndarray:
-            chosen = names[index[0]]
-            first = self.read(weight, chosen[0], index[1:])
-            stacked = _aligned((len(chosen), *first.shape))
-            stacked[0] = first
-            for place, name in enumerate(chosen[1:], start=1):
+            stacked = _aligned(tuple(len(range(size)[of]) for size, of in zip(shape, index, strict=True)))
+            for place, name in enumerate(names[index[0]]):
                 stacked[place] = self.read(weight, name, index[1:])
             return stacked
 
-        return _placed((len(names), *weight.shape), (layers, *weight.axes), mesh, part)
+        return _placed(shape, (layers, *weight.axes), mesh, part)
 
     def _stored(self, name: str) -> np.ndarray:
         path, stored = self.files[name]
