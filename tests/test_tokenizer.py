@@ -85,6 +85,24 @@ TOKENIZERS = {name: Tokenizer(wrapped) for name, wrapped in WRAPPED.items()}
 TRAINED = Tokenizer.train(iter(CORPUS), 400)
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
+hostile_pieces = st.sampled_from(
+    [
+        *CHATML_TOKENS,
+        *LLAMA3_TOKENS,
+        *(f"<{slash}{tag}>" for tag in PROTOCOL_TAGS for slash in ("", "/")),
+        "< Answer >",
+        "<ANSWER",
+        ">",
+        "<",
+        "|im_end|",
+        " ",
+        "\n",
+        "Ġ",
+        "ſ",
+    ]
+)
+hostile_texts = st.lists(st.one_of(hostile_pieces, st.text(max_size=8)), max_size=8).map("".join)
+
 SYSTEM = "You are a planner.\nAnswer in one line."
 USERS = ["Who directed it in 1987?", "  Rome? \n", "\n\nParis", "été – 東京 🎬", "a<b and c>d", "x"]
 
@@ -119,6 +137,74 @@ def test_a_template_without_system_role_gets_the_system_text_in_the_user_message
     assert text == "<bos><start_of_turn>user\nBe brief.\n\nWho?<end_of_turn>\n<start_of_turn>model\n"
 
 
+model_texts = st.text(max_size=20) | st.sampled_from(
+    ["<think>x</think>\n<answer>Rome</answer>", "<|im_end|>", "\n", ""]
+)
+stopped_turns = st.lists(st.tuples(model_texts, hostile_texts, st.integers(0, 2)), max_size=3)
+
+
+@given(system=st.text(max_size=20), user=hostile_texts, turns=stopped_turns)
+@settings(max_examples=150, deadline=None)
+def test_messages_are_what_the_conversation_was_rendered_from(system, user, turns):
+    """However a model's turn ended: cut by a limit (0), or by either of its stop tokens."""
+    for tokenizer, stripped in [*((t, name == "llama3") for name, t in TOKENIZERS.items()), (TRAINED, False)]:
+
+        def content(text, stripped=stripped):
+            return text.strip() if stripped else text
+
+        ids = tokenizer.open_conversation(system, user)
+        expected = [("system", content(system)), ("user", content(neutralise(user)))]
+        for said, heard, ending in turns:
+            end = [tokenizer.stop_token_ids[ending % len(tokenizer.stop_token_ids)]] if ending else []
+            ids = [*ids, *tokenizer.encode_model(said), *end, *tokenizer.continue_conversation(heard, bool(end))]
+            expected += [("assistant", said), ("user", content(neutralise(heard)))]
+        assert tokenizer.messages(ids) == [{"role": role, "content": content} for role, content in expected]
+
+
+@every_family
+@pytest.mark.parametrize("user", USERS)
+def test_transformers_renders_the_messages_to_the_same_tokens(name, user):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.open_conversation(SYSTEM, user) + tokenizer.encode_model("Ask for the director.")
+    ids += tokenizer.continue_conversation(user, stopped=False)
+    messages = tokenizer.messages(ids)
+    assert WRAPPED[name].apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == ids
+
+
+def test_messages_of_a_template_without_system_role():
+    special = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
+    tokenizer = Tokenizer(_wrapped(NO_SYSTEM_TEMPLATE, special, [], QWEN_SPLIT, "<bos>", "<end_of_turn>", False))
+    ids = tokenizer.open_conversation("Be brief.", "Who?") + tokenizer.encode_model("He.")
+    assert tokenizer.messages(ids + tokenizer.continue_conversation("Why?", stopped=False)) == [
+        {"role": "user", "content": "Be brief.\n\nWho?"},
+        {"role": "assistant", "content": "He."},
+        {"role": "user", "content": "Why?"},
+    ]
+
+
+def test_tokens_that_are_no_conversation_have_no_messages():
+    opening = TRAINED.open_conversation("s", "u")
+    for ids, sentence in [
+        (opening[:-2], r"ends after .* where the chat template goes on"),
+        (opening + TRAINED.encode_model("He."), r"ends after 'He\.' where"),
+        (opening[1:], r"begins with .* and the chat template with"),
+        ([], r"begins with \[\]"),
+    ]:
+        with pytest.raises(UserError, match=sentence):
+            TRAINED.messages(ids)
+
+
+def test_a_template_that_parts_messages_by_text_has_no_messages():
+    template = (
+        "[INST] {{ messages[0]['content'] }} || {{ messages[1]['content'] }} [/INST]{% for message in messages[2:] %}"
+        "{% if message['role'] == 'user' %} [INST]{{ message['content'] }} [/INST]{% else %}{{ message['content'] }}</s>"
+        "{% endif %}{% endfor %}"
+    )
+    tokenizer = Tokenizer(_wrapped(template, ["</s>"], [], QWEN_SPLIT, None, "</s>", False))
+    with pytest.raises(UserError, match="where text could say the same"):
+        tokenizer.messages(tokenizer.open_conversation("s", "u"))
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     template = QWEN2_5_TEMPLATE.replace("message.content +", "(message.content if loop.last else '') +")
     with pytest.raises(UserError, match=r"cannot grow by appending"):
@@ -129,25 +215,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
 def test_stop_tokens_are_end_of_turn_and_end_of_text(name):
     expected = {"<|im_end|>"} if name != "llama3" else {"<|eot_id|>", "<|end_of_text|>"}
     assert {TOKENIZERS[name].decode([id]) for id in TOKENIZERS[name].stop_token_ids} == expected
-
-
-hostile_pieces = st.sampled_from(
-    [
-        *CHATML_TOKENS,
-        *LLAMA3_TOKENS,
-        *(f"<{slash}{tag}>" for tag in PROTOCOL_TAGS for slash in ("", "/")),
-        "< Answer >",
-        "<ANSWER",
-        ">",
-        "<",
-        "|im_end|",
-        " ",
-        "\n",
-        "Ġ",
-        "ſ",
-    ]
-)
-hostile_texts = st.lists(st.one_of(hostile_pieces, st.text(max_size=8)), max_size=8).map("".join)
 
 
 @given(text=hostile_texts)

@@ -4,6 +4,7 @@ Two generators speak it: `generator.BatchedGenerator` on our own engine, `remote
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -40,8 +41,12 @@ class SamplingParams:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     token_ids: tuple[int, ...]  # includes the stop token where finish_reason is "stop"
-    logprobs: tuple[float, ...] | None  # one a token, float32, under the unmodified policy; None where an endpoint gives none
-    sampling_logprobs: tuple[float, ...] | None  # the same under the distribution drawn from, after temperature and filters
+    logprobs: (
+        tuple[float, ...] | None
+    )  # one a token, float32, under the unmodified policy; None where an endpoint gives none
+    sampling_logprobs: (
+        tuple[float, ...] | None
+    )  # the same under the distribution drawn from, after temperature and filters
     finish_reason: Literal["stop", "length", "stop_string"]
     policy_version: int
 
@@ -51,3 +56,34 @@ class Generator(Protocol):
         """Complete one prompt. `continues` says that the conversation will come back with this prompt as its beginning:
         such requests overtake others. Raises RequestError."""
         ...
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raises RequestError naming the first parameter that no generator can honour."""
+    if params.max_new_tokens < 1:
+        raise RequestError(f"max_new_tokens is {params.max_new_tokens}: ask for at least 1")
+    if not 0 <= params.temperature < math.inf:  # NaN is refused too
+        raise RequestError(f"temperature is {params.temperature}: use 0 for greedy or a positive number")
+    if params.top_k < 0:
+        raise RequestError(f"top_k is {params.top_k}: use 0 for all tokens or a positive number")
+    if not 0 < params.top_p <= 1:
+        raise RequestError(f"top_p is {params.top_p}: use a share above 0 and at most 1")
+    if not 0 <= params.min_p <= 1:
+        raise RequestError(f"min_p is {params.min_p}: use a share from 0 to 1")
+    if min(params.stop_token_ids, default=0) < 0:
+        raise RequestError(f"stop_token_ids hold {min(params.stop_token_ids)}: token ids begin at 0")
+    if "" in params.stop_strings:
+        raise RequestError("a stop string is empty and would end every completion at once: leave it out")
+    if params.deadline_seconds is not None and not params.deadline_seconds > 0:
+        raise RequestError(f"deadline_seconds is {params.deadline_seconds}: give a positive time, or None for no limit")
+
+
+def check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
+    """Raises RequestError for a prompt that is empty or has ids outside a vocabulary of this size."""
+    if len(prompt) == 0:
+        raise RequestError("the prompt is empty: send at least one token")
+    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        raise RequestError(
+            f"the prompt's token ids {min(prompt)}..{max(prompt)} leave the vocabulary of {vocabulary}: "
+            "encode it with the tokenizer of this model"
+        )

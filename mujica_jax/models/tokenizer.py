@@ -7,6 +7,7 @@ turn by turn from the pieces of the chat template, so that token ids once made a
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ from typing import Any
 import tokenizers
 
 from mujica_jax.errors import UserError
+from mujica_jax.models.chat_messages import Scaffold, read_messages
 from mujica_jax.models.families import token_ids
 
 PROTOCOL_TAGS = ("think", "search", "action", "answer", "select", "sentence", "information")
@@ -160,6 +162,25 @@ class Tokenizer:
         scaffold = after_model[1:] if stopped else after_model
         content = self._content(neutralise(user))
         return self._encode([*scaffold, content, *self._added.split(self._pieces.before_model)])
+
+    def messages(self, ids: Sequence[int]) -> list[dict[str, str]]:
+        """The inverse of the two above: the messages of a conversation that ends where the model writes next, for a chat API.
+
+        Contents are as the conversation holds them: of untrusted text that is what `neutralise` left.
+        """
+        pieces, split = self._pieces, self._added.split
+        scaffold = Scaffold(
+            before_system=None if pieces.before_system is None else split(pieces.before_system),
+            before_user=split(pieces.before_user),
+            before_model=split(pieces.before_model),
+            after_model=split(pieces.after_model),
+            turn_ends=self.stop_token_ids,
+        )
+        parts: list[int | str] = []
+        for added, run in itertools.groupby(ids, self._added_ids.__contains__):
+            together = list(run)
+            parts += together if added else [self.decode(together)]
+        return read_messages(parts, scaffold, spell=lambda id: self.decode([id]))
 
     @property
     def end_of_turn_id(self) -> int:
