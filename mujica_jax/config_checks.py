@@ -4,10 +4,11 @@ Both entry points call `check` first, so a mistake is answered in a second and b
 task or a checkpoint can tell (devices, files, sizes of a checkpoint) is checked where these are opened.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from mujica_jax.config import AgentConfig, Config, TrainerConfig
+from mujica_jax.config import AgentConfig, Config, RemoteConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
 LEAST: Mapping[str, int | float] = {  # smallest value of a field
@@ -98,6 +99,27 @@ def check_rows(trainer: TrainerConfig) -> None:
             f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and trainer.row_tokens is {trainer.row_tokens}: "
             f"use {SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)}, or trainer.attention auto"
         )
+
+
+def check_remote(remote: RemoteConfig) -> None:
+    """An endpoint is described wholly, or not at all."""
+    if remote.base_url is None:
+        for field in dataclasses.fields(remote):
+            if getattr(remote, field.name) != field.default:
+                name = _flag(f"remote.{field.name}")
+                raise UserError(
+                    f"{name} is {getattr(remote, field.name)} and there is no endpoint: give --remote.base-url too"
+                )
+        return
+    for name in ("model", "mode", "tokenizer"):
+        if not getattr(remote, name):
+            raise UserError(
+                f"--remote.base-url is {remote.base_url} and --remote.{name} is not given: an endpoint needs both"
+            )
+    for name, least in (("concurrency", 1), ("timeout_seconds", 0), ("deadline_seconds", 0)):
+        value = getattr(remote, name)
+        if not (math.isfinite(value) and value >= least and value > 0):
+            raise UserError(f"{_flag(f'remote.{name}')} is {value} and must be {'at least 1' if least else 'above 0'}")
 
 
 def _check_rates(config: Config, section: str) -> None:

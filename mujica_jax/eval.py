@@ -2,10 +2,12 @@
 
     python -m mujica_jax.eval --checkpoint RUN [--policy N] [--section.field value ...]
     python -m mujica_jax.eval CONFIG --checkpoint HF_DIR [--out DIR] [--section.field value ...]
+    python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat --remote.tokenizer DIR [...]
 
 RUN is a run directory: its config.json is the configuration and its latest policy is evaluated. A Hugging Face directory needs the name of
 a configuration, as `train` takes it; given with a run, that one replaces the run's own. Flags change what is evaluated: another seed, more
-questions, other limits, or the passages of a task whose graph the policy was trained on (`--task.environment text`).
+questions, other limits, or the passages of a task whose graph the policy was trained on (`--task.environment text`). A model behind an
+OpenAI-compatible endpoint is evaluated under a configuration as well, with the prompts that its agent.prompt names (docs/endpoints.md).
 
 Results go to RUN/eval/<task>-<environment>.json (without a run ./eval, or --out), the greedy predictions beside it as JSON lines.
 """
@@ -17,12 +19,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mujica_jax.config import AgentConfig, Config, EngineConfig, EvalConfig, TaskConfig, TwoWikiConfig
-from mujica_jax.config_checks import check
+from mujica_jax.config import AgentConfig, Config, EngineConfig, EvalConfig, RemoteConfig, TaskConfig, TwoWikiConfig
+from mujica_jax.config_checks import check, check_remote
 from mujica_jax.config_files import from_dict, load_config, override, take_file
 from mujica_jax.errors import UserError
+from mujica_jax.methods.remote import Endpoint, open_endpoint
+
+if TYPE_CHECKING:
+    from mujica_jax.methods.scoring import ScoredGenerator
+    from mujica_jax.models.tokenizer import Tokenizer
 
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
 WANTED = "give --checkpoint a run directory or a Hugging Face directory"
@@ -32,7 +39,7 @@ WANTED = "give --checkpoint a run directory or a Hugging Face directory"
 class EvalArguments:
     """Evaluate a policy on held-out questions: what is evaluated, and the parts of a configuration that matter to it."""
 
-    checkpoint: str  # a run directory, or a Hugging Face directory together with a configuration name
+    checkpoint: str | None  # a run directory, or a Hugging Face directory together with a configuration name
     policy: int | None = None  # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
     task: TaskConfig
@@ -40,6 +47,7 @@ class EvalArguments:
     engine: EngineConfig
     eval: EvalConfig
     seed: int
+    remote: RemoteConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,12 +59,36 @@ class Checkpoint:
     version: int
     out: Path
 
+    @property
+    def place(self) -> str:
+        return str(self.model)
+
+    def concurrency(self, config: Config) -> int:
+        return config.engine.slots
+
+    def open(self, config: Config) -> "tuple[Tokenizer, ScoredGenerator]":
+        from flax import nnx
+
+        from mujica_jax.methods.run import make_generator, use_weights
+        from mujica_jax.methods.start import load_model
+
+        tokenizer, decoder = load_model(self.model, config)
+        generator = make_generator(decoder, config, tokenizer)
+        use_weights(generator, nnx.state(decoder), decoder.dtype, self.version)
+        return tokenizer, generator
+
+    def about(self) -> dict[str, Any]:
+        return {"checkpoint": str(self.model), "policy": self.version}
+
+    def closing_lines(self) -> list[str]:
+        return []
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 a mistake of the user's, 130 interrupted."""
     try:
         given, config = command_line(sys.argv[1:] if arguments is None else arguments)
-        evaluate(config, find_checkpoint(given))
+        evaluate(config, find_checkpoint(given) if given.remote.base_url is None else find_endpoint(given, config))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -71,24 +103,43 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     words = list(arguments)
     name = take_file(words)
     checkpoint = _flag_value(words, "--checkpoint")
+    remote = _flag_value(words, "--remote.base-url", "--remote.base_url")
+    if remote is not None and (name is None or checkpoint is not None):
+        raise UserError(
+            f"--remote.base-url is {remote}: an endpoint is evaluated under a configuration and without a checkpoint, as in "
+            f"`python -m mujica_jax.eval {HELP_CONFIG} --remote.base-url {remote} ...`"
+        )
     if name is None and checkpoint is not None:
         config = _run_config(Path(checkpoint))
     else:
         config = load_config(name or HELP_CONFIG)
     shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
     sections = {field.name for field in dataclasses.fields(EvalArguments)} & set(shared)
-    defaults = {section: shared[section] for section in sections} | {"checkpoint": _given_or_missing(checkpoint)}
+    defaults = {section: shared[section] for section in sections}
+    defaults["remote"] = RemoteConfig()
+    defaults["checkpoint"] = checkpoint if remote is not None else _given_or_missing(checkpoint)
     given = override(EvalArguments(**defaults), words, prog="python -m mujica_jax.eval")
     changed = {section: getattr(given, section) for section in sections}
     if isinstance(given.task, TwoWikiConfig):  # copies are for demonstrations, and of graphs only
         changed["task"] = dataclasses.replace(given.task, augmented_copies=0)
     config = dataclasses.replace(config, **changed)
     check(config)
+    check_remote(given.remote)
     return given, config
+
+
+def find_endpoint(given: EvalArguments, config: Config) -> Endpoint:
+    """The model behind the endpoint that the flags describe."""
+    if given.policy is not None:
+        raise UserError(
+            f"--policy is {given.policy} and {given.remote.base_url} is no run directory: leave --policy out"
+        )
+    return open_endpoint(given.remote, config, Path(given.out or "eval"))
 
 
 def find_checkpoint(given: EvalArguments) -> Checkpoint:
     """The policy to evaluate, every file compared with its checksum where it belongs to a run."""
+    assert given.checkpoint is not None, "only an endpoint is evaluated without one"
     folder = Path(given.checkpoint)
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {WANTED}")
@@ -110,38 +161,39 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
     return Checkpoint(name=f"policy {version}", model=model, version=version, out=Path(given.out or folder / "eval"))
 
 
-def evaluate(config: Config, checkpoint: Checkpoint) -> None:
+def evaluate(config: Config, policy: Checkpoint | Endpoint) -> None:
     """Score, print, and write the two files."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
-    from flax import nnx
-
-    from mujica_jax.methods.run import make_agent, make_generator, use_weights
+    from mujica_jax.methods.run import make_agent
     from mujica_jax.methods.scoring import score_policy
-    from mujica_jax.methods.start import build_task, load_model, use_compilation_cache
+    from mujica_jax.methods.start import build_task, use_compilation_cache
     from mujica_jax.models.host_memory import keep_freed_memory
     from mujica_jax.report import Progress, score_table
     from mujica_jax.trajectories.objects import write_over
 
-    _require_writable(checkpoint.out)
+    _require_writable(policy.out)
     keep_freed_memory()
     use_compilation_cache()
     task = build_task(config)
-    tokenizer, decoder = load_model(checkpoint.model, config)
-    generator = make_generator(decoder, config, tokenizer)
-    use_weights(generator, nnx.state(decoder), decoder.dtype, checkpoint.version)
+    tokenizer, generator = policy.open(config)
     progress = Progress()
-    progress.line(f"{checkpoint.name} from {checkpoint.model}, {task.name} ({task.environment.kind})")
-    agent = make_agent(config, task, tokenizer)
+    progress.line(f"{policy.name} from {policy.place}, {task.name} ({task.environment.kind})")
     scores = score_policy(
-        checkpoint.name, agent=agent, generator=generator, task=task, config=config, progress=progress
+        policy.name,
+        agent=make_agent(config, task, tokenizer),
+        generator=generator,
+        task=task,
+        config=config,
+        progress=progress,
+        concurrency=policy.concurrency(config),
     )
     summary = scores.summary()
-    file = checkpoint.out / f"{task.name}-{task.environment.kind}.json"
+    file = policy.out / f"{task.name}-{task.environment.kind}.json"
     about = {
         "task": task.name,
         "environment": task.environment.kind,
-        "checkpoint": str(checkpoint.model),
-        "policy": checkpoint.version,
+        **policy.about(),
+        "prompt": config.agent.prompt,
         "seed": config.seed,
         "temperature": config.eval.temperature,
     }
@@ -151,6 +203,8 @@ def evaluate(config: Config, checkpoint: Checkpoint) -> None:
     for kind, found in summary.items():
         reasons = ", ".join(f"{reason} {count}" for reason, count in found["stop_reasons"].items())
         progress.line(f"{kind}: {found['searches']:.2f} searches a question; episodes ended: {reasons}")
+    for line in policy.closing_lines():
+        progress.line(line)
     progress.line(f"results and predictions: {file}")
 
 
@@ -192,12 +246,12 @@ def _json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _flag_value(words: Sequence[str], flag: str) -> str | None:
+def _flag_value(words: Sequence[str], *spellings: str) -> str | None:
     """The value of one flag, before the others can be read: they depend on the configuration that it names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(flag)
+    parser.add_argument(*spellings, dest="value")
     try:
-        return parser.parse_known_args(words)[0].checkpoint
+        return parser.parse_known_args(words)[0].value
     except argparse.ArgumentError:  # without its value: the whole command line is refused later, with its usage
         return None
 

@@ -25,6 +25,7 @@ from mujica_jax.config import (
     ModelConfig,
     MygoConfig,
     ReadingConfig,
+    RemoteConfig,
     TinyWorldConfig,
     TrainerConfig,
     TwoWikiConfig,
@@ -57,6 +58,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     WarmupConfig: ("warmup", "config"),
     MygoConfig: ("mygo", "config"),
     EvalConfig: ("eval",),
+    RemoteConfig: ("remote",),
 }
 FIELDS = [(kind, field.name) for kind in SECTIONS for field in dataclasses.fields(kind)]
 
@@ -441,7 +443,12 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
 
     def seen(config: Config) -> scoring.Scores:
         generator: Any = types.SimpleNamespace(forget=lambda: None, policy_version=0)
-        parts: dict[str, Any] = {"agent": None, "generator": generator, "progress": RecordedProgress()}
+        parts: dict[str, Any] = {
+            "agent": None,
+            "generator": generator,
+            "progress": RecordedProgress(),
+            "concurrency": 2,
+        }
         return scoring.score_policy("warm-up", task=start.build_task(config), config=config, **parts)
 
     assert_each_changes(smoke, "eval", {"questions": 5, "temperature": 0.7}, seen)

@@ -29,7 +29,7 @@ from little_agent import (
 
 from mujica_jax.agents.mujica import EnginePolicy, PlannerView, WorkerView, run_episodes
 from mujica_jax.agents.protocol import NOTHING_FOUND
-from mujica_jax.inference.generator import SamplingParams
+from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.records import Entity, StopReason, Trajectory
 from mujica_jax.tasks.task import Material
 

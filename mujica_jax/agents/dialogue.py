@@ -4,7 +4,7 @@ Token ids are only ever appended: what the model generated stays exactly as it w
 tokens are made.
 """
 
-from mujica_jax.inference.generator import Completion
+from mujica_jax.inference.requests import Completion
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, ConversationRole, Turn
 

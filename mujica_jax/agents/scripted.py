@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.mujica import PlannerView, WorkerView
-from mujica_jax.inference.generator import Completion, SamplingParams
+from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Evidence, Question
 from mujica_jax.tasks.chains import chain_ends, compare_dates, parse_date
@@ -48,11 +48,14 @@ class ScriptedPolicy:
         del prompt, continues  # the script reads the view
         text = self._plan(view) if isinstance(view, PlannerView) else self._read(view)
         ids = (*self._tokenizer.encode_model(text), self._tokenizer.stop_token_ids[0])
-        if len(ids) > params.max_new_tokens:
-            return Completion(
-                token_ids=ids[: params.max_new_tokens], logprobs=(), finish_reason="length", policy_version=0
-            )
-        return Completion(token_ids=ids, logprobs=(), finish_reason="stop", policy_version=0)
+        fits = len(ids) <= params.max_new_tokens
+        return Completion(
+            token_ids=ids[: params.max_new_tokens],
+            logprobs=None,
+            sampling_logprobs=None,
+            finish_reason="stop" if fits else "length",
+            policy_version=0,
+        )
 
     def _plan(self, view: PlannerView) -> str:
         calls = self._open_searches(view)

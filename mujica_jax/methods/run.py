@@ -242,6 +242,7 @@ class Run:
                 task=self.task,
                 config=self.config,
                 progress=self.progress,
+                concurrency=self.config.engine.slots,
             )
             phase = Phase(
                 name=name,

@@ -4,15 +4,23 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from mujica_jax.agents.evaluation import Evaluation, evaluate
 from mujica_jax.agents.mujica import EnginePolicy, Mujica
 from mujica_jax.config import Config
-from mujica_jax.inference.generator import BatchedGenerator
+from mujica_jax.inference.requests import Generator
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import Progress
 from mujica_jax.tasks.task import Task
+
+
+class ScoredGenerator(Generator, Protocol):
+    policy_version: int
+
+    def forget(self) -> None:
+        """Drop what was kept of earlier requests."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,9 +40,16 @@ class Scores:
 
 
 def score_policy(
-    name: str, *, agent: Mujica, generator: BatchedGenerator, task: Task, config: Config, progress: Progress
+    name: str,
+    *,
+    agent: Mujica,
+    generator: ScoredGenerator,
+    task: Task,
+    config: Config,
+    progress: Progress,
+    concurrency: int,
 ) -> Scores:
-    """Scores of the generator's policy; `name` is shown with the progress."""
+    """Scores of the generator's policy, `concurrency` episodes at a time; `name` is shown with the progress."""
     questions = held_out_questions(task, config)
     if len(questions) < config.eval.questions:
         progress.line(
@@ -63,7 +78,7 @@ def score_policy(
                     policy_version=generator.policy_version,
                     temperature=temperature,
                     seed=config.seed,
-                    concurrency=config.engine.slots,
+                    concurrency=concurrency,
                     on_episode=on_episode,
                 )
             )

@@ -1,0 +1,249 @@
+"""What is asked of an OpenAI-compatible endpoint and what it answers, in its two ways.
+
+`completions` is for servers that know the tokenizer's ids, such as vLLM: ids go there and ids come back, with their log-probabilities.
+`chat` is for every other one, such as GPT-4.1: the conversation goes there as messages, and the reply's text is encoded here.
+
+Fields that vLLM adds to the OpenAI interface (`top_k`, `min_p`, `stop_token_ids`, `return_token_ids`, ...) are sent in completions only.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from mujica_jax.errors import UserError
+from mujica_jax.inference.requests import RequestError, SamplingParams
+from mujica_jax.models.tokenizer import Tokenizer
+
+TOKEN_PREFIX = "token_id:"  # how vLLM writes a token under return_tokens_as_token_ids
+LEAST_LOGPROB = -1e5  # vLLM writes -9999 for what JSON has no number for
+ROUNDING = 1e-3  # a logarithm of a probability may come out above 0 by this
+
+
+class ReplyError(RequestError):
+    """The endpoint answered, and not what was asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    finish_reason: Literal["stop", "length", "stop_string"]
+    cut: bool  # longer than max_new_tokens in our tokens, so its end was left out
+    usage: tuple[int, int] | None  # prompt tokens and generated tokens as the endpoint counts them
+
+
+class Format(Protocol):
+    path: str
+
+    def body(self, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+        """The JSON of a request. Raises RequestError for what cannot be asked in this way."""
+        ...
+
+    def read(self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams) -> Reply:
+        """Raises ReplyError."""
+        ...
+
+
+class CompletionsFormat:
+    """Token ids there and back."""
+
+    path = "completions"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def body(self, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+        return {
+            "prompt": [int(id) for id in prompt],
+            "max_tokens": params.max_new_tokens,
+            "seed": params.seed,
+            # All that shapes the distribution is said: what is left out, vLLM takes from the model's generation_config.json.
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(params.stop_strings),
+            "stop_token_ids": sorted(self._stops(params)),
+            # Stop strings are looked for in the text as our own decoder writes it.
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "logprobs": 0,  # of the chosen tokens alone
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+
+    def read(self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams) -> Reply:
+        choice = _choice(answer)
+        finish = _finish_reason(choice)
+        ids, logprobs = _token_ids(choice), _logprobs(choice)
+        read_prompt = choice.get("prompt_token_ids")
+        if read_prompt is not None and read_prompt != list(prompt):
+            count = len(read_prompt) if isinstance(read_prompt, list) else "no list of"
+            raise ReplyError(
+                f"the endpoint read {count} prompt tokens that are not the {len(prompt)} sent: it must take ids as they are"
+            )
+        if not ids:
+            raise ReplyError(
+                f"the endpoint generated 0 tokens of {params.max_new_tokens} and says it ended by {finish!r}"
+            )
+        if len(ids) > params.max_new_tokens:
+            raise ReplyError(f"the endpoint generated {len(ids)} tokens and max_new_tokens is {params.max_new_tokens}")
+        if logprobs is not None and len(logprobs) != len(ids):
+            raise ReplyError(f"the endpoint gave {len(logprobs)} log-probabilities for {len(ids)} tokens")
+        if not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
+            raise ReplyError(
+                f"the endpoint's token ids {min(ids)}..{max(ids)} leave the vocabulary of {self._tokenizer.vocab_size}: give the "
+                "tokenizer of the model that it serves"
+            )
+        stopped = ids[-1] in self._stops(params)
+        kept = len(ids)
+        if not stopped and finish == "stop":
+            kept = self._before_stop_string(ids, params, choice.get("stop_reason"))
+        return Reply(
+            token_ids=tuple(ids[:kept]),
+            logprobs=None if logprobs is None else tuple(logprobs[:kept]),
+            finish_reason="stop" if stopped else "length" if finish == "length" else "stop_string",
+            cut=False,
+            usage=_usage(answer),
+        )
+
+    def _stops(self, params: SamplingParams) -> set[int]:
+        return {*params.stop_token_ids, *self._tokenizer.stop_token_ids}
+
+    def _before_stop_string(self, ids: Sequence[int], params: SamplingParams, reason: Any) -> int:
+        """How many tokens lie wholly before the first stop string. The ids that come back include it, unlike the text."""
+        text = self._tokenizer.decode(ids)
+        begins = [place for stop in params.stop_strings if (place := text.find(stop)) >= 0]
+        if not begins:
+            raise ReplyError(
+                f"the endpoint ended a completion by {_brief(reason or 'stop')} and its last token {ids[-1]} is none of the stop tokens "
+                f"{sorted(self._stops(params))}: serve the model of this tokenizer, with the stop token among the ids"
+            )
+        kept = len(ids)
+        while kept and not text[: min(begins)].startswith(self._tokenizer.decode(ids[:kept])):
+            kept -= 1
+        return kept
+
+
+class ChatFormat:
+    """Messages there, text back. The ids are ours and not the endpoint's, so there are no log-probabilities."""
+
+    path = "chat/completions"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def body(self, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+        for name, value in (
+            ("top_k", params.top_k),
+            ("min_p", params.min_p),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            if value:
+                raise RequestError(
+                    f"{name} is {value} and a chat endpoint takes none: leave it out, or use completions"
+                )
+        try:
+            messages = self._tokenizer.messages(prompt)
+        except UserError as error:
+            raise RequestError(str(error)) from error
+        # Stop strings are not sent: the reply would not say whether one of them or the model itself ended it.
+        return {
+            "messages": messages,
+            "max_completion_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": params.seed,
+        }
+
+    def read(self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams) -> Reply:
+        choice = _choice(answer)
+        finish: Literal["stop", "length", "stop_string"] = _finish_reason(choice)
+        message = choice.get("message")
+        text = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(text, str) or (not text and finish == "length"):
+            raise ReplyError(
+                f"the endpoint gave no text and ended by {finish!r}: it refused, or it thought for all of its {params.max_new_tokens} "
+                "tokens (agent.max_turn_tokens)"
+            )
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may hold halves of characters
+        begins = [place for stop in params.stop_strings if (place := text.find(stop)) >= 0]
+        if begins:
+            text, finish = text[: min(begins)], "stop_string"
+        ids = self._tokenizer.encode_model(text)
+        if finish == "stop":
+            ids.append(self._tokenizer.end_of_turn_id)
+        cut = len(ids) > params.max_new_tokens
+        return Reply(
+            token_ids=tuple(ids[: params.max_new_tokens]),
+            logprobs=None,
+            finish_reason="length" if cut else finish,
+            cut=cut,
+            usage=_usage(answer),
+        )
+
+
+def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
+        count = len(choices) if isinstance(choices, list) else 0
+        raise ReplyError(
+            f"the endpoint gave {count} choices where 1 was asked for: check that it speaks the OpenAI interface"
+        )
+    return choices[0]
+
+
+def _finish_reason(choice: Mapping[str, Any]) -> Literal["stop", "length"]:
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise ReplyError(f"the endpoint ended a completion by {_brief(reason)} where 'stop' or 'length' is expected")
+    return reason
+
+
+def _token_ids(choice: Mapping[str, Any]) -> list[int]:
+    """From `token_ids`, or where a server does not know it from tokens that are written as their ids."""
+    ids = choice.get("token_ids")
+    if ids is None:
+        tokens = _details(choice).get("tokens") or []
+        digits = [str(token).removeprefix(TOKEN_PREFIX) for token in tokens if str(token).startswith(TOKEN_PREFIX)]
+        ids = [int(digit) for digit in digits if digit.isascii() and digit.isdigit()]
+        if not ids or len(ids) != len(tokens):
+            raise ReplyError(
+                f"the endpoint gave {len(ids)} token ids for {len(tokens)} tokens: it must know return_token_ids or "
+                "return_tokens_as_token_ids, as vLLM does; for others use chat"
+            )
+    if not isinstance(ids, list) or not all(type(id) is int for id in ids):
+        raise ReplyError("the endpoint gave token_ids that are no list of whole numbers: use chat for this server")
+    return ids
+
+
+def _logprobs(choice: Mapping[str, Any]) -> list[float] | None:
+    values = _details(choice).get("token_logprobs")
+    if values is None:
+        return None
+    if not isinstance(values, list):
+        raise ReplyError(f"the endpoint gave token_logprobs of type {type(values).__name__} where a list is expected")
+    for place, value in enumerate(values):
+        if type(value) not in (int, float) or not LEAST_LOGPROB < value < ROUNDING:
+            raise ReplyError(f"the endpoint gave {_brief(value)} as log-probability of token {place} of {len(values)}")
+    return [float(value) for value in values]
+
+
+def _details(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    details = choice.get("logprobs")
+    return details if isinstance(details, Mapping) else {}
+
+
+def _brief(value: Any) -> str:
+    return repr(value)[:40]
+
+
+def _usage(answer: Mapping[str, Any]) -> tuple[int, int] | None:
+    usage = answer.get("usage")
+    if not isinstance(usage, Mapping):
+        return None
+    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    return counts if all(type(count) is int and count >= 0 for count in counts) else None  # pyright: ignore[reportReturnType]

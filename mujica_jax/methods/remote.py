@@ -1,0 +1,69 @@
+"""A model behind an OpenAI-compatible endpoint in the place of a policy, for `eval`: the GPT-4.1 few-shot baseline, a model under vLLM."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mujica_jax.config import Config, RemoteConfig
+
+if TYPE_CHECKING:
+    from mujica_jax.inference.remote import RemoteGenerator
+    from mujica_jax.models.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """What is evaluated and where that is written down. It has no policy version, and its results name none."""
+
+    remote: RemoteConfig
+    tokenizer: "Tokenizer"
+    generator: "RemoteGenerator"
+    out: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.remote.model)
+
+    @property
+    def place(self) -> str:
+        return str(self.remote.base_url)
+
+    def concurrency(self, config: Config) -> int:
+        return self.remote.concurrency
+
+    def open(self, config: Config) -> "tuple[Tokenizer, RemoteGenerator]":
+        return self.tokenizer, self.generator
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "endpoint": self.remote.base_url,
+            "model": self.remote.model,
+            "mode": self.remote.mode,
+            "tokenizer": self.remote.tokenizer,
+            "statistics": dataclasses.asdict(self.generator.statistics),
+        }
+
+    def closing_lines(self) -> list[str]:
+        return [f"{self.place}: {self.generator.statistics.sentence()}"]
+
+
+def open_endpoint(remote: RemoteConfig, config: Config, out: Path) -> Endpoint:
+    """Tokenizer and generator of an endpoint that `config_checks.check_remote` found whole. Nothing is asked of it yet."""
+    from mujica_jax.inference.remote import RemoteGenerator
+    from mujica_jax.models.tokenizer import Tokenizer
+
+    assert remote.base_url and remote.model and remote.mode and remote.tokenizer, "the endpoint was checked to be whole"
+    tokenizer = Tokenizer.load(remote.tokenizer)
+    generator = RemoteGenerator(
+        base_url=remote.base_url,
+        model=remote.model,
+        mode=remote.mode,
+        tokenizer=tokenizer,
+        api_key_variable=remote.api_key_variable,
+        concurrency=remote.concurrency,
+        # Each episode may have all searches of a turn under way: the line holds them.
+        most_waiting=remote.concurrency * config.agent.max_searches_per_turn,
+        timeout_seconds=remote.timeout_seconds,
+        deadline_seconds=remote.deadline_seconds,
+    )
+    return Endpoint(remote=remote, tokenizer=tokenizer, generator=generator, out=out)

@@ -1,0 +1,116 @@
+"""A real HTTP server on this machine that answers as it is told, and misbehaves as it is told."""
+
+import contextlib
+import dataclasses
+import http.server
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    path: str
+    headers: Mapping[str, str]
+    body: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    content: Any = None  # sent as JSON; bytes as they are
+    status: int = 200
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    after_seconds: float = 0.0
+    fault: str = ""  # "hang up": close without a word; "cut": close in the middle; "trickle": one byte at a time
+
+
+class LocalEndpoint:
+    """`answer(request, how many came before)` decides; every request is remembered."""
+
+    def __init__(self, answer: Callable[[Request, int], Answer]) -> None:
+        self.answer = answer
+        self.requests: list[Request] = []
+        self.most_at_once = 0
+        self.abandoned = threading.Event()  # a client went away before its answer
+        self._at_once = 0
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                outer._serve(self)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.base_url = f"http://127.0.0.1:{self._server.server_port}/v1"
+
+    def _serve(self, handler: http.server.BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        request = Request(path=handler.path, headers=dict(handler.headers), body=body)
+        with self._lock:
+            before = len(self.requests)
+            self.requests.append(request)
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            self._send(handler, self.answer(request, before))
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+    def _send(self, handler: http.server.BaseHTTPRequestHandler, answer: Answer) -> None:
+        if answer.after_seconds and self._went_away(handler, answer.after_seconds):
+            self.abandoned.set()
+            handler.close_connection = True
+            return
+        if answer.fault == "hang up":
+            handler.close_connection = True
+            return
+        content = answer.content if isinstance(answer.content, bytes) else json.dumps(answer.content).encode()
+        with contextlib.suppress(ConnectionError):
+            handler.send_response(answer.status)
+            for name, value in answer.headers.items():
+                handler.send_header(name, value)
+            handler.send_header("Content-Length", str(len(content)))
+            handler.end_headers()
+            if answer.fault == "cut":
+                handler.wfile.write(content[: len(content) // 2])
+                handler.close_connection = True
+            elif answer.fault == "trickle":
+                for place in range(len(content)):
+                    handler.wfile.write(content[place : place + 1])
+                    handler.wfile.flush()
+                    time.sleep(0.02)
+            else:
+                handler.wfile.write(content)
+
+    def _went_away(self, handler: http.server.BaseHTTPRequestHandler, seconds: float) -> bool:
+        """Wait, and see whether the client closes its connection meanwhile."""
+        handler.connection.settimeout(seconds)
+        try:
+            return handler.connection.recv(1) == b""
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True
+        finally:
+            handler.connection.settimeout(None)
+
+
+@contextlib.contextmanager
+def serving(answer: Callable[[Request, int], Answer]) -> Iterator[LocalEndpoint]:
+    endpoint = LocalEndpoint(answer)
+    thread = threading.Thread(target=endpoint._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield endpoint
+    finally:
+        endpoint._server.shutdown()
+        endpoint._server.server_close()
+        thread.join()

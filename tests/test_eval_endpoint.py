@@ -1,0 +1,161 @@
+"""`eval` of a model behind an endpoint: started as users start it, against a server on this machine; mistakes in one sentence."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from local_endpoint import Answer, Request, serving
+
+from mujica_jax import eval as evaluation
+from mujica_jax.config_files import load_config
+from mujica_jax.methods.start import build_task
+from mujica_jax.models.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")
+LIMITS = ["--agent.max-trajectory-tokens", "20000", "--agent.max-turn-tokens", "400", "--eval.questions", "2"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300).save(folder)
+    return folder
+
+
+def command(base_url: str, tokenizer: Path, *flags: str) -> list[str]:
+    described = ["--remote.base-url", base_url, "--remote.model", "gpt-test", "--remote.mode", "chat"]
+    return [SMOKE, *described, "--remote.tokenizer", str(tokenizer), *flags]
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    program = [sys.executable, "-m", "mujica_jax.eval", *arguments]
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+        "NO_PROXY": "*",
+        "COLUMNS": "200",
+    }
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path):
+    """It searches once and then answers the first question right; it answers the second one wrong, at once. The first request fails."""
+    right, wrong = build_task(load_config(SMOKE)).questions("test")[:2]
+
+    def reply(messages: list[dict[str, str]]) -> str:
+        system, asked, said = messages[0]["content"], messages[1]["content"], [m["role"] for m in messages]
+        if "<select>" in system:
+            return "<think>The first.</think>\n<select>[0]</select>\n<sentence>It says so.</sentence>"
+        if wrong.text in asked:
+            return "<think>I guess.</think>\n<answer>Nobody at all</answer>"
+        assert right.text in asked
+        if said.count("assistant"):
+            assert "It says so." in messages[-1]["content"], "what the worker found comes back"
+            return f"<think>Done.</think>\n<answer>{right.answers[0]}</answer>"
+        return '<think>I search.</think>\n<action>Search([0], "Who is it?")</action>'
+
+    def answer(request: Request, before: int) -> Answer:
+        if before == 0:
+            return Answer(status=503)
+        assert request.body["model"] == "gpt-test" and request.path == "/v1/chat/completions"
+        message = {"role": "assistant", "content": reply(request.body["messages"])}
+        usage = {"prompt_tokens": 100, "completion_tokens": 10}
+        return Answer(content={"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
+
+    with serving(answer) as endpoint:
+        done = run(tmp_path, *command(endpoint.base_url, tokenizer, "--agent.prompt", "few_shot", *LIMITS))
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "eval" / "tiny_world-graph.json").read_text())
+    for kind in ("greedy", "sampled"):
+        assert (result[kind]["em"], result[kind]["questions"], result[kind]["searches"]) == (50.0, 2, 0.5)
+        assert result[kind]["stop_reasons"] == {"answered": 2}
+    assert (result["endpoint"], result["model"], result["mode"]) == (endpoint.base_url, "gpt-test", "chat")
+    assert result["prompt"] == "few_shot" and "policy" not in result and "checkpoint" not in result
+    # Twice, greedily and sampled: a search, its worker and an answer, and an answer.
+    counted = result["statistics"]
+    assert (counted["requests"], counted["retries"], counted["failed"]) == (8, 1, 0)
+    assert (counted["prompt_tokens"], counted["generated_tokens"]) == (800, 80)
+    assert "8 requests, 1 retries, 0 failed; 800 prompt and 80 generated tokens" in " ".join(done.stdout.split())
+    predictions = (tmp_path / "eval" / "tiny_world-graph.predictions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prediction"] for line in predictions] == [right.answers[0], "Nobody at all"]
+    assert {request.body["temperature"] for request in endpoint.requests} == {0.0, 1.0}
+
+
+def test_an_endpoint_that_is_down_ends_with_one_sentence(tokenizer, tmp_path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        base_url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+        done = run(tmp_path, *command(base_url, tokenizer, *LIMITS, "--remote.deadline-seconds", "2"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(
+        f"error: {base_url}/chat/completions gave no answer within"
+    )
+    assert "ConnectError" in done.stderr
+
+
+@pytest.fixture
+def refused(capsys, tmp_path, monkeypatch):
+    """Calls eval with a mistake and gives the sentence it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> str:
+        assert evaluation.main(arguments) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and message.count("\n") == 1, message
+        assert not (tmp_path / "eval").exists()
+        return message
+
+    return call
+
+
+URL = "http://127.0.0.1:9/v1"
+
+
+def test_an_endpoint_is_described_wholly(refused, tokenizer):
+    whole = command(URL, tokenizer)
+    for flag in ("model", "mode", "tokenizer"):
+        place = whole.index(f"--remote.{flag}")
+        message = refused(*whole[:place], *whole[place + 2 :])
+        assert f"--remote.base-url is {URL} and --remote.{flag} is not given" in message
+
+
+def test_a_described_endpoint_needs_an_address(refused):
+    message = refused(SMOKE, "--checkpoint", "x", "--remote.model", "gpt-4.1")
+    assert "--remote.model is gpt-4.1 and there is no endpoint: give --remote.base-url too" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--remote.concurrency", "0"], "--remote.concurrency is 0 and must be at least 1"),
+        (["--remote.timeout-seconds", "-1"], "--remote.timeout-seconds is -1.0 and must be above 0"),
+        (["--remote.deadline-seconds", "nan"], "--remote.deadline-seconds is nan and must be above 0"),
+        (["--remote.api-key-variable", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
+        (["--policy", "3"], "--policy is 3 and http"),
+        (["--checkpoint", "run"], "an endpoint is evaluated under a configuration and without a checkpoint"),
+    ],
+)
+def test_flags_that_do_not_fit_are_explained(refused, tokenizer, flags, sentence):
+    assert sentence in refused(*command(URL, tokenizer, *flags))
+
+
+def test_an_endpoint_needs_a_configuration(refused, tokenizer):
+    message = refused(*command(URL, tokenizer)[1:])
+    assert f"`python -m mujica_jax.eval tiny_world --remote.base-url {URL} ...`" in message
+
+
+def test_an_address_without_server_and_a_folder_without_tokenizer_are_named(refused, tokenizer, tmp_path):
+    assert "names no server" in refused(*command("localhost:8000/v1", tokenizer))
+    assert "has no tokenizer.json" in refused(*command(URL, tmp_path))
+
+
+def test_a_mistyped_flag_is_answered_with_the_right_one(capsys, tokenizer):
+    with pytest.raises(SystemExit) as ended:
+        evaluation.main(command(URL, tokenizer, "--remote.modle", "x"))
+    assert ended.value.code == 2
+    assert "--remote.model" in capsys.readouterr().err

@@ -1,0 +1,366 @@
+"""Retries, deadlines, the waiting line and what is never shown, against a real server on this machine that misbehaves."""
+
+import asyncio
+import email.utils
+import socket
+import time
+
+import pytest
+from local_endpoint import Answer, LocalEndpoint, Request, serving
+from test_remote_formats import END, PROMPT, TOKENIZER, WORDS, generator, openai, params, vllm
+
+from mujica_jax.errors import UserError
+from mujica_jax.inference import endpoint as endpoint_module
+from mujica_jax.inference.remote import RemoteGenerator
+from mujica_jax.inference.requests import DeadlineError, OverloadError, RequestError
+from mujica_jax.inference.waiting_line import WaitingLine
+
+GOOD = Answer(content=vllm([*WORDS, END]))
+KEY = "sk-secret-0123456789"
+
+
+def first(count: int, fault: Answer):
+    """The fault `count` times, then a good answer."""
+    return lambda request, before: fault if before < count else GOOD
+
+
+def ask(endpoint: LocalEndpoint, *, seed: int = 7, deadline_seconds: float | None = None, **options):
+    remote = generator(endpoint, **options)
+    completion = asyncio.run(remote.generate(PROMPT, params(seed=seed, deadline_seconds=deadline_seconds)))
+    assert completion.token_ids == (*WORDS, END)
+    return remote.statistics
+
+
+# --- faults that pass ---
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(
+            Answer(content={"error": {"message": "busy"}}, status=status)
+            for status in (408, 409, 425, 429, 500, 502, 503, 529)
+        ),
+        Answer(fault="hang up"),
+        Answer(content=vllm([*WORDS, END]), fault="cut"),
+        Answer(content=b"<html>Bad gateway</html>"),
+        Answer(content=b"[" * 100_000),
+        Answer(content=[1, 2]),
+        Answer(content=b""),
+    ],
+    ids=lambda fault: f"{fault.status} {fault.fault or str(fault.content)[:20]}",
+)
+def test_what_may_pass_is_tried_again(fault):
+    with serving(first(2, fault)) as endpoint:
+        statistics = ask(endpoint)
+    assert len(endpoint.requests) == 3
+    assert all(request.body == endpoint.requests[0].body for request in endpoint.requests), "the same seed above all"
+    assert (statistics.requests, statistics.retries, statistics.failed) == (1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    "fault", [Answer(after_seconds=30.0), Answer(content=GOOD.content, fault="trickle")], ids=["silent", "trickle"]
+)
+def test_a_try_without_a_whole_answer_is_given_up(fault):
+    with serving(first(1, fault)) as endpoint:
+        began = time.monotonic()
+        assert ask(endpoint, timeout_seconds=0.4).retries == 1
+        assert time.monotonic() - began < 5
+
+
+def test_after_the_last_try_one_sentence_names_the_address_and_the_reason():
+    with serving(first(99, Answer(status=503, content={"error": {"message": "overloaded"}}))) as endpoint:
+        remote = generator(endpoint, tries=3)
+        with pytest.raises(RequestError) as refused:
+            asyncio.run(remote.generate(PROMPT, params()))
+    address = f"{endpoint.base_url}/completions"
+    assert str(refused.value).startswith(f"{address} failed 3 times, the last time with status 503 (overloaded): ")
+    assert len(endpoint.requests) == 3 and remote.statistics.failed == 1
+
+
+def test_an_endpoint_that_is_down_is_named():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+        remote = RemoteGenerator(
+            base_url=address, model="m", mode="completions", tokenizer=TOKENIZER, tries=2, first_wait_seconds=0.01
+        )
+        with pytest.raises(
+            RequestError, match=rf"{address}/completions failed 2 times, the last time with ConnectError"
+        ):
+            asyncio.run(remote.generate(PROMPT, params()))
+
+
+# --- faults that stay ---
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 403, 404, 413, 422])
+def test_a_refusal_is_not_sent_again(status):
+    answer = Answer(status=status, content={"error": {"message": "no such model"}}, headers={"Location": "/elsewhere"})
+    with (
+        serving(first(9, answer)) as endpoint,
+        pytest.raises(RequestError, match=f"with status {status}: no such model"),
+    ):
+        ask(endpoint)
+    assert len(endpoint.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ({"error": {"message": "one\ntwo\x1b[31m"}}, "one two [31m"),
+        ({"object": "error", "message": "as old vLLM says it"}, "as old vLLM says it"),
+        ({"detail": "Not Found"}, "Not Found"),
+        (b"plain words", "plain words"),
+        ({"error": {"message": "x" * 5000}}, "x" * 200 + "..."),
+        (b"", "without a word"),
+    ],
+)
+def test_what_a_server_says_is_one_line_of_bounded_length(content, shown):
+    with serving(first(9, Answer(status=400, content=content))) as endpoint:
+        with pytest.raises(RequestError) as refused:
+            ask(endpoint)
+        assert str(refused.value) == f"{endpoint.base_url}/completions refused the request with status 400: {shown}"
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(endpoint_module, "LARGEST_ANSWER_BYTES", 100_000)
+    refused = pytest.raises(RequestError, match="sent more than 100,000 bytes")
+    with serving(first(9, Answer(content=b" " * 10_000_000))) as endpoint, refused:
+        ask(endpoint)
+    assert len(endpoint.requests) == 1
+
+
+# --- deadlines ---
+
+
+@pytest.mark.parametrize(
+    "header", ["0.6", lambda: email.utils.formatdate(time.time() + 2, usegmt=True)], ids=["seconds", "date"]
+)
+def test_a_server_may_say_when_to_come_back(header):
+    value = header if isinstance(header, str) else header()
+    with serving(first(1, Answer(status=429, headers={"Retry-After": value}))) as endpoint:
+        began = time.monotonic()
+        ask(endpoint)
+        assert 0.5 < time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("value", ["soon", "-5", "nan", "inf", ""])
+def test_a_time_that_cannot_be_read_is_ignored(value):
+    with serving(first(1, Answer(status=429, headers={"Retry-After": value}))) as endpoint:
+        assert ask(endpoint).retries == 1
+
+
+def test_coming_back_after_the_deadline_is_no_use():
+    with serving(first(9, Answer(status=429, headers={"Retry-After": "3600"}))) as endpoint:
+        began = time.monotonic()
+        with pytest.raises(
+            DeadlineError, match=r"within the deadline of 20 s \(1 tries; the last one ended with status 429 .*3600"
+        ):
+            ask(endpoint, deadline_seconds=20.0)
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("of_the_request", [True, False])
+def test_the_deadline_covers_all_tries(of_the_request):
+    limit = {"deadline_seconds": 0.5} if of_the_request else {}
+    with serving(first(99, Answer(after_seconds=30.0))) as endpoint:
+        remote = generator(endpoint, timeout_seconds=0.2, tries=99, deadline_seconds=60.0 if of_the_request else 0.5)
+        began = time.monotonic()
+        with pytest.raises(
+            DeadlineError, match=r"no answer within the deadline of 0\.5 s \(\d tries; .*no whole answer within 0\.2 s"
+        ):
+            asyncio.run(remote.generate(PROMPT, params(**limit)))
+        assert time.monotonic() - began < 5
+    assert remote.statistics.failed == 1
+
+
+def test_the_deadline_covers_the_waiting():
+    async def both(remote):
+        slow = asyncio.create_task(remote.generate(PROMPT, params()))
+        await asyncio.sleep(0.1)
+        with pytest.raises(DeadlineError, match=r"deadline of 0\.2 s \(it waited for a place all the time\)"):
+            await remote.generate(PROMPT, params(deadline_seconds=0.2))
+        slow.cancel()
+        return remote.statistics
+
+    with serving(first(9, Answer(after_seconds=30.0))) as endpoint:
+        statistics = asyncio.run(both(generator(endpoint, concurrency=1)))
+    assert len(endpoint.requests) == 1
+    assert statistics.waiting_seconds == pytest.approx(0.2, abs=0.15)
+
+
+def test_the_waiting_between_tries_doubles_and_follows_from_the_seed(monkeypatch):
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def recorded(seconds: float, *rest):
+        waits.append(seconds)
+        await sleep(0)
+
+    def waited(seed: int) -> list[float]:
+        waits.clear()
+        with serving(first(5, Answer(status=503))) as endpoint:
+            ask(endpoint, seed=seed, first_wait_seconds=1.0)
+        return list(waits)
+
+    monkeypatch.setattr(asyncio, "sleep", recorded)
+    one, again, other = waited(1), waited(1), waited(2)
+    assert one == again != other
+    assert all(0.5 * 2**place <= wait <= 1.5 * 2**place for place, wait in enumerate(one)) and len(one) == 5
+
+
+# --- many requests ---
+
+
+def test_no_more_requests_than_places_are_under_way():
+    async def many(remote):
+        return await asyncio.gather(*(remote.generate(PROMPT, params(seed=seed)) for seed in range(12)))
+
+    with serving(lambda request, before: Answer(content=GOOD.content, after_seconds=0.05)) as endpoint:
+        remote = generator(endpoint, concurrency=3)
+        completions = asyncio.run(many(remote))
+        asyncio.run(many(remote))  # another event loop
+    assert len(completions) == 12 and endpoint.most_at_once == 3
+    statistics = remote.statistics
+    assert (statistics.requests, statistics.failed) == (24, 0)
+    assert (statistics.prompt_tokens, statistics.generated_tokens) == (24 * len(PROMPT), 24 * (len(WORDS) + 1))
+    assert statistics.serving_seconds > 24 * 0.05 and statistics.waiting_seconds > 0
+    assert statistics.sentence().startswith("24 requests, 0 retries, 0 failed; ")
+
+
+def test_a_full_line_turns_the_next_away():
+    async def flood(remote):
+        return await asyncio.gather(*(remote.generate(PROMPT, params()) for _ in range(16)), return_exceptions=True)
+
+    with serving(lambda request, before: Answer(content=GOOD.content, after_seconds=0.1)) as endpoint:
+        found = asyncio.run(flood(generator(endpoint, concurrency=1, most_waiting=3)))
+    refused = [result for result in found if isinstance(result, OverloadError)]
+    assert len(refused) == 12 and len(endpoint.requests) == 4
+    assert str(refused[0]).startswith("1 requests are under way and 3 wait, of at most 3: ")
+
+
+def test_a_conversation_that_goes_on_overtakes():
+    async def queue(remote):
+        tasks = [
+            asyncio.create_task(remote.generate(PROMPT, params(seed=seed), continues=seed >= 2)) for seed in range(4)
+        ]
+        await asyncio.gather(*tasks)
+
+    with serving(lambda request, before: Answer(content=GOOD.content, after_seconds=0.05)) as endpoint:
+        asyncio.run(queue(generator(endpoint, concurrency=1)))
+    assert [request.body["seed"] for request in endpoint.requests] == [0, 2, 3, 1]
+
+
+def test_a_cancelled_request_is_closed_and_its_place_is_free():
+    async def cancel(remote):
+        slow = asyncio.create_task(remote.generate(PROMPT, params()))
+        waiting = asyncio.create_task(remote.generate(PROMPT, params()))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        slow.cancel()
+        found = await asyncio.gather(slow, waiting, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in found)
+        return await remote.generate(PROMPT, params())
+
+    with serving(first(1, Answer(after_seconds=30.0))) as endpoint:
+        completion = asyncio.run(cancel(generator(endpoint, concurrency=1)))
+        assert endpoint.abandoned.wait(5), "the server saw the connection close"
+    assert completion.token_ids == (*WORDS, END) and len(endpoint.requests) == 2
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_places_are_kept_whoever_is_cancelled_when(moment):
+    """After everyone left, two may enter again at once and a third one not."""
+
+    async def crowd() -> None:
+        line, inside = WaitingLine(2, 100), 0
+
+        async def one(number: int) -> None:
+            nonlocal inside
+            async with line.place(overtakes=number % 3 == 0):
+                inside += 1
+                assert inside <= 2
+                try:
+                    for _ in range(number % 4):
+                        await asyncio.sleep(0)
+                finally:
+                    inside -= 1
+
+        tasks = [asyncio.create_task(one(number)) for number in range(20)]
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        for task in tasks[moment % 3 :: 2]:
+            task.cancel()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(result) for result in found} <= {type(None), asyncio.CancelledError}
+        async with line.place(overtakes=False), line.place(overtakes=False):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01), line.place(overtakes=True):
+                    pass
+        async with asyncio.timeout(1), line.place(overtakes=False):
+            pass
+
+    asyncio.run(crowd())
+
+
+# --- keys and addresses ---
+
+
+def test_the_key_goes_into_the_header_and_nowhere_else(monkeypatch):
+    monkeypatch.setenv("TEST_KEY", KEY)
+
+    def echo(request: Request, before: int) -> Answer:
+        sent = request.headers["Authorization"]
+        return Answer(status=(503, 401)[before], content={"error": {"message": f"bad key {sent} {KEY}"}})
+
+    with serving(echo) as endpoint:
+        remote = generator(endpoint, api_key_variable="TEST_KEY")
+        with pytest.raises(RequestError) as refused:
+            asyncio.run(remote.generate(PROMPT, params()))
+    assert endpoint.requests[0].headers["Authorization"] == f"Bearer {KEY}"
+    assert KEY not in str(endpoint.requests[0].body)
+    assert str(refused.value).endswith("status 401: bad key Bearer *** ***")
+
+
+def test_without_a_variable_no_key_is_sent():
+    with serving(lambda request, before: Answer(content=openai("x"))) as endpoint:
+        asyncio.run(generator(endpoint, "chat").generate(PROMPT, params()))
+    assert "Authorization" not in endpoint.requests[0].headers
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [("", "TEST_KEY is not set"), ("a\nb", "TEST_KEY holds characters"), ("a b", "TEST_KEY holds")],
+)
+def test_a_variable_without_a_key_is_named_and_not_shown(monkeypatch, value, sentence):
+    monkeypatch.setenv("TEST_KEY", value)
+    with pytest.raises(UserError, match=sentence) as refused:
+        RemoteGenerator(
+            base_url="http://localhost/v1", model="m", mode="chat", tokenizer=TOKENIZER, api_key_variable="TEST_KEY"
+        )
+    assert not value or value not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("localhost:8000/v1", "names no server: write it as http://HOST:PORT/v1"),
+        ("ftp://localhost/v1", "names no server"),
+        ("http:///v1", "names no server"),
+        ("http://localhost:port/v1", "cannot be read"),
+        ("http://me:hidden@localhost/v1", "holds a password"),
+        ("http://localhost/v1?key=hidden", "holds a password, a query or a fragment"),
+    ],
+)
+def test_an_address_that_is_none_is_explained(address, sentence):
+    with pytest.raises(UserError, match=sentence) as refused:
+        RemoteGenerator(base_url=address, model="m", mode="chat", tokenizer=TOKENIZER)
+    assert "hidden" not in str(refused.value)
+
+
+def test_a_slash_at_the_end_of_an_address_does_not_matter():
+    with serving(lambda request, before: GOOD) as endpoint:
+        endpoint.base_url += "/"
+        ask(endpoint)
+    assert endpoint.requests[0].path == "/v1/completions"
