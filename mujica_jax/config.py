@@ -147,9 +147,8 @@ class RemoteConfig:
     model: str | None = None  # its name at the endpoint
     # completions: token ids there and back, for vLLM and what speaks like it; chat: messages there, text back, for everything else
     mode: Literal["chat", "completions"] | None = None
-    tokenizer: str | None = (
-        None  # folder with tokenizer.json: the model's own with completions, any with a chat template for chat
-    )
+    # folder with tokenizer.json: with completions the served model's own, with chat any that has a chat template
+    tokenizer: str | None = None
     api_key_variable: str | None = None  # environment variable that holds the API key
     concurrency: int = 8  # requests under way at the same time, and episodes
     timeout_seconds: float = 120.0  # for one try of a request

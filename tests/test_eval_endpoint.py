@@ -1,6 +1,8 @@
 """`eval` of a model behind an endpoint: started as users start it, against a server on this machine; mistakes in one sentence."""
 
 import json
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -96,6 +98,15 @@ def test_an_endpoint_that_is_down_ends_with_one_sentence(tokenizer, tmp_path):
         f"error: {base_url}/chat/completions gave no answer within"
     )
     assert "ConnectError" in done.stderr
+
+
+def test_the_commands_of_the_document_are_taken(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (block,) = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "endpoints.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for line in block.replace("\\\n", " ").splitlines() if line.startswith("python -m mujica_jax.eval")]
+    found = [evaluation.command_line(shlex.split(line)[3:]) for line in lines]
+    assert [given.remote.mode for given, _ in found] == ["chat", "completions"]
+    assert {config.agent.prompt for _, config in found} == {"few_shot"}
 
 
 @pytest.fixture
