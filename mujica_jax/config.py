@@ -71,7 +71,11 @@ class EngineConfig:
     slots: int  # conversations decoded at the same time
     decode_steps_per_call: int  # decode steps between two scheduling decisions
     prefill_tokens: int  # tokens one prefill call may hold (rows x padded length)
-    prefix_reuse: bool = True  # a slot whose cached tokens begin a request is continued instead of prefilled again
+    prefix_reuse: bool = True  # what a prompt shares with earlier sequences is not computed again
+    page_tokens: int = 32  # tokens in a page of KV memory, a power of two: prefixes are shared in whole pages
+    cache_gigabytes: float = (
+        0.0  # KV memory for running requests and cached prefixes; 0 takes what they need, if it is free
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

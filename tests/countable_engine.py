@@ -1,17 +1,18 @@
 """An engine whose completions can be computed by hand: its cache holds the tokens themselves, and the next one is their checksum.
 
-A wrong slot, a stale or unwritten position, or a token fed twice changes every token that follows.
+A wrong page, a stale or unwritten position, or a token fed twice changes every token that follows.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from flax import nnx
 from tiny_engine import MODEL
 
-from mujica_jax.inference.engine import Engine, PrefillRow, SlotState
-from mujica_jax.inference.generator import SamplingParams
+from mujica_jax.inference.engine import Decoded, Engine, FlushRow, PrefillRow, SlotState
+from mujica_jax.inference.requests import SamplingParams
 
 UNWRITTEN = -1
 
@@ -26,46 +27,94 @@ def next_token(tokens: Sequence[int], temperature: float, seed: int, vocabulary:
 
 
 class CountableEngine(Engine):
-    def __init__(self, *, slots: int = 3, positions: int = 64, decode_steps: int = 3, vocabulary: int = 20) -> None:
+    """Its memory is pages of tokens; slots only look into them, as a TPU's do."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 3,
+        positions: int = 64,
+        decode_steps: int = 3,
+        vocabulary: int = 20,
+        page_tokens: int = 4,
+        pages: int | None = None,
+        prefill_tokens: int = 64,
+    ) -> None:
         self.config = dataclasses.replace(MODEL, vocab_size=vocabulary)
-        self.slots, self.positions, self.decode_steps, self.prefill_tokens = slots, positions, decode_steps, 64
+        self.slots, self.positions, self.decode_steps = slots, positions, decode_steps
+        self.page_tokens, self.prefill_tokens = page_tokens, prefill_tokens
+        self.num_pages = slots * -(-positions // page_tokens) if pages is None else pages
         self.stop_token_ids = frozenset({0})
-        self.cache = np.full((slots, positions), UNWRITTEN)
+        self.memory = np.full((self.num_pages, page_tokens), UNWRITTEN)
+        self.tables: dict[int, list[int]] = {}
         self.decode_calls = 0
         self.fails_at_call = -1
+        self.broken_seed = -1  # requests with this seed get log-probabilities that are not finite
         self._programs = set()
         self._weights = nnx.State({})
 
-    def prefill(self, rows: Sequence[PrefillRow]) -> None:
-        count, padded = self.prefill_shape(max(len(row.tokens) for row in rows))
-        assert len(rows) <= count and len({row.slot for row in rows}) == len(rows)
-        assert all(0 < len(row.tokens) <= padded for row in rows)
-        for row in rows:
-            self.cache[row.slot, row.start : row.start + len(row.tokens)] = row.tokens
+    def forget(self) -> None:
+        self.memory[:] = UNWRITTEN
+        self.tables.clear()
 
-    def decode(self, state: SlotState) -> tuple[SlotState, np.ndarray, np.ndarray, np.ndarray]:
+    def choose(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
+        return free[0]
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        sources, targets = zip(*pairs, strict=True)
+        assert len(set(targets)) == len(targets), "a page is copied to once"
+        self.memory[list(targets)] = self.memory[list(sources)]
+
+    def prefill(self, rows: Sequence[PrefillRow]) -> None:
+        assert len({row.slot for row in rows}) == len(rows)
+        assert sum(len(row.tokens) for row in rows) <= self.prefill_tokens
+        for row in rows:
+            self.tables[row.slot] = list(row.pages)
+            for position, token in enumerate(row.tokens, start=row.start):
+                self._write(row.slot, position, token)
+            self._read(row.slot, row.start + len(row.tokens))
+
+    def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
         self.decode_calls += 1
         if self.decode_calls == self.fails_at_call:
             raise RuntimeError("the device is gone")
         state = SlotState(*(np.array(part) for part in state))
         shape = (self.decode_steps, self.slots)
-        tokens, logprobs, valid = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, bool)
+        decoded = Decoded(
+            np.zeros(shape, np.int32), *(np.zeros(shape, np.float32) for _ in range(2)), np.zeros(shape, bool)
+        )
         for step, slot in np.ndindex(shape):
             if state.remaining[slot] == 0:
                 continue
-            position = state.position[slot]
-            self.cache[slot, position] = state.token[slot]
+            position, seed = int(state.position[slot]), int(state.seed[slot])
+            self._write(slot, position, state.token[slot])
             token, logprob = next_token(
-                self.cache[slot, : position + 1].tolist(),
-                state.temperature[slot],
-                int(state.seed[slot]),
-                self.config.vocab_size,
+                self._read(slot, position + 1), state.temperature[slot], seed, self.config.vocab_size
             )
-            tokens[step, slot], logprobs[step, slot], valid[step, slot] = token, logprob, True
+            decoded.tokens[step, slot], decoded.valid[step, slot] = token, True
+            decoded.logprobs[step, slot] = math.nan if seed == self.broken_seed else logprob
+            decoded.sampling_logprobs[step, slot] = 2 * logprob
             state.token[slot] = token
             state.position[slot] += 1
             state.remaining[slot] = 0 if token in self.stop_token_ids else state.remaining[slot] - 1
-        return state, tokens, logprobs, valid
+        return state, decoded
+
+    def flush(self, rows: Sequence[FlushRow]) -> None:
+        for row in rows:
+            assert 0 <= row.start < row.stop and len(row.pages) * self.page_tokens >= row.stop
+
+    def retire(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
+        self.tables.pop(slot, None)
+        self.memory[list(broken_pages)] = UNWRITTEN
+
+    def _write(self, slot: int, position: int, token: int) -> None:
+        page = self.tables[slot][position // self.page_tokens]
+        users = [other for other, table in self.tables.items() if page in table]
+        assert users == [slot], f"slots {users} read page {page} while {slot} writes it"
+        self.memory[page, position % self.page_tokens] = token
+
+    def _read(self, slot: int, tokens: int) -> list[int]:
+        return self.memory[self.tables[slot]].reshape(-1)[:tokens].tolist()
 
     def by_hand(self, prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], list[float]]:
         """What a request alone is answered with."""

@@ -9,7 +9,7 @@ from typing import Literal
 from mujica_jax.agents.mujica import Attempt, Mujica, PlannerView, WorkerView
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import AgentConfig
-from mujica_jax.inference.generator import Completion, SamplingParams
+from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Question, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
@@ -98,6 +98,7 @@ def completion(text: str, most_tokens: int = 1000) -> Completion:
     return Completion(
         token_ids=kept,
         logprobs=tuple(-0.5 - n / 8 for n in range(len(kept))),
+        sampling_logprobs=None,
         finish_reason="stop" if kept == ids else "length",
         policy_version=3,
     )

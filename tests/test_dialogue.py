@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from little_agent import completion, tokenizer
 
 from mujica_jax.agents.dialogue import Dialogue, with_system
-from mujica_jax.inference.generator import Completion
+from mujica_jax.inference.requests import Completion
 
 END = tokenizer().end_of_turn_id
 
@@ -51,6 +51,7 @@ def test_ids_are_only_appended_and_the_mask_covers_what_the_model_finished(turns
             Completion(
                 token_ids=ids,
                 logprobs=(-1.0,) * len(ids),
+                sampling_logprobs=None,
                 finish_reason="stop" if finished else "length",
                 policy_version=0,
             )

@@ -1,5 +1,7 @@
 """Prefill and decode against the decoder's full forward pass and against the trainer."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,17 +10,20 @@ from flax import nnx
 from packed_rows import conversation
 from tiny_engine import (
     DECODE_STEPS,
+    PAGE_TOKENS,
+    PAGES_A_SLOT,
     POSITIONS,
-    PREFILL_TOKENS,
     SLOTS,
     decoder,
     log_probs_of,
     make_engine,
     next_token_logits,
+    pages_of_slot,
     random_tokens,
 )
 
-from mujica_jax.inference.engine import Engine, PrefillRow, SlotState
+from mujica_jax.inference.engine import Engine, FlushRow, PrefillRow, SlotState, bucket
+from mujica_jax.inference.resident import Places, Tiles, _decode, _prefill
 from mujica_jax.inference.sampling import sample, uniforms
 from mujica_jax.learning.losses import token_log_probs
 from mujica_jax.trajectories.packing import pack
@@ -38,22 +43,15 @@ def one_step() -> Engine:
     return make_engine(decode_steps=1)
 
 
-def idle() -> SlotState:
-    return SlotState(
-        token=np.zeros(SLOTS, np.int32),
-        position=np.zeros(SLOTS, np.int32),
-        remaining=np.zeros(SLOTS, np.int32),
-        temperature=np.ones(SLOTS, np.float32),
-        seed=np.zeros(SLOTS, np.uint32),
-    )
+def idle(slots: int = SLOTS) -> SlotState:
+    return SlotState.idle(slots)._replace(temperature=np.ones(slots, np.float32))
 
 
 def started(engine: Engine, prompts: dict[int, list[int]], new_tokens: int, **changes) -> SlotState:
     """The state after prefilling a prompt a slot."""
-    state = idle()._replace(**changes)
+    state = idle(engine.slots)._replace(**changes)
     for slot, prompt in prompts.items():
-        if len(prompt) > 1:
-            engine.prefill([PrefillRow(slot, 0, prompt[:-1])])
+        engine.prefill([PrefillRow(slot, pages_of_slot(slot), 0, prompt[:-1])])
         state.token[slot], state.position[slot] = prompt[-1], len(prompt) - 1
         state.remaining[slot] = new_tokens
     return state
@@ -63,17 +61,18 @@ def decoded(engine: Engine, state: SlotState) -> dict[int, tuple[list[int], list
     """Tokens and log-probabilities of each slot until nothing runs."""
     found = {int(slot): ([], []) for slot in np.flatnonzero(state.remaining)}
     while state.remaining.any():
-        state, tokens, logprobs, valid = engine.decode(state)
+        state, decoded = engine.decode(state)
         for slot, (of_slot, log_probs) in found.items():
-            of_slot += tokens[valid[:, slot], slot].tolist()
-            log_probs += logprobs[valid[:, slot], slot].tolist()
+            valid = decoded.valid[:, slot]
+            of_slot += decoded.tokens[valid, slot].tolist()
+            log_probs += decoded.logprobs[valid, slot].tolist()
     return found
 
 
 @jax.jit
 def drawn_from(logits, seeds, positions):
     """Tokens and log-probabilities at temperature 1."""
-    return sample(logits, jnp.ones(len(logits)), uniforms(seeds, positions))
+    return sample(logits, jnp.ones(len(logits)), uniforms(seeds, positions))[:2]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -95,6 +94,8 @@ def test_decoding_a_given_sequence_token_by_token_equals_the_full_forward(one_st
     """Every slot decodes a sequence of its own from an empty slot; what is drawn is thrown away."""
     sequences = np.asarray([random_tokens(40, seed) for seed in range(SLOTS)], np.int32)
     logits = np.asarray([next_token_logits(decoder(), sequence) for sequence in sequences.tolist()])
+    for slot in range(SLOTS):
+        one_step.prefill([PrefillRow(slot, pages_of_slot(slot), 0, [])])
     for position in range(sequences.shape[1]):
         state = idle()._replace(
             token=sequences[:, position],
@@ -102,10 +103,10 @@ def test_decoding_a_given_sequence_token_by_token_equals_the_full_forward(one_st
             remaining=np.ones(SLOTS, np.int32),
             seed=np.arange(SLOTS, dtype=np.uint32),
         )
-        _, tokens, logprobs, _ = one_step.decode(state)
+        _, decoded = one_step.decode(state)
         expected = drawn_from(logits[:, position], state.seed, state.position)
-        np.testing.assert_array_equal(tokens[0], expected[0])
-        np.testing.assert_allclose(logprobs[0], expected[1], atol=EXACT)
+        np.testing.assert_array_equal(decoded.tokens[0], expected[0])
+        np.testing.assert_allclose(decoded.logprobs[0], expected[1], atol=EXACT)
 
 
 @pytest.mark.parametrize("length", [1, 2, 32, 33, 34, 100, 120, POSITIONS - 20])
@@ -132,7 +133,7 @@ def test_log_probabilities_of_a_completion_are_those_of_the_trainer(engine):
 def test_a_prompt_prefilled_in_parts_equals_one_prefilled_at_once(engine):
     state = started(engine, {0: SEQUENCE}, 8, seed=np.full(SLOTS, 5, np.uint32))
     for start, stop in ((0, 7), (7, 38), (38, 39)):
-        engine.prefill([PrefillRow(1, start, SEQUENCE[start:stop])])
+        engine.prefill([PrefillRow(1, pages_of_slot(1), start, SEQUENCE[start:stop])])
     state.token[1], state.position[1], state.remaining[1] = SEQUENCE[-1], 39, 8
     found = decoded(engine, state)
     assert found[1][0] == found[0][0]
@@ -141,7 +142,10 @@ def test_a_prompt_prefilled_in_parts_equals_one_prefilled_at_once(engine):
 
 def test_rows_of_one_prefill_call_do_not_see_each_other(engine):
     prompts = [random_tokens(length, seed=length) for length in (9, 20, 33)]
-    rows = [PrefillRow(slot, 0, np.asarray(prompt[:-1], np.int32)) for slot, prompt in enumerate(prompts)]
+    rows = [
+        PrefillRow(slot, pages_of_slot(slot), 0, np.asarray(prompt[:-1], np.int32))
+        for slot, prompt in enumerate(prompts)
+    ]
     engine.prefill(rows)
     state = idle()
     for slot, prompt in enumerate(prompts):
@@ -150,11 +154,11 @@ def test_rows_of_one_prefill_call_do_not_see_each_other(engine):
         np.testing.assert_allclose(log_probs, log_probs_of(decoder(), prompts[slot] + tokens, 6), atol=EXACT)
 
 
-def test_a_slot_that_is_neither_prefilled_nor_running_keeps_its_cache_bit_for_bit(engine):
-    engine.prefill([PrefillRow(3, 0, SEQUENCE)])
-    before = jax.tree.map(lambda layer: np.array(layer[3]), engine._cache)
+def test_a_slot_that_is_neither_prefilled_nor_running_keeps_its_row_bit_for_bit(engine):
+    engine.prefill([PrefillRow(3, pages_of_slot(3), 0, SEQUENCE)])
+    before = jax.tree.map(lambda layer: np.array(layer[3, :, :40]), engine._memory.rows)
     decoded(engine, started(engine, {0: SEQUENCE[:9], 1: SEQUENCE[:30]}, 8))
-    jax.tree.map(lambda layer, held: np.testing.assert_array_equal(layer[3], held), engine._cache, before)
+    jax.tree.map(lambda layer, held: np.testing.assert_array_equal(layer[3, :, :40], held), engine._memory.rows, before)
 
 
 def test_a_stop_token_ends_a_slot_and_is_its_last_token(engine):
@@ -178,27 +182,124 @@ def test_a_slot_may_be_filled_to_its_last_position(engine):
     np.testing.assert_allclose(log_probs, log_probs_of(decoder(), prompt + tokens, 3), atol=EXACT)
 
 
-def test_a_cleared_slot_forgets_values_that_are_not_finite():
+def test_what_is_not_finite_leaves_no_trace_in_its_slot_and_pages():
     engine = make_engine()
     good = nnx.state(decoder())
     expected = decoded(engine, started(engine, {0: SEQUENCE[:5]}, 4))[0]
-    engine.set_weights(jax.tree.map(lambda array: array * np.nan, good))
+    engine._weights = jax.tree.map(lambda array: array * np.nan, good)
     assert np.isnan(decoded(engine, started(engine, {0: SEQUENCE}, 4))[0][1]).all()
-    engine.set_weights(good)
-    engine.clear(0)
+    engine.flush([FlushRow(0, pages_of_slot(0), 0, 43)])
+    engine._weights = good
+    engine.retire(0, broken_pages=pages_of_slot(0))
+    assert all(np.isfinite(array).all() for array in jax.tree.leaves(engine._memory))
     found = decoded(engine, started(engine, {0: SEQUENCE[:5]}, 4))[0]
     assert found[0] == expected[0]
     np.testing.assert_allclose(found[1], expected[1], atol=EXACT)
 
 
-def test_prefill_calls_have_few_shapes_and_hold_what_they_may(engine):
-    shapes = {engine.prefill_shape(length) for length in range(1, POSITIONS + 1)}
-    assert shapes == {(4, 32), (2, 64), (1, 128), (1, POSITIONS)}
-    for length in range(1, POSITIONS + 1):
-        rows, padded = engine.prefill_shape(length)
-        assert length <= padded and (rows == 1 or rows * padded <= PREFILL_TOKENS)
+@pytest.mark.parametrize("cached", [1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS, 39])
+def test_a_sequence_goes_on_from_pages_that_another_slot_computed(engine, cached):
+    """Page borders and both sides of them; the last page is read in part."""
+    expected = decoded(engine, started(engine, {0: SEQUENCE}, 6))[0]
+    engine.flush([FlushRow(0, pages_of_slot(0), 0, 39)])
+    engine.retire(0)
+    whole = cached // PAGE_TOKENS
+    pages = [*pages_of_slot(0)[:whole], *pages_of_slot(2)[whole:]]
+    if cached % PAGE_TOKENS:
+        engine.copy_pages([(pages_of_slot(0)[whole], pages_of_slot(2)[whole])])
+    engine.prefill([PrefillRow(2, pages, cached, SEQUENCE[cached:-1])])
+    state = idle()
+    state.token[2], state.position[2], state.remaining[2] = SEQUENCE[-1], 39, 6
+    found = decoded(engine, state)[2]
+    assert found[0] == expected[0]
+    np.testing.assert_allclose(found[1], expected[1], atol=EXACT)
 
 
-def test_more_rows_than_a_call_holds_are_refused(engine):
-    with pytest.raises(AssertionError, match=r"3 rows for a prefill call of 2"):
-        engine.prefill([PrefillRow(slot, 0, SEQUENCE) for slot in range(3)])
+def test_copies_read_all_pages_before_any_is_written(engine):
+    engine.prefill([PrefillRow(0, pages_of_slot(0), 0, SEQUENCE)])
+    engine.flush([FlushRow(0, pages_of_slot(0), 0, 40)])
+    first, second, third = (np.array(engine._memory.pages.keys[0][page]) for page in range(3))
+    engine.copy_pages([(0, 1), (1, 2)])
+    np.testing.assert_array_equal(engine._memory.pages.keys[0][0], first)
+    np.testing.assert_array_equal(engine._memory.pages.keys[0][1], first)
+    np.testing.assert_array_equal(engine._memory.pages.keys[0][2], second)
+    assert not np.array_equal(second, third)
+
+
+SHARED = random_tokens(8 * PAGE_TOKENS, seed=77)  # as long as the shortest group
+
+
+def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
+    """One slot computed it, five begin with it, and the one that runs already joins them; another one has nothing to do with it."""
+    engine = make_engine(slots=8, pages=8 * PAGES_A_SLOT)
+    prompts = {slot: [*SHARED, *random_tokens(3 + slot, seed=slot)] for slot in range(6)}
+    prompts[7] = random_tokens(90, seed=7)
+    state = started(engine, {slot: prompts[slot] for slot in (0, 7)}, 12)
+    engine.flush([FlushRow(0, pages_of_slot(0), 0, len(SHARED))])
+    shared_pages = list(pages_of_slot(0)[:8])
+    rows = [
+        PrefillRow(slot, [*shared_pages, *pages_of_slot(slot)[8:]], len(SHARED), prompts[slot][len(SHARED) : -1])
+        for slot in range(1, 6)
+    ]
+    engine.prefill(rows)
+    assert engine._memory.groups.keys[0].shape[2] == len(SHARED)
+    assert [row.offset for row in engine._rows] == [len(SHARED)] * 6 + [0, 0]
+    for slot in range(1, 6):
+        state.token[slot], state.position[slot], state.remaining[slot] = prompts[slot][-1], len(prompts[slot]) - 1, 12
+    for slot, (tokens, log_probs) in decoded(engine, state).items():
+        np.testing.assert_allclose(log_probs, log_probs_of(decoder(), prompts[slot] + tokens, 12), atol=EXACT)
+    # What went on in the group is found in pages by a slot that is not in it.
+    ended = prompts[2]
+    engine.flush([FlushRow(2, rows[1].pages, len(SHARED), len(ended) - 1)])
+    other = make_engine_from(engine)
+    other.prefill([PrefillRow(6, rows[1].pages, len(ended) - 1, [])])
+    state = idle(8)
+    state.token[6], state.position[6], state.remaining[6] = ended[-1], len(ended) - 1, 5
+    tokens, log_probs = decoded(other, state)[6]
+    np.testing.assert_allclose(log_probs, log_probs_of(decoder(), ended + tokens, 5), atol=EXACT)
+
+
+def make_engine_from(engine: Engine) -> Engine:
+    """An engine whose pages are those of another one and whose rows are empty."""
+    other = make_engine(slots=engine.slots, pages=engine.num_pages)
+    other._memory = other._memory._replace(pages=engine._memory.pages)
+    return other
+
+
+def test_widths_are_few_and_hold_what_they_may():
+    widths = {bucket(length, 64, 4000) for length in range(1, 4001)}
+    assert widths == {64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4000}
+    assert all(length <= bucket(length, 64, 4000) for length in range(1, 4001))
+
+
+def lowered_decode(engine: Engine) -> Any:
+    places = engine._places(range(engine.slots))
+    lowered = _decode.lower(
+        engine._graph,
+        engine._weights,
+        engine._memory,
+        idle(engine.slots),
+        places,
+        engine._group_lengths(),
+        engine._stops,
+        steps=DECODE_STEPS,
+        filtered=False,
+    )
+    return lowered.compile().memory_analysis()
+
+
+def lowered_prefill(engine: Engine) -> Any:
+    whole = np.zeros(4, np.int32)
+    tiles = Tiles(np.zeros((4, 16), np.int32), whole, whole, whole, Places(whole, whole - 1))
+    lowered = _prefill.lower(engine._graph, engine._weights, engine._memory, tiles, engine._group_lengths())
+    return lowered.compile().memory_analysis()
+
+
+def test_no_copy_of_the_memory_is_made_by_a_step():
+    """The memory goes in and comes out in the same place: a step allocates less than a tenth of it."""
+    engine = make_engine(slots=8, pages=40 * PAGES_A_SLOT)
+    engine._widen(POSITIONS)
+    held = sum(array.nbytes for array in jax.tree.leaves(engine._memory))
+    for analysis in (lowered_decode(engine), lowered_prefill(engine)):
+        assert analysis.alias_size_in_bytes >= held
+        assert analysis.temp_size_in_bytes < 0.25 * held, (analysis.temp_size_in_bytes, held)

@@ -12,6 +12,7 @@ from packed_rows import MODEL as ONE_LAYER
 from tiny_models import filled_decoder
 
 from mujica_jax.inference.engine import Engine
+from mujica_jax.inference.resident import ResidentEngine
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -19,6 +20,8 @@ from mujica_jax.models.families import DecoderConfig
 MODEL = dataclasses.replace(ONE_LAYER, vocab_size=70, num_layers=2, num_heads=4, num_kv_heads=2)
 NO_STOP = MODEL.vocab_size  # an id that no token has: requests end at max_new_tokens
 SLOTS, POSITIONS, PREFILL_TOKENS, DECODE_STEPS = 4, 192, 128, 4
+PAGE_TOKENS = 8
+PAGES_A_SLOT = POSITIONS // PAGE_TOKENS
 
 
 @functools.cache
@@ -26,15 +29,29 @@ def decoder(config: DecoderConfig = MODEL) -> Decoder:
     return filled_decoder(config)
 
 
-def make_engine(of: Decoder | None = None, *, decode_steps: int = DECODE_STEPS, stop: int = NO_STOP) -> Engine:
-    return Engine(
+def make_engine(
+    of: Decoder | None = None,
+    *,
+    slots: int = SLOTS,
+    decode_steps: int = DECODE_STEPS,
+    stop: int = NO_STOP,
+    pages: int = SLOTS * PAGES_A_SLOT,
+) -> Engine:
+    return ResidentEngine(
         decoder() if of is None else of,
-        slots=SLOTS,
+        slots=slots,
         positions=POSITIONS,
+        page_tokens=PAGE_TOKENS,
+        num_pages=pages,
         prefill_tokens=PREFILL_TOKENS,
         decode_steps=decode_steps,
         stop_token_ids=[stop],
     )
+
+
+def pages_of_slot(slot: int) -> range:
+    """Pages of its own for a slot, where no tree hands them out."""
+    return range(slot * PAGES_A_SLOT, (slot + 1) * PAGES_A_SLOT)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

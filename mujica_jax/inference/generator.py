@@ -1,63 +1,61 @@
 """Continuous batching: requests of token ids in, completions of token ids and log-probabilities out.
 
-Agents see the `Generator` protocol and nothing else. `BatchedGenerator` schedules one engine: it keeps the tokens every slot holds, puts
-a request into the free slot that shares its longest prefix (a planner that comes back after its workers pays only for the new
-observation), prefills in groups of one padded length, and refills slots as soon as their request ends.
+`BatchedGenerator` schedules one engine. A request waits in a bounded queue, leases its pages (finding there what its prompt shares with
+earlier sequences), takes a slot, has the rest of its prompt computed in chunks between the decode calls of those that run already, and
+decodes. What it computed goes back to the pages when it ends, for whoever begins alike. Two requests that arrive together and begin
+alike are not computed twice: the second waits for the first's pages.
 
 Everything runs in the event loop's own thread and in submission order, so a run is a function of its requests: the same program with
-the same seeds gives the same completions.
+the same seeds gives the same completions. Deadlines alone depend on the clock.
 """
 
 import asyncio
+import collections
 import dataclasses
 import heapq
 import time
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal
 
 import numpy as np
 from flax import nnx
 
-from mujica_jax.errors import UserError
-from mujica_jax.inference.engine import Engine, PrefillRow, SlotState
+from mujica_jax.inference.engine import Decoded, Engine, FlushRow, PrefillRow, SlotState
+from mujica_jax.inference.pages import Lease, Pages
+from mujica_jax.inference.requests import (
+    Completion,
+    DeadlineError,
+    OverloadError,
+    RequestError,
+    SamplingParams,
+    check_params,
+    check_prompt,
+)
+from mujica_jax.inference.stops import StopMatcher
 
-
-class RequestError(UserError):
-    """A request the engine cannot serve. It concerns that request alone; the engine goes on."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    max_new_tokens: int
-    temperature: float  # 0 means greedy
-    seed: int  # the same request with the same seed gives the same tokens whatever else is in the batch
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Completion:
-    token_ids: tuple[int, ...]  # includes the stop token where finish_reason is "stop"
-    logprobs: tuple[float, ...]  # one a token, float32, under the unmodified policy
-    finish_reason: Literal["stop", "length"]
-    policy_version: int
-
-
-class Generator(Protocol):
-    async def generate(self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False) -> Completion:
-        """Complete one prompt. `continues` says that the conversation will come back with this prompt as its beginning:
-        such requests overtake others, and their slot is kept as long as others are free. Raises RequestError."""
-        ...
+TURNS_OF_THE_LOOP = 6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorStatistics:
-    """Counted since the generator was made."""
+    """Counted since the generator was made; `running` and `waiting` are now."""
 
     requests: int
     prompt_tokens: int
-    prefilled_tokens: int  # prompt tokens computed; the rest was found in the cache
+    prefilled_tokens: int  # prompt tokens computed; the rest was found in memory
     generated_tokens: int
+    refused: int  # requests that were answered with an error
     seconds: float  # inside prefill and decode calls
+    running: int
+    waiting: int
+    free_pages: int
+    evicted_pages: int
     compiled_programs: int
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the prompt tokens that was not computed."""
+        return 1.0 - self.prefilled_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,199 +64,444 @@ class _Request:
     params: SamplingParams
     continues: bool
     future: asyncio.Future
+    shown: asyncio.Queue | None  # whole tokens, as they become final; None where nobody watches
+    matcher: StopMatcher | None
+    lease: Lease | None = None
+    computed: int = 0  # tokens of the prompt whose keys and values are in memory
+    flushed: int = 0  # tokens of the sequence that the pages hold
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    sampling_logprobs: list[float] = dataclasses.field(default_factory=list)
+    shown_tokens: int = 0
+
+    @property
+    def prefilled(self) -> bool:
+        return self.computed >= len(self.prompt) - 1
 
 
 class BatchedGenerator:
     """The `Generator` of one engine. Use from one event loop at a time."""
 
-    def __init__(self, engine: Engine, *, prefix_reuse: bool, policy_version: int = 0) -> None:
-        self._engine = engine
-        self._reuse = prefix_reuse
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        prefix_reuse: bool,
+        queue_size: int,
+        token_bytes: Callable[[int], bytes] | None = None,
+        policy_version: int = 0,
+    ) -> None:
+        """`token_bytes` gives a token's text, which stop strings are looked for in."""
+        self._engine, self._reuse, self._token_bytes = engine, prefix_reuse, token_bytes
+        self._queue_size = queue_size
         self.policy_version = policy_version
         self._waiting: list[tuple[int, int, _Request]] = []
+        self._gate: collections.deque[asyncio.Future] = collections.deque()  # callers that wait for room in the queue
         self._running: dict[int, _Request] = {}
         self._submitted = 0
         self._driver: asyncio.Task | None = None
-        self._counts = dict.fromkeys(("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens"), 0)
+        self._swap: tuple[nnx.State, int, asyncio.Future] | None = None
+        self._counts = dict.fromkeys(
+            ("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens", "refused"), 0
+        )
         self._seconds = 0.0
-        self.forget()
+        self._evicted = 0
+        self._start_empty()
 
     def forget(self) -> None:
-        """Drop what the slots hold. Called when weights change, and between units of work so that each is a function of its own
+        """Drop what is in memory. Called when weights change, and between units of work so that each is a function of its own
         requests alone."""
-        assert not self._running, "slots are forgotten only while nothing runs"
-        slots, positions = self._engine.slots, self._engine.positions
-        self._held = np.full((slots, positions), -1, np.int32)  # tokens whose keys and values a slot holds
-        self._kept = np.zeros(slots, bool)
-        self._last_used = np.zeros(slots, np.int64)
-        self._state = SlotState(
-            token=np.zeros(slots, np.int32),
-            position=np.zeros(slots, np.int32),
-            remaining=np.zeros(slots, np.int32),
-            temperature=np.zeros(slots, np.float32),
-            seed=np.zeros(slots, np.uint32),
-        )
+        assert not self._running, "memory is forgotten only while nothing runs"
+        self._engine.forget()
+        self._evicted += self._pages.evicted
+        self._start_empty()
 
     def set_weights(self, weights: nnx.State, policy_version: int) -> None:
+        """Replace the policy while nothing runs."""
         self.forget()
         self._engine.set_weights(weights)
         self.policy_version = policy_version
 
+    async def swap_weights(self, weights: nnx.State, policy_version: int) -> None:
+        """Replace the policy under traffic: what runs ends with the old one, what waits begins with the new one."""
+        assert self._swap is None, "one swap at a time"
+        if not self._running:
+            self.set_weights(weights, policy_version)
+            return
+        swapped = asyncio.get_running_loop().create_future()
+        self._swap = (weights, policy_version, swapped)
+        await swapped
+
+    @property
+    def full(self) -> bool:
+        """The queue has no room."""
+        return len(self._waiting) >= self._queue_size
+
     @property
     def statistics(self) -> GeneratorStatistics:
         return GeneratorStatistics(
-            **self._counts, seconds=self._seconds, compiled_programs=self._engine.compiled_programs
+            **self._counts,
+            seconds=self._seconds,
+            running=len(self._running),
+            waiting=len(self._waiting) + len(self._gate),
+            free_pages=self._pages.free,
+            evicted_pages=self._evicted + self._pages.evicted,
+            compiled_programs=self._engine.compiled_programs,
         )
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False) -> Completion:
-        self._check(prompt, params)
-        request = _Request(np.asarray(prompt, np.int32), params, continues, asyncio.get_running_loop().create_future())
-        self._submitted += 1
-        heapq.heappush(self._waiting, (0 if continues else 1, self._submitted, request))
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
-        return await request.future
+        request = self._request(prompt, params, continues, shown=None)
+        await self._room()
+        return await self._submit(request)
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
+    ) -> AsyncIterator[Sequence[int]]:
+        """Tokens as they become final, at least one at a time. Raises OverloadError instead of waiting for room in the queue."""
+        request = self._request(prompt, params, continues, shown=asyncio.Queue())
+        if self.full:
+            self._counts["refused"] += 1
+            raise OverloadError(
+                f"{len(self._waiting)} requests wait already and the queue holds {self._queue_size}: come back later"
+            )
+        future = self._submit(request)
+        assert request.shown is not None, "made above"
+        try:
+            while (tokens := await request.shown.get()) is not None:
+                yield tokens
+            await future
+        finally:
+            future.cancel()
+
+    def _request(
+        self, prompt: Sequence[int], params: SamplingParams, continues: bool, *, shown: asyncio.Queue | None
+    ) -> _Request:
+        try:
+            self._check(prompt, params)
+        except RequestError:
+            self._counts["refused"] += 1
+            raise
+        matcher = StopMatcher(params.stop_strings) if params.stop_strings else None
+        future = asyncio.get_running_loop().create_future()
+        return _Request(np.asarray(prompt, np.int32), params, continues, future, shown, matcher)
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        room, vocabulary = self._engine.positions, self._engine.config.vocab_size
-        if len(prompt) == 0:
-            raise RequestError("the prompt is empty: send at least one token")
-        if params.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens is {params.max_new_tokens}: ask for at least 1")
-        if not params.temperature >= 0:  # NaN is refused too
-            raise RequestError(f"temperature is {params.temperature}: use 0 for greedy or a positive number")
+        check_params(params)
+        check_prompt(prompt, self._engine.config.vocab_size)
+        room = self._engine.positions
+        if params.stop_strings and self._token_bytes is None:
+            raise RequestError("stop strings need a tokenizer and this generator has none: send stop_token_ids")
         if len(prompt) + params.max_new_tokens > room:
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones do not fit the engine's {room} positions: "
                 "shorten the prompt or raise agent.max_trajectory_tokens"
             )
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            raise RequestError(f"token ids {min(prompt)}..{max(prompt)} leave the vocabulary of {vocabulary}")
+        needed = self._pages.needed(len(prompt) + params.max_new_tokens)
+        if needed > self._pages.count:
+            raise RequestError(
+                f"the request needs {needed} pages of KV memory and the engine has {self._pages.count}: give it more memory"
+            )
+
+    async def _room(self) -> None:
+        """Back-pressure: wait while the queue is full, first come first served."""
+        while self.full:
+            place = asyncio.get_running_loop().create_future()
+            self._gate.append(place)
+            await place
+
+    def _submit(self, request: _Request) -> asyncio.Future:
+        if request.params.deadline_seconds is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(request.params.deadline_seconds, self._expire, request)
+            request.future.add_done_callback(lambda _: timer.cancel())
+        request.future.add_done_callback(lambda _: self._close(request))
+        self._submitted += 1
+        heapq.heappush(self._waiting, (0 if request.continues else 1, self._submitted, request))
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        return request.future
+
+    def _expire(self, request: _Request) -> None:
+        if not request.future.done():
+            self._fail(
+                request,
+                DeadlineError(
+                    f"the deadline of {request.params.deadline_seconds} s passed after {len(request.tokens)} of up to "
+                    f"{request.params.max_new_tokens} tokens: allow more time or send less at once"
+                ),
+            )
+
+    def _close(self, request: _Request) -> None:
+        if request.shown is not None:
+            request.shown.put_nowait(None)
+
+    def _fail(self, request: _Request, error: RequestError) -> None:
+        self._counts["refused"] += 1
+        request.future.set_exception(error)
 
     async def _drive(self) -> None:
         try:
-            while self._waiting or self._running:
+            while self._waiting or self._running or self._swap:
+                self._retire_abandoned()
+                self._swap_if_idle()
                 self._admit()
+                self._prefill()
+                while self._admit():  # those who waited for pages that were just computed
+                    self._prefill()
                 self._decode()
-                # A finished worker wakes its episode through a gather: give such chains a few turns of the loop, so that
-                # what they ask next joins the next call.
-                for _ in range(6):
+                for _ in range(TURNS_OF_THE_LOOP):
                     await asyncio.sleep(0)
         except Exception as error:
             # A fault of the engine concerns everyone who waits: they get it instead of waiting for ever.
             for future in self._abandon():
                 future.set_exception(error)
         except asyncio.CancelledError:
-            # The event loop ends with requests under way; another one may begin.
-            for future in self._abandon():
-                future.cancel()
+            # The event loop ends; another one may begin. What is in memory stays, unless requests were under way.
+            if self._waiting or self._running:
+                for future in self._abandon():
+                    future.cancel()
             raise
 
     def _abandon(self) -> list[asyncio.Future]:
-        """Give up every request; what the slots hold is not known any more. Returns the futures that still wait."""
-        requests = [request for _, _, request in self._waiting] + list(self._running.values())
+        """Give up every request; what is in memory is not known any more. Returns the futures that still wait."""
+        futures = [request.future for _, _, request in self._waiting]
+        futures += [request.future for request in self._running.values()] + list(self._gate)
+        if self._swap is not None:
+            futures.append(self._swap[2])
+        self._swap = None
         self._waiting.clear()
+        self._gate.clear()
         self._running.clear()
         self.forget()
-        return [request.future for request in requests if not request.future.done()]
+        return [future for future in futures if not future.done()]
 
-    def _admit(self) -> None:
-        """Move waiting requests into free slots and prefill what their slots do not hold."""
-        rows: list[PrefillRow] = []
+    def _start_empty(self) -> None:
+        self._pages = Pages(self._engine.num_pages, self._engine.page_tokens)
+        self._state = SlotState.idle(self._engine.slots)
+
+    def _swap_if_idle(self) -> None:
+        if self._swap is not None and not self._running:
+            weights, version, swapped = self._swap
+            self._swap = None
+            self.set_weights(weights, version)
+            if not swapped.done():
+                swapped.set_result(None)
+
+    def _retire_abandoned(self) -> None:
+        """Free the slots of requests that were cancelled or have expired."""
+        for slot, request in list(self._running.items()):
+            if request.future.done():
+                self._leave(slot, request)
+
+    def _admit(self) -> bool:
+        """Move waiting requests into free slots, as long as there are pages for them; True if any moved."""
+        already = len(self._running)
         free = [slot for slot in range(self._engine.slots) if slot not in self._running]
-        while self._waiting and free:
-            _, _, request = heapq.heappop(self._waiting)
-            if request.future.done():  # cancelled while it waited
+        being_computed = {
+            block
+            for request in self._running.values()
+            if not request.prefilled
+            for block in self._uncached_blocks(request)
+        }
+        later, copies = [], []
+        while self._waiting and free and self._swap is None:
+            entry = heapq.heappop(self._waiting)
+            request = entry[2]
+            if request.future.done():  # cancelled or expired while it waited
+                self._open_gate()
                 continue
-            slot, held = self._choose(np.asarray(free), request.prompt)
+            prompt = request.prompt
+            lease = self._pages.lease(prompt, len(prompt) + request.params.max_new_tokens, reuse=self._reuse)
+            if lease is None:  # memory is short: what runs gives some back
+                later.append(entry)
+                break
+            request.lease = lease
+            blocks = self._uncached_blocks(request) if self._reuse else []
+            if blocks and blocks[0] in being_computed:
+                self._pages.release(lease, prompt[:0])
+                request.lease = None
+                later.append(entry)
+                continue
+            being_computed.update(blocks)
+            request.computed = request.flushed = lease.cached_tokens
+            slot = self._engine.choose(free, lease.pages, lease.cached_tokens)
             free.remove(slot)
             self._place(slot, request)
-            if held < len(request.prompt) - 1:
-                rows.append(PrefillRow(slot, held, request.prompt[held:-1]))
-        self._prefill(rows)
+            if lease.copied is not None:
+                copies.append(lease.copied)
+            self._open_gate()
+        for entry in later:
+            heapq.heappush(self._waiting, entry)
+        if copies:
+            self._engine.copy_pages(copies)
+        return len(self._running) > already
 
-    def _choose(self, free: np.ndarray, prompt: np.ndarray) -> tuple[int, int]:
-        """(slot, how many of the prompt's tokens it holds already). The last prompt token is always computed."""
-        if not self._reuse:
-            return int(free[np.argmin(self._last_used[free])]), 0
-        held = self._held[free]
-        length = len(prompt) - 1
-        same = np.logical_and.accumulate(held[:, :length] == prompt[:length], axis=1)
-        shared = same.sum(axis=1)
-        # Overwriting a kept conversation costs what it would have to prefill again.
-        lost = np.where(self._kept[free], (held >= 0).sum(axis=1) - shared, 0)
-        best = np.lexsort((self._last_used[free], lost - shared))[0]
-        return int(free[best]), int(shared[best])
+    def _uncached_blocks(self, request: _Request) -> list[int]:
+        """A name for every full page of the prompt that is not in memory yet, which stands for all tokens up to its end."""
+        assert request.lease is not None, "asked of admitted requests"
+        size, prompt = self._engine.page_tokens, request.prompt
+        first = request.lease.cached_tokens // size
+        return [hash(prompt[: (index + 1) * size].tobytes()) for index in range(first, (len(prompt) - 1) // size)]
+
+    def _open_gate(self) -> None:
+        while self._gate:
+            place = self._gate.popleft()
+            if not place.done():
+                place.set_result(None)
+                return
 
     def _place(self, slot: int, request: _Request) -> None:
-        prompt, params = request.prompt, request.params
+        params, state = request.params, self._state
         self._running[slot] = request
-        self._held[slot] = -1
-        self._held[slot, : len(prompt) - 1] = prompt[:-1]
-        self._kept[slot] = request.continues
-        self._state.token[slot] = prompt[-1]
-        self._state.position[slot] = len(prompt) - 1
-        self._state.remaining[slot] = params.max_new_tokens
-        self._state.temperature[slot] = params.temperature
-        self._state.seed[slot] = params.seed % 2**32
+        state.token[slot] = request.prompt[-1]
+        state.position[slot] = len(request.prompt) - 1
+        state.remaining[slot] = 0  # until its prompt is computed
+        state.temperature[slot] = params.temperature
+        state.seed[slot] = params.seed % 2**32
+        state.top_k[slot], state.top_p[slot], state.min_p[slot] = params.top_k, params.top_p, params.min_p
         self._counts["requests"] += 1
-        self._counts["prompt_tokens"] += len(prompt)
+        self._counts["prompt_tokens"] += len(request.prompt)
 
-    def _prefill(self, rows: list[PrefillRow]) -> None:
+    def _prefill(self) -> None:
+        """Compute prompts: one chunk of `prefill_tokens` if most slots decode, else until half of them can."""
         began = time.monotonic()
-        rows.sort(key=lambda row: len(row.tokens))  # like lengths together; the sort is stable
-        while rows:
-            count, padded = self._engine.prefill_shape(len(rows[0].tokens))
-            fitting = sum(len(row.tokens) <= padded for row in rows[:count])
-            self._engine.prefill(rows[:fitting])
-            self._counts["prefilled_tokens"] += sum(len(row.tokens) for row in rows[:fitting])
-            rows = rows[fitting:]
+        while pending := [
+            (slot, request) for slot, request in self._running.items() if not self._state.remaining[slot]
+        ]:
+            self._prefill_chunk(pending)
+            decoding = int(np.count_nonzero(self._state.remaining))
+            if 2 * decoding >= min(self._engine.slots, len(self._running)):
+                break
         self._seconds += time.monotonic() - began
+
+    def _prefill_chunk(self, pending: Sequence[tuple[int, _Request]]) -> None:
+        budget, rows, ready = self._engine.prefill_tokens, [], []
+        for slot, request in pending:
+            tokens = request.prompt[request.computed : -1][:budget]
+            assert request.lease is not None, "an admitted request has a lease"
+            if budget or not len(request.prompt[request.computed : -1]):
+                rows.append(PrefillRow(slot, request.lease.pages, request.computed, tokens))
+                request.computed += len(tokens)
+                budget -= len(tokens)
+                if request.prefilled:
+                    ready.append((slot, request))
+        self._engine.prefill(rows)
+        self._counts["prefilled_tokens"] += sum(len(row.tokens) for row in rows)
+        for slot, request in ready:
+            self._state.remaining[slot] = request.params.max_new_tokens
+        if self._reuse and self._waiting:
+            self._share(ready)
+
+    def _share(self, ready: Sequence[tuple[int, _Request]]) -> None:
+        """Let those who wait find the prompts that were just computed."""
+        size, rows = self._engine.page_tokens, []
+        for slot, request in ready:
+            whole = (len(request.prompt) - 1) // size * size
+            if request.lease is not None and whole > request.flushed:
+                rows.append(FlushRow(slot, request.lease.pages, request.flushed, whole))
+                request.flushed = whole
+        self._engine.flush(rows)
+        for row in rows:
+            request = self._running[row.slot]
+            assert request.lease is not None, "an admitted request has a lease"
+            self._pages.share(request.lease, request.prompt[: row.stop])
 
     def _decode(self) -> None:
-        if not self._running:
+        if not self._state.remaining.any():
             return
         began = time.monotonic()
-        before = self._state.token.copy(), self._state.position.copy()
-        state, tokens, logprobs, valid = self._engine.decode(self._state)
-        self._state = SlotState(*(np.array(part) for part in state))
-        for slot, request in list(self._running.items()):
-            steps = int(valid[:, slot].sum())
-            new = tokens[:steps, slot]
-            position = before[1][slot]
-            self._held[slot, position] = before[0][slot]
-            self._held[slot, position + 1 : position + steps] = new[:-1]
-            request.tokens.extend(new.tolist())
-            request.logprobs.extend(logprobs[:steps, slot].tolist())
-            self._counts["generated_tokens"] += steps
-            if self._state.remaining[slot] == 0 or request.future.done():
-                self._finish(slot, request)
+        decoding = [(slot, request) for slot, request in self._running.items() if self._state.remaining[slot]]
+        self._state, decoded = self._engine.decode(self._state)
+        ended = [(slot, request) for slot, request in decoding if self._take(slot, request, decoded)]
+        self._return(ended)
         self._seconds += time.monotonic() - began
 
-    def _finish(self, slot: int, request: _Request) -> None:
-        finite = np.isfinite(request.logprobs).all()
-        if not finite:
-            self._engine.clear(slot)
-            self._held[slot] = -1
-        del self._running[slot]
-        self._state.remaining[slot] = 0
-        self._last_used[slot] = self._submitted
-        self._kept[slot] &= finite and not request.future.done()
-        if request.future.done():  # cancelled
-            return
-        if not finite:
-            request.future.set_exception(
-                RequestError(f"the policy gave a log-probability that is not finite after {len(request.tokens)} tokens")
-            )
-            return
-        stopped = request.tokens[-1] in self._engine.stop_token_ids
+    def _take(self, slot: int, request: _Request, decoded: Decoded) -> bool:
+        """Hand a request what was generated for it; True if it ends."""
+        steps = int(decoded.valid[:, slot].sum())
+        new = decoded.tokens[:steps, slot].tolist()
+        self._counts["generated_tokens"] += steps
+        request.logprobs += decoded.logprobs[:steps, slot].tolist()
+        request.sampling_logprobs += decoded.sampling_logprobs[:steps, slot].tolist()
+        request.tokens += new
+        if request.future.done():
+            return True
+        if not np.isfinite(request.logprobs[-steps:]).all():
+            return True
+        ending = self._ending(request, new)
+        if ending is None and self._state.remaining[slot] == 0:
+            ending = len(request.tokens), "length"
+        if ending is not None:
+            self._complete(request, *ending)
+        elif request.shown is not None:
+            safe = len(request.tokens) if request.matcher is None else request.matcher.safe_tokens()
+            self._show(request, safe)
+        return ending is not None
+
+    def _ending(self, request: _Request, new: Sequence[int]) -> tuple[int, Literal["stop", "stop_string"]] | None:
+        """(tokens of the completion, why it ends there) if the new tokens end it."""
+        before = len(request.tokens) - len(new)
+        for place, token in enumerate(new, start=before):
+            if token in self._engine.stop_token_ids or token in request.params.stop_token_ids:
+                return place + 1, "stop"
+            if request.matcher is not None:
+                assert self._token_bytes is not None, "checked when the request came"
+                whole = request.matcher.push(self._token_bytes(token))
+                if whole is not None:
+                    return whole, "stop_string"
+        return None
+
+    def _show(self, request: _Request, safe: int) -> None:
+        if request.shown is not None and safe > request.shown_tokens:
+            request.shown.put_nowait(tuple(request.tokens[request.shown_tokens : safe]))
+            request.shown_tokens = safe
+
+    def _complete(self, request: _Request, length: int, reason: Literal["stop", "length", "stop_string"]) -> None:
+        self._show(request, length)
+        self._counts["generated_tokens"] -= len(request.tokens) - length  # beyond a stop string: nobody gets them
         request.future.set_result(
             Completion(
-                token_ids=tuple(request.tokens),
-                logprobs=tuple(request.logprobs),
-                finish_reason="stop" if stopped else "length",
+                token_ids=tuple(request.tokens[:length]),
+                logprobs=tuple(request.logprobs[:length]),
+                sampling_logprobs=tuple(request.sampling_logprobs[:length]),
+                finish_reason=reason,
                 policy_version=self.policy_version,
             )
         )
+
+    def _return(self, ended: Sequence[tuple[int, _Request]]) -> None:
+        """Free the slots of requests that ended, and leave what they computed in their pages."""
+        flushed = []
+        for slot, request in ended:
+            assert request.lease is not None, "an admitted request has a lease"
+            if not np.isfinite(request.logprobs).all():
+                if not request.future.done():
+                    after = len(request.tokens)
+                    message = (
+                        f"the policy gave a log-probability that is not finite after {after} tokens: check its weights"
+                    )
+                    self._fail(request, RequestError(message))
+                self._engine.retire(slot, broken_pages=request.lease.pages[len(request.lease.shared) :])
+                self._drop(slot, request, held=0)
+                continue
+            held = len(request.prompt) + len(request.tokens) - 1  # the last token's keys and values were never computed
+            if self._reuse:
+                flushed.append(FlushRow(slot, request.lease.pages, request.flushed, held))
+        self._engine.flush([row for row in flushed if row.stop > row.start])
+        for slot, request in ended:
+            if slot in self._running:
+                self._engine.retire(slot)
+                self._drop(slot, request, held=len(request.prompt) + len(request.tokens) - 1 if self._reuse else 0)
+
+    def _leave(self, slot: int, request: _Request) -> None:
+        """A request that nobody waits for: its pages go back as they were found."""
+        self._engine.retire(slot)
+        self._drop(slot, request, held=0)
+
+    def _drop(self, slot: int, request: _Request, *, held: int) -> None:
+        assert request.lease is not None, "an admitted request has a lease"
+        sequence = np.concatenate([request.prompt, np.asarray(request.tokens, np.int32)])[:held]
+        self._pages.release(request.lease, sequence)
+        request.lease = None
+        del self._running[slot]
+        self._state.remaining[slot] = 0

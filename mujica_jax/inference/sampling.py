@@ -5,6 +5,8 @@ vocabulary entry, which costs more than a small decoder's whole step on CPU. The
 seed and the token's position alone, so a request gives the same tokens whatever else is in the batch.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,14 +29,33 @@ def uniforms(
     return jax.vmap(one)(seeds, positions)
 
 
+class Sampled(NamedTuple):
+    token: Int[Array, " batch"]
+    logprob: Float[Array, " batch"]  # under the unmodified policy, at temperature 1: what a trainer needs
+    sampling_logprob: Float[Array, " batch"]  # under the distribution drawn from; 0 where the choice was greedy
+
+
+class Filters(NamedTuple):
+    """What may be drawn at all: applied after the temperature, in this order, as transformers does."""
+
+    top_k: Int[np.ndarray | Array, " batch"]  # the k most likely tokens, and those as likely as the k-th; 0 means all
+    top_p: Float[
+        np.ndarray | Array, " batch"
+    ]  # the fewest likely tokens that hold this share of the probability; 1 means all
+    min_p: Float[
+        np.ndarray | Array, " batch"
+    ]  # tokens at least this likely, as a share of the likeliest's probability; 0 means all
+
+
 def sample(
     logits: Float[Array, "batch vocab"],
     temperatures: Float[np.ndarray | Array, " batch"],
     uniform: Float[Array, " batch"],
-) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
-    """Next token and its log-probability under the unmodified policy (temperature 1), both a row.
+    filters: Filters | None = None,
+) -> Sampled:
+    """The next token of each row. Temperature 0 means greedy. Log-probabilities are float32: `logits` must be.
 
-    Temperature 0 means greedy. Log-probabilities are float32: `logits` must be.
+    Without filters nothing is sorted: that costs more than a small decoder's whole step on CPU.
     """
     assert logits.dtype == jnp.float32, "log-probabilities are computed in float32"
     peak = jnp.max(logits, axis=-1, keepdims=True)
@@ -43,12 +64,33 @@ def sample(
     log_normaliser = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     divisor = jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
     weights = jnp.exp(shifted / divisor)
-    drawn = _invert(weights, uniform)
+    if filters is not None:
+        weights = _filtered(weights, filters)
+    drawn, total = _invert(weights, uniform)
     # Rounding at a block's edge may point at a token of weight zero: fall back to the mode, which never has it.
     weight = jnp.take_along_axis(weights, drawn[:, None], axis=-1)[:, 0]
-    token = jnp.where((temperatures > 0) & (weight > 0), drawn, greedy)
-    log_probability = jnp.take_along_axis(shifted, token[:, None], axis=-1)[:, 0] - log_normaliser
-    return token, log_probability
+    by_chance = (temperatures > 0) & (weight > 0)
+    token = jnp.where(by_chance, drawn, greedy)
+    chosen = jnp.take_along_axis(shifted, token[:, None], axis=-1)[:, 0]
+    weight_of_mode = jnp.where(by_chance, weight, 1.0)
+    # chosen - chosen is 0, or NaN where the logits are
+    sampling = jnp.where(temperatures > 0, jnp.log(weight_of_mode) - jnp.log(total), chosen - chosen)
+    return Sampled(token, chosen - log_normaliser, sampling)
+
+
+def _filtered(weights: Float[Array, "batch vocab"], filters: Filters) -> Float[Array, "batch vocab"]:
+    """The weights with 0 for every token that may not be drawn. The mode always may."""
+    vocab = weights.shape[-1]
+    falling = -jnp.sort(-weights, axis=-1)
+    last = jnp.where((filters.top_k > 0) & (filters.top_k < vocab), filters.top_k, vocab) - 1
+    least = jnp.take_along_axis(falling, last[:, None], axis=-1)
+    falling = jnp.where(falling >= least, falling, 0.0)
+    # A token stays while those before it hold less than top_p of what top_k left.
+    before = jnp.cumsum(falling, axis=-1) - falling
+    stays = (before < filters.top_p[:, None] * jnp.sum(falling, axis=-1, keepdims=True)) | (filters.top_p >= 1)[:, None]
+    least_of_p = jnp.min(jnp.where(stays & (falling > 0), falling, jnp.inf), axis=-1, keepdims=True)
+    least = jnp.maximum(jnp.maximum(least, least_of_p), filters.min_p[:, None])  # the mode weighs 1
+    return jnp.where(weights >= least, weights, 0.0)
 
 
 def _first_index(hits: Bool[Array, "batch vocab"]) -> Int[Array, " batch"]:
@@ -57,8 +99,10 @@ def _first_index(hits: Bool[Array, "batch vocab"]) -> Int[Array, " batch"]:
     return jnp.min(jnp.where(hits, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
 
 
-def _invert(weights: Float[Array, "batch vocab"], uniform: Float[Array, " batch"]) -> Int[Array, " batch"]:
-    """First index whose cumulative weight exceeds uniform * total."""
+def _invert(
+    weights: Float[Array, "batch vocab"], uniform: Float[Array, " batch"]
+) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
+    """(first index whose cumulative weight exceeds uniform * total, total)."""
     batch, vocab = weights.shape
     blocks = -(-vocab // BLOCK_TOKENS)
     padded = jnp.pad(weights, ((0, 0), (0, blocks * BLOCK_TOKENS - vocab))).reshape(batch, blocks, BLOCK_TOKENS)
@@ -70,7 +114,7 @@ def _invert(weights: Float[Array, "batch vocab"], uniform: Float[Array, " batch"
     inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
     edges = _cumulative(inside)
     offset = jnp.minimum(jnp.sum(edges <= (target - before)[:, None], axis=-1), BLOCK_TOKENS - 1)
-    return jnp.minimum(block * BLOCK_TOKENS + offset, vocab - 1)
+    return jnp.minimum(block * BLOCK_TOKENS + offset, vocab - 1), block_edges[:, -1]
 
 
 def _cumulative(values: Float[Array, "batch items"]) -> Float[Array, "batch items"]:

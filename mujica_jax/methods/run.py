@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from mujica_jax.agents.mujica import Attempt, EnginePolicy, Mujica, run_episodes
 from mujica_jax.config import Config
 from mujica_jax.errors import StoreError
-from mujica_jax.inference.engine import Engine
+from mujica_jax.inference.engines import make_engine
 from mujica_jax.inference.generator import BatchedGenerator
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
@@ -286,15 +286,19 @@ def make_agent(config: Config, task: Task, tokenizer: Tokenizer) -> Mujica:
 
 
 def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> BatchedGenerator:
-    engine = Engine(
+    engine = make_engine(
         decoder,
-        slots=config.engine.slots,
+        config.engine,
         positions=config.agent.max_trajectory_tokens,
-        prefill_tokens=config.engine.prefill_tokens,
-        decode_steps=config.engine.decode_steps_per_call,
         stop_token_ids=tokenizer.stop_token_ids,
     )
-    return BatchedGenerator(engine, prefix_reuse=config.engine.prefix_reuse)
+    return BatchedGenerator(
+        engine,
+        prefix_reuse=config.engine.prefix_reuse,
+        queue_size=config.engine.slots
+        * (1 + config.agent.max_searches_per_turn),  # all that its episodes can ask at once
+        token_bytes=tokenizer.token_bytes,
+    )
 
 
 def use_weights(generator: BatchedGenerator, params: nnx.State, dtype: DTypeLike, version: int) -> None:

@@ -5,7 +5,8 @@ engine (its KV memory) share one forward pass. Layers are one `Block` whose weig
 compile time and program size independent of depth, a Python loop lets the engine touch each layer's cache in place.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.layers import Attend, Block, model_weights, rms_norm, rotary_angles
+from mujica_jax.models.layers import Attend, Block, LayerIndex, model_weights, rms_norm, rotary_angles
 from mujica_jax.models.sharding import constrain
 
 Remat = Literal["none", "dots", "full"]
+Memory = TypeVar("Memory")
 
 
 class Decoder(nnx.Module):
@@ -68,6 +70,34 @@ class Decoder(nnx.Module):
                 of_layer = jax.tree.map(lambda stacked, index=index: stacked[index], weights)
                 hidden, _ = step(hidden, (index, of_layer))
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
+
+    def with_memory(
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "batch time"],
+        attend: Callable[[LayerIndex, Array, Array, Array, Memory], tuple[Array, Memory]],
+        memory: Memory,
+    ) -> tuple[Float[Array, "batch time hidden"], Memory]:
+        """The same hidden states, with a memory that goes through the layers: `attend` takes it and gives it back. The layers run
+        in a scan, so whatever `attend` does to the memory is done in place."""
+        rotation = rotary_angles(positions, self.config)
+        graph, weights = nnx.split(self.layers)
+
+        def layer(carry: tuple[Array, Memory], index_and_weights: tuple) -> tuple[tuple[Array, Memory], None]:
+            hidden, memory = carry
+            index, of_layer = index_and_weights
+
+            def attend_here(layer_index: LayerIndex, query: Array, key: Array, value: Array) -> Array:
+                nonlocal memory
+                mixed, memory = attend(layer_index, query, key, value, memory)
+                return mixed
+
+            hidden = nnx.merge(graph, of_layer)(index, hidden, rotation, attend_here)
+            return (hidden, memory), None
+
+        layers = jnp.arange(self.config.num_layers)
+        (hidden, memory), _ = jax.lax.scan(layer, (self.embed(tokens), memory), (layers, weights))
+        return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), memory
 
     def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time hidden"]:
         return constrain(self.embedding[...][tokens].astype(self.dtype), ("batch", None, None))

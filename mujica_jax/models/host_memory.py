@@ -1,4 +1,4 @@
-"""One setting of the C library that decides how fast JAX trains on a CPU.
+"""The memory of the host: how much is free, and a setting of the C library that decides how fast JAX trains on a CPU.
 
 XLA allocates a program's temporaries anew at every call. glibc hands blocks of that size straight from and back to the kernel, so
 each training step faults in and clears some 100 MB page by page: measured on a decoder of width 64 with 16 rows of 256 tokens, 80 of
@@ -6,6 +6,8 @@ each training step faults in and clears some 100 MB page by page: measured on a 
 """
 
 import ctypes
+import os
+import pathlib
 import sys
 
 # Parameters of mallopt(3), from glibc's malloc.h.
@@ -21,3 +23,13 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: LARGEST_INT, M_TOP_PAD: 256 << 20, M_ARENA_MAX: 1}
     return mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings.items())
+
+
+def available_bytes() -> int:
+    """Memory that a process can still have without swapping; all there is where the system does not say."""
+    file = pathlib.Path("/proc/meminfo")
+    if file.exists():
+        for line in file.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

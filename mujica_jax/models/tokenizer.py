@@ -30,6 +30,7 @@ CHATML_TEMPLATE = (
 # Llama-3.1 templates print the date of the call unless they are told one: a run would not repeat on another day.
 TEMPLATE_DATE = "26 Jul 2024"
 TAG_PATTERN = re.compile(rf"<(\s*/?\s*(?:{'|'.join(PROTOCOL_TAGS)})\s*/?\s*)>", re.IGNORECASE)
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 # Stand-ins for message contents while the template is taken apart: letters only, so that no template filter changes them.
 SYSTEM, USER, MODEL, NEXT_USER = "SystemStandIn", "UserStandIn", "ModelStandIn", "FollowUpStandIn"
 
@@ -145,6 +146,16 @@ class Tokenizer:
         """Text with special tokens visible and no white space changed."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
+    def token_bytes(self, id: int) -> bytes:
+        """What one token adds to a text, as bytes: a character may be spread over several tokens."""
+        return self._bytes_of_tokens[id] if 0 <= id < len(self._bytes_of_tokens) else b""
+
+    @functools.cached_property
+    def _bytes_of_tokens(self) -> list[bytes]:
+        tokens = (self._backend.id_to_token(id) for id in range(self.vocab_size))
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
+        return [_bytes_of(token, byte_level and id not in self._added_ids) for id, token in enumerate(tokens)]
+
     def open_conversation(self, system: str, user: str) -> list[int]:
         """Ids from the first token to the generation prompt. `user` is untrusted, `system` is ours."""
         pieces = self._pieces
@@ -240,6 +251,26 @@ class _TokenSplitter:
         if self.pattern is None:
             return [text]
         return [self.tokens.get(part, part) for part in self.pattern.split(text) if part]
+
+
+def _bytes_of(token: str | None, byte_level: bool) -> bytes:
+    """A vocabulary entry as bytes. Byte-level vocabularies write every byte as one printable character (GPT-2), others write a space
+    as U+2581 and bytes outside their alphabet as <0x0A>."""
+    if token is None:  # a gap in the ids
+        return b""
+    if byte_level:
+        return bytes(_byte_of_character()[character] for character in token)
+    if BYTE_TOKEN.fullmatch(token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _without_added_tokens(backend: tokenizers.Tokenizer, added: Mapping[str, int]) -> tokenizers.Tokenizer:

@@ -1,0 +1,237 @@
+"""Which page of the KV memory holds which tokens: page tables, reference counts, and a tree of prefixes that requests share.
+
+Memory is cut into pages of `page_tokens` tokens. A request leases as many as its longest possible sequence needs; what its prompt shares
+with earlier sequences it finds in the tree, page by page, and does not compute again. The tree's nodes are pages: inner ones are full, a
+leaf may be partly filled. A page that several sequences read is never written: whoever goes on from the middle of one gets a copy
+(copy on write), unless it is a partly filled leaf that is continued where it ends and that nobody else reads; then it is taken over.
+
+Pages that no running request uses stay in the tree until memory is needed; then the leaves that were used longest ago go first. Numbers
+only: the arrays are the engine's, and when requests come and go is the generator's.
+"""
+
+import bisect
+import dataclasses
+import heapq
+import itertools
+
+import numpy as np
+from jaxtyping import Int
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Node:
+    """A page in the tree."""
+
+    tokens: np.ndarray  # those it holds; only a leaf holds fewer than a page
+    page: int
+    parent: "Node | None"  # None for the root, and once it has left the tree
+    users: int = 0  # running requests that read this page
+    last_used: int = 0
+    children: "dict[bytes, Node]" = dataclasses.field(default_factory=dict)
+    order: list[bytes] = dataclasses.field(
+        default_factory=list
+    )  # the children's keys, sorted: what begins alike stands together
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Lease:
+    """The pages of one running request. Token n lies in `pages[n // page_tokens]`."""
+
+    pages: list[int]
+    shared: list[Node]  # the tree's nodes among them, from the front
+    cached_tokens: int  # tokens whose keys and values lay in memory when the lease was taken
+    copied: tuple[int, int] | None  # (from, to): a page to copy before anything is computed for anyone
+    age: int  # how often the tree had been forgotten
+
+
+class Pages:
+    """All pages of an engine."""
+
+    def __init__(self, count: int, page_tokens: int) -> None:
+        assert count >= 1 and page_tokens >= 1, f"{count} pages of {page_tokens} tokens hold nothing"
+        self.count, self.page_tokens = count, page_tokens
+        self.evicted = 0  # pages, since the beginning
+        self._free = list(range(count - 1, -1, -1))
+        self._root = _root()
+        self._offers: list[tuple[int, int, Node]] = []  # heap of (last used, number, leaf); entries may be out of date
+        self._offered = itertools.count()
+        self._clock = 0
+        self._age = 0
+
+    @property
+    def free(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        """Pages for so many tokens."""
+        return -(-tokens // self.page_tokens)
+
+    def lease(self, prompt: Int[np.ndarray, " prompt"], capacity_tokens: int, *, reuse: bool = True) -> Lease | None:
+        """Pages for a sequence of up to `capacity_tokens` that begins with `prompt`; None if memory is short at present.
+
+        The last prompt token never counts as cached: its logits are wanted.
+        """
+        self._clock += 1
+        path, tail, tail_tokens = self._match(prompt[:-1]) if reuse else ([], None, 0)
+        held = path if tail is None else [*path, tail]
+        for node in held:  # not evicted while pages are sought
+            self._use(node)
+        taken_over = tail is not None and tail.users == 1 and len(tail.tokens) == tail_tokens
+        new = self._allocate(self.needed(capacity_tokens) - len(path) - taken_over)
+        if new is None:
+            for node in held:
+                self._leave(node)
+            return None
+        copied = None
+        if tail is not None and taken_over:
+            self._detach(tail)
+            new.insert(0, tail.page)
+        elif tail is not None:
+            self._leave(tail)
+            copied = (tail.page, new[0])
+        cached_tokens = len(path) * self.page_tokens + tail_tokens
+        return Lease([node.page for node in path] + new, path, cached_tokens, copied, self._age)
+
+    def share(self, lease: Lease, tokens: Int[np.ndarray, " tokens"]) -> None:
+        """The lease's pages hold these tokens now: let others read the full ones."""
+        if lease.age != self._age:
+            return
+        self._clock += 1
+        node, size = (lease.shared[-1] if lease.shared else self._root), self.page_tokens
+        for index in range(len(lease.shared), len(tokens) // size):
+            block = tokens[index * size : (index + 1) * size]
+            child = node.children.get(_key(block))
+            if child is None:
+                child = self._attach(node, block, lease.pages[index])
+            else:  # somebody else computed the same: one of the two pages is enough
+                self._free.append(lease.pages[index])
+                lease.pages[index] = child.page
+            self._use(child)
+            lease.shared.append(child)
+            node = child
+
+    def release(self, lease: Lease, tokens: Int[np.ndarray, " tokens"]) -> None:
+        """The request is over; its pages hold these tokens (none, if what they hold is not to be used again)."""
+        self.share(lease, tokens)
+        kept = len(lease.shared)
+        rest = tokens[kept * self.page_tokens :]
+        if lease.age == self._age and 0 < len(rest) < self.page_tokens:
+            kept += self._keep_tail(lease.shared[-1] if lease.shared else self._root, rest, lease.pages[kept])
+        self._free.extend(lease.pages[kept:])
+        for node in lease.shared:
+            self._leave(node)
+        lease.pages, lease.shared = [], []
+
+    def forget(self) -> None:
+        """What the pages hold is not valid any more. Running requests keep theirs until they are released."""
+        self._age += 1
+        for node in self._nodes():
+            if node.users == 0:
+                self._free.append(node.page)
+            node.parent = None
+        self._root = _root()
+        self._offers.clear()
+
+    def cached(self) -> list[int]:
+        """The pages of the tree."""
+        return [node.page for node in self._nodes()]
+
+    def _nodes(self) -> list[Node]:
+        found, waiting = [], [self._root]
+        while waiting:
+            children = waiting.pop().children.values()
+            found += children
+            waiting += children
+        return found
+
+    def _match(self, tokens: np.ndarray) -> tuple[list[Node], Node | None, int]:
+        """(the full pages that begin `tokens`, the page that goes on best, how many of its tokens)."""
+        path, node, size = [], self._root, self.page_tokens
+        for start in range(0, len(tokens) - size + 1, size):
+            child = node.children.get(_key(tokens[start : start + size]))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        rest = tokens[len(path) * size :][:size]
+        # The longest common beginning is that with a neighbour in sorted order.
+        place = bisect.bisect_left(node.order, _key(rest))
+        neighbours = [node.children[key] for key in node.order[max(0, place - 1) : place + 1]] if len(rest) else []
+        best = max(neighbours, key=lambda child: _alike(child.tokens, rest), default=None)
+        alike = 0 if best is None else _alike(best.tokens, rest)
+        return path, best if alike else None, alike
+
+    def _keep_tail(self, parent: Node, rest: np.ndarray, page: int) -> bool:
+        """Put a partly filled page into the tree, in the place of one that it goes on from; False if the tree has one like it."""
+        key = _key(rest)
+        place = bisect.bisect_left(parent.order, key)
+        if place < len(parent.order) and parent.order[place].startswith(key):
+            return False
+        before = parent.children[parent.order[place - 1]] if place else None
+        if before is not None and before.users == 0 and key.startswith(parent.order[place - 1]):
+            self._detach(before)
+            self._free.append(before.page)
+        node = self._attach(parent, rest, page)
+        self._use(node)
+        self._leave(node)
+        return True
+
+    def _use(self, node: Node) -> None:
+        node.users += 1
+        node.last_used = self._clock
+
+    def _leave(self, node: Node) -> None:
+        node.users -= 1
+        if node.users == 0:
+            if node.parent is None:  # forgotten meanwhile
+                self._free.append(node.page)
+            elif not node.children:
+                self._offer(node)
+
+    def _offer(self, node: Node) -> None:
+        heapq.heappush(self._offers, (node.last_used, next(self._offered), node))
+
+    def _allocate(self, count: int) -> list[int] | None:
+        while count > len(self._free) and self._offers:
+            last_used, _, leaf = heapq.heappop(self._offers)
+            if leaf.parent is None or leaf.users or leaf.children or leaf.last_used != last_used:
+                continue  # out of date
+            parent = leaf.parent
+            self._detach(leaf)
+            self._free.append(leaf.page)
+            self.evicted += 1
+            if parent.parent is not None and not parent.users and not parent.children:
+                self._offer(parent)
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def _attach(self, parent: Node, tokens: np.ndarray, page: int) -> Node:
+        node, key = Node(tokens.copy(), page, parent), _key(tokens)
+        parent.children[key] = node
+        bisect.insort(parent.order, key)
+        return node
+
+    def _detach(self, node: Node) -> None:
+        parent, key = node.parent, _key(node.tokens)
+        assert parent is not None, "the root stays, and nobody leaves twice"
+        del parent.children[key]
+        del parent.order[bisect.bisect_left(parent.order, key)]
+        node.parent = None
+
+
+def _root() -> Node:
+    return Node(np.zeros(0, np.int32), -1, None)
+
+
+def _key(tokens: np.ndarray) -> bytes:
+    """Bytes that sort as the tokens do."""
+    return tokens.astype(">u4").tobytes()
+
+
+def _alike(tokens: np.ndarray, others: np.ndarray) -> int:
+    """How many tokens two sequences begin with in common."""
+    length = min(len(tokens), len(others))
+    different = tokens[:length] != others[:length]
+    return int(different.argmax()) if different.any() else length
