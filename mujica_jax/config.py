@@ -71,6 +71,8 @@ class EngineConfig:
     slots: int  # conversations decoded at the same time
     decode_steps_per_call: int  # decode steps between two scheduling decisions
     prefill_tokens: int  # tokens one prefill call may hold (rows x padded length)
+    # How the layers' matrices are held while sampling: in trainer.dtype, or in eight bits (needs the extra `qwix`).
+    weights: Literal["compute", "int8", "fp8"] = "compute"
     prefix_reuse: bool = True  # a slot whose cached tokens begin a request is continued instead of prefilled again
 
 
@@ -87,6 +89,9 @@ class TrainerConfig:
     # to four layers, full beyond.
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type; parameters and optimiser state stay float32
+    # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init` (needs the extra `qwix`).
+    lora_rank: int = 0
+    lora_alpha: float = 32.0  # what adapters compute counts alpha / rank times
     data: int = 1  # mesh axes; their product is the number of devices used
     fsdp: int = 1
     tensor: int = 1

@@ -117,18 +117,19 @@ def evaluate(config: Config, checkpoint: Checkpoint) -> None:
 
     from mujica_jax.methods.run import make_agent, make_generator, use_weights
     from mujica_jax.methods.scoring import score_policy
-    from mujica_jax.methods.start import build_task, load_model, use_compilation_cache
+    from mujica_jax.methods.start import build_task, load_model, require_packages, use_compilation_cache
     from mujica_jax.models.host_memory import keep_freed_memory
     from mujica_jax.report import Progress, score_table
     from mujica_jax.trajectories.objects import write_over
 
     _require_writable(checkpoint.out)
+    require_packages(config)
     keep_freed_memory()
     use_compilation_cache()
     task = build_task(config)
     tokenizer, decoder = load_model(checkpoint.model, config)
     generator = make_generator(decoder, config, tokenizer)
-    use_weights(generator, nnx.state(decoder), decoder.dtype, checkpoint.version)
+    use_weights(generator, decoder, nnx.state(decoder), config.engine.weights, checkpoint.version)
     progress = Progress()
     progress.line(f"{checkpoint.name} from {checkpoint.model}, {task.name} ({task.environment.kind})")
     agent = make_agent(config, task, tokenizer)

@@ -37,7 +37,7 @@ def weights(storage) -> nnx.State:
 
 @functools.cache
 def stored(storage, dtype=jnp.float32) -> nnx.State:
-    return engine_weights(nnx.state(decoder()), storage=storage, dtype=dtype, contracted=CONTRACTED)
+    return engine_weights(nnx.state(decoder()), MODEL, storage, dtype)
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def test_matrices_take_a_quarter_and_nothing_else_changes(storage, weights):
 
 def test_the_copy_shares_no_memory_with_what_is_trained(storage):
     trained = jax.tree.map(jnp.copy, nnx.state(decoder()))
-    copy = engine_weights(trained, storage=storage, dtype=jnp.float32, contracted=CONTRACTED)
+    copy = engine_weights(trained, MODEL, storage, jnp.float32)
     jax.tree.map(lambda array: array.delete(), trained)  # as a training step does that reuses its buffers
     assert all(not array.is_deleted() for array in jax.tree.leaves(copy))
 
@@ -135,7 +135,7 @@ def test_without_the_package_the_extra_is_named(storage, monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
     other = dataclasses.replace(MODEL, num_layers=1)
     with pytest.raises(UserError, match=f"engine.weights {storage} needs the package qwix.*install the extra `qwix`"):
-        engine_weights(nnx.state(decoder(other)), storage=storage, dtype=jnp.float32, contracted=CONTRACTED)
+        engine_weights(nnx.state(decoder(other)), other, storage, jnp.float32)
 
 
 def idle() -> SlotState:

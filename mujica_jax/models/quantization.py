@@ -16,36 +16,24 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.layers import projections
 from mujica_jax.models.qwix_package import import_qwix
 
 Storage = Literal["compute", "int8", "fp8"]
 TYPES: Mapping[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 
-def engine_weights(
-    weights: nnx.State, *, storage: Storage, dtype: DTypeLike, contracted: Mapping[str, int]
-) -> nnx.State:
-    """A copy of a decoder's weights to sample with: the matrices of its layers as `storage` says, everything else in `dtype`.
-
-    `contracted` names these matrices, each with how many of its leading dimensions a product sums over (`layers.projections`).
-    """
+def engine_weights(weights: nnx.State, config: DecoderConfig, storage: Storage, dtype: DTypeLike) -> nnx.State:
+    """A copy of a decoder's weights to sample with: the matrices of its layers as `storage` says, everything else in `dtype`."""
+    matrices = {} if storage == "compute" else {weight.name: weight for weight in projections(config)}
 
     def copied(path: tuple, variable: nnx.Variable) -> nnx.Variable:
-        if storage == "compute" or path[0] != "layers" or path[1] not in contracted:
-            return jax.tree.map(lambda array: jnp.array(array, dtype), variable)
-        return variable.replace(_stored(variable.get_value(), contracted[path[1]], storage))
+        if path[0] == "layers" and path[1] in matrices:
+            return variable.replace(_stored(variable.get_value(), matrices[path[1]].inputs, storage))
+        return jax.tree.map(lambda array: jnp.array(array, dtype), variable)
 
     return nnx.from_flat_state((path, copied(path, variable)) for path, variable in nnx.to_flat_state(weights))
-
-
-def dequantized(kernel: Any, rows: Array) -> tuple[Float[Array, "*shape"], Array]:
-    """A layer's kernel in float32, and the rows that will be multiplied with it.
-
-    The barrier ties the kernel to the rows. Without it the compiler moves the multiplication by the scale out of the loop over decode
-    steps, where the rows are made, and holds the whole model in the compute type again.
-    """
-    kernel, rows = jax.lax.optimization_barrier((kernel, rows))
-    return import_qwix("a quantised kernel").dequantize(kernel), rows
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # op by op, float32 temporaries would be as large as the matrix
