@@ -15,6 +15,7 @@ from tiny_models import filled_decoder
 from mujica_jax.agents.mujica import Attempt
 from mujica_jax.config import Config
 from mujica_jax.config_files import load_config
+from mujica_jax.learning.losses import token_log_probs
 from mujica_jax.methods import start
 from mujica_jax.methods.run import Run
 from mujica_jax.models.quantization import engine_weights
@@ -91,4 +92,11 @@ def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, 
     attempts = [Attempt(question=question, number=0, seed=0, temperature=1.0)]
     _, (trajectory,) = run.sample(0, 0, attempts, lambda trajectory: None)
     assert trajectory.policy_version == 3
-    assert any(turn.trained for turn in trajectory.planner.turns), trajectory.stop_reason
+    last = trajectory.planner.turns[-1]
+    assert last.role == "model" and last.logprobs is not None
+    sampled_by = nnx.merge(nnx.graphdef(model), given[0])
+    scores = nnx.jit(token_log_probs)(
+        sampled_by, pack([trajectory.planner], row_tokens=1024, seed=0).batch(slice(None))
+    )
+    end = len(trajectory.planner.token_ids)
+    np.testing.assert_allclose(last.logprobs, scores[0, end - len(last.token_ids) : end], atol=1e-4)

@@ -7,7 +7,7 @@ name. Initialisation, abstract shapes, sharding and checkpoint import and export
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -154,16 +154,6 @@ def rotate(
     return turned.astype(inputs.dtype)
 
 
-def _dequantized(kernel: Any, rows: Array) -> tuple[Float[Array, "*shape"], Array]:
-    """A kernel of `models.quantization` in float32, and the rows that will be multiplied with it.
-
-    The barrier ties the kernel to the rows. Without it the compiler moves the product with the scale out of the engine's loop over
-    decode steps, where the rows are made, and holds the whole model in full width again.
-    """
-    kernel, rows = jax.lax.optimization_barrier((kernel, rows))
-    return import_qwix("a quantised kernel").dequantize(kernel), rows
-
-
 class Block(nnx.Module):
     """The weights of all layers, stacked; called, it is one layer, after one layer's slice of every weight was merged in."""
 
@@ -202,7 +192,7 @@ class Block(nnx.Module):
         """
         kernel = getattr(self, name).get_value()
         if not isinstance(kernel, jax.Array):
-            kernel, rows = _dequantized(kernel, rows)
+            kernel = import_qwix("a kernel in eight bits").dequantize(kernel)  # in float32, fused into the product
         matrix = kernel.astype(self.dtype).reshape(math.prod(kernel.shape[:inputs]), -1)
         products = jax.lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())))
         return products.astype(rows.dtype)  # adapters are float32 and widen what they are added to
