@@ -70,12 +70,14 @@ class AgentConfig:
 class EngineConfig:
     slots: int  # conversations decoded at the same time
     decode_steps_per_call: int  # decode steps between two scheduling decisions
-    prefill_tokens: int  # tokens one prefill call may hold (rows x padded length)
+    prefill_tokens: int  # prompt tokens computed between two decode calls
+    # How the layers' matrices are held while sampling: in trainer.dtype, or in eight bits (needs the extra `qwix`).
+    weights: Literal["compute", "int8", "fp8"] = "compute"
     prefix_reuse: bool = True  # what a prompt shares with earlier sequences is not computed again
     page_tokens: int = 32  # tokens in a page of KV memory, a power of two: prefixes are shared in whole pages
-    cache_gigabytes: float = (
-        0.0  # KV memory for running requests and cached prefixes; 0 takes what they need, if it is free
-    )
+    # KV memory for running requests and cached prefixes; 0: room for every slot at full length, or what is free
+    cache_gigabytes: float = 0.0
+    tensor: int = 1  # devices that the engine's heads and matrices are split over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,9 @@ class TrainerConfig:
     # to four layers, full beyond.
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute type; parameters and optimiser state stay float32
+    # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init` (needs the extra `qwix`).
+    lora_rank: int = 0
+    lora_alpha: float = 32.0  # what adapters compute counts alpha / rank times
     data: int = 1  # mesh axes; their product is the number of devices used
     fsdp: int = 1
     tensor: int = 1

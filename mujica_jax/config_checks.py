@@ -26,9 +26,13 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "engine.slots": 1,
     "engine.decode_steps_per_call": 1,
     "engine.prefill_tokens": 1,
+    "engine.page_tokens": 8,
+    "engine.cache_gigabytes": 0,
+    "engine.tensor": 1,
     "trainer.row_tokens": 2,
     "trainer.rows_per_step": 1,
     "trainer.weight_decay": 0,
+    "trainer.lora_rank": 0,
     "trainer.data": 1,
     "trainer.fsdp": 1,
     "trainer.tensor": 1,
@@ -48,7 +52,7 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "eval.questions": 1,
     "seed": 0,
 }
-ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "mygo.temperature", "eval.temperature")
+ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "trainer.lora_alpha", "mygo.temperature", "eval.temperature")
 BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.oversight")  # and at least 0: shares
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 LARGEST_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
@@ -71,6 +75,12 @@ def check(config: Config) -> None:
             f"reading.documents is 0, and reading.steps {config.reading.steps} and warmup.reading_share "
             f"{config.warmup.reading_share} read some: give documents, or set both to 0"
         )
+    if config.trainer.lora_rank and config.init is None:
+        raise UserError(
+            f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a model that has learnt something, "
+            "so name its checkpoint with --init, or leave the rank at 0"
+        )
+    _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
     check_limits(config.agent)
     check_rows(config.trainer)
 

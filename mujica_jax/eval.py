@@ -74,7 +74,7 @@ class Checkpoint:
 
         tokenizer, decoder = load_model(self.model, config)
         generator = make_generator(decoder, config, tokenizer)
-        use_weights(generator, nnx.state(decoder), decoder.dtype, self.version)
+        use_weights(generator, decoder, nnx.state(decoder), config.engine.weights, self.version)
         return tokenizer, generator
 
     def about(self) -> dict[str, Any]:
@@ -166,12 +166,13 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint) -> None:
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.methods.run import make_agent
     from mujica_jax.methods.scoring import score_policy
-    from mujica_jax.methods.start import build_task, use_compilation_cache
+    from mujica_jax.methods.start import build_task, require_packages, use_compilation_cache
     from mujica_jax.models.host_memory import keep_freed_memory
     from mujica_jax.report import Progress, score_table
     from mujica_jax.trajectories.objects import write_over
 
     _require_writable(policy.out)
+    require_packages(config)
     keep_freed_memory()
     use_compilation_cache()
     task = build_task(config)

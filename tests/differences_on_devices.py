@@ -19,6 +19,7 @@ from mujica_jax.trajectories.packing import pack
 
 # Sizes that fsdp 8 and tensor 4 divide, but for the key heads: those are then whole on every device.
 WIDE = dataclasses.replace(MODEL, num_heads=4, num_kv_heads=2, num_layers=2)
+LORA = {"lora_rank": 3, "lora_alpha": 6.0}  # a rank that no mesh divides
 ENCODER = EncoderConfig(
     vocab_size=50,
     hidden_size=16,
@@ -31,14 +32,15 @@ ENCODER = EncoderConfig(
 )
 
 
-def trained(data: int = 1, fsdp: int = 1, tensor: int = 1) -> tuple[list[np.ndarray], np.ndarray]:
+def trained(**changes) -> tuple[list[np.ndarray], np.ndarray]:
     """Parameters and moments after two steps, and every token's log-probability."""
-    trainer = Trainer(WIDE, dataclasses.replace(TRAINER, data=data, fsdp=fsdp, tensor=tensor))
+    trainer = Trainer(WIDE, dataclasses.replace(TRAINER, **changes))
     rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
     state = fit(
         trainer, trainer.initial_state(tiny_decoder(WIDE)), rows, schedule=SHORT_SCHEDULE, steps=2, seed=0
     ).state
-    return [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))], trainer.score(state, rows)
+    seen = state.params, state.opt_state, trainer.policy(state)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(seen)], trainer.score(state, rows)
 
 
 def splash(axes: tuple[int, int, int]) -> np.ndarray:
@@ -76,6 +78,9 @@ def main() -> None:
         others, other_scores = trained(**axes)
         found[f"{name}: state"] = max(map(apart, states, others))
         found[f"{name}: log-probabilities"] = apart(scores, other_scores)
+    (states, scores), (others, other_scores) = trained(**LORA), trained(**LORA, data=2, fsdp=2, tensor=2)
+    found["LoRA, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
+    found["LoRA, data 2 x fsdp 2 x tensor 2: log-probabilities"] = apart(scores, other_scores)
     one = splash((1, 1, 1))
     for axes in ((2, 1, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)):
         found[f"splash {axes}"] = apart(one, splash(axes))

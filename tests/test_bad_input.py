@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import types
 from io import FileIO
 from pathlib import Path
@@ -162,6 +163,9 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--trainer.attention splash --trainer.row-tokens 200": "trainer.row_tokens is 200: use 256, or trainer.attention auto",
     "--trainer.attention splash": "trainer.attention splash runs on tpu and this is cpu: use auto",
     "--trainer.attention cudnn": "trainer.attention cudnn runs on gpu and this is cpu: use auto",
+    "--trainer.lora-rank -1": "trainer.lora_rank is -1 and must be at least 0",
+    "--trainer.lora-alpha 0": "trainer.lora_alpha is 0.0 and must be above 0",
+    "--trainer.lora-rank 4": "trainer.lora_rank is 4 and init is None",
     "--trainer.data 3": "trainer.rows_per_step 4 cannot be split over data x fsdp = 3 devices",
     "--trainer.tensor 0": "trainer.tensor is 0",
     "--seed -1": "seed is -1",
@@ -310,6 +314,28 @@ def test_a_tokenizer_of_another_model_is_refused(refused, checkpoint, tmp_path):
     embedded = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     assert f"ids up to {larger.vocab_size - 1} and the model embeds {embedded}" in message
     assert not (tmp_path / "run").exists()
+
+
+def test_adapters_of_a_rank_that_the_checkpoint_cannot_have_are_refused(refused, checkpoint, tmp_path):
+    message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint), "--trainer.lora-rank", "9")
+    assert (
+        "trainer.lora_rank is 9 and key_kernel of this model is a matrix of 16 x 8: use a rank of at most 8" in message
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flag", ["--trainer.lora-rank=4", "--engine.weights=int8"])
+def test_a_package_that_is_not_installed_is_named_with_its_extra(refused, checkpoint, tmp_path, monkeypatch, flag):
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint), flag)
+    assert "needs the package qwix and qwix is not installed: install the extra `qwix`" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_eval_names_the_extra_too(refused, checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--engine.weights", "fp8")
+    assert "engine.weights fp8 needs the package qwix" in message
 
 
 @pytest.mark.parametrize(

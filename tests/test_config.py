@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
-from packed_rows import MODEL, TRAINER
+from flax import nnx
+from packed_rows import MODEL, TRAINER, tiny_decoder
 
 from mujica_jax import config as config_module
 from mujica_jax.config import (
@@ -34,9 +36,11 @@ from mujica_jax.config import (
 from mujica_jax.config_checks import check
 from mujica_jax.config_files import CONFIG_FOLDER, command_line, from_dict, load_config
 from mujica_jax.errors import UserError
+from mujica_jax.inference import engines
 from mujica_jax.learning.optimizer import adamw
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import mygo, run, scoring, start, warmup
+from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
 from mujica_jax.tasks.task import Task
@@ -226,13 +230,52 @@ def test_every_field_of_the_model_changes_the_decoder(smoke):
 
 
 def test_every_field_of_the_engine_reaches_it(smoke, monkeypatch):
-    monkeypatch.setattr(run, "Engine", lambda decoder, **options: options)
-    monkeypatch.setattr(run, "BatchedGenerator", lambda engine, **options: (engine, options))
-    tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,))
-    decoder: Any = None
-    values = {"slots": 8, "decode_steps_per_call": 4, "prefill_tokens": 512, "prefix_reuse": False}
-    assert set(values) == {field.name for field in dataclasses.fields(EngineConfig)}
+    class Told(engines.ResidentEngine):
+        def __init__(self, decoder: Decoder, **options: Any) -> None:
+            self.options = options
+
+    monkeypatch.setattr(engines, "ResidentEngine", Told)
+    monkeypatch.setattr(engines, "make_mesh", lambda *shape: shape)
+    monkeypatch.setattr(run, "BatchedGenerator", lambda engine, **options: (engine.options, options))
+    tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,), token_bytes=None)
+    decoder = tiny_decoder()
+    values = {
+        "slots": 8,
+        "decode_steps_per_call": 4,
+        "prefill_tokens": 512,
+        "prefix_reuse": False,
+        "page_tokens": 16,
+        "cache_gigabytes": 2e-4,
+        "tensor": 2,
+    }
+    assert set(values) | {"weights"} == {field.name for field in dataclasses.fields(EngineConfig)}
     assert_each_changes(smoke, "engine", values, lambda config: run.make_generator(decoder, config, tokenizer))
+
+
+def test_every_storage_of_the_engines_weights_reaches_it(smoke):
+    decoder = tiny_decoder()
+    policy: Any = types.SimpleNamespace(
+        policy=lambda state: nnx.state(decoder), _initial=decoder, trainer=None, generator=None
+    )
+    policy.trainer = policy
+
+    def seen(config: Config) -> str:
+        given: list[nnx.State] = []
+        policy.config = config
+        policy.generator = types.SimpleNamespace(set_weights=lambda weights, version: given.append(weights))
+        run.Run.use_policy(policy, state=None, version=1)
+        return str(jax.tree.map(lambda array: array.dtype, given))
+
+    plain = {seen(changed(smoke, "engine", weights=storage)) for storage in ("compute", "int8", "fp8")}
+    assert len(plain) == 3
+
+
+def test_the_run_draws_adapters_by_its_seed():
+    seeds = []
+    policy: Any = types.SimpleNamespace(config=types.SimpleNamespace(seed=5), _initial=None)
+    policy.trainer = types.SimpleNamespace(initial_state=lambda decoder, seed: seeds.append(seed))
+    run.Run.initial_state(policy)
+    assert seeds == [5]
 
 
 def test_every_field_of_the_optimiser_changes_its_updates(smoke):

@@ -1,8 +1,9 @@
 """Compile the training step of one model for a TPU topology that is not here; prints JSON. Started by `test_tpu_compile.py`.
 
-python tests/tpu_programs.py MODEL CONFIG TOPOLOGY
+python tests/tpu_programs.py MODEL CONFIG TOPOLOGY [LORA_RANK]
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -19,9 +20,10 @@ from mujica_jax.models.families import from_hugging_face
 PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
 
 
-def main(name: str, config: str, topology: str) -> None:
+def main(name: str, config: str, topology: str, lora_rank: str = "0") -> None:
     devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
-    trainer = Trainer(from_hugging_face(PUBLISHED[name]), load_config(config).trainer, devices)
+    configured = dataclasses.replace(load_config(config).trainer, lora_rank=int(lora_rank))
+    trainer = Trainer(from_hugging_face(PUBLISHED[name]), configured, devices)
     lowered = trainer.lower_step()
     memory = lowered.compile().memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes

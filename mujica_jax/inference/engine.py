@@ -11,18 +11,23 @@ Shapes are bounded, so the number of compiled programs is a few dozen whatever t
 """
 
 import abc
+import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from mujica_jax.errors import UserError
 from mujica_jax.inference import sampling
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.sharding import shardings_of
 
 
 class SlotState(NamedTuple):
@@ -94,14 +99,23 @@ class Engine(abc.ABC):
         prefill_tokens: int,
         decode_steps: int,
         stop_token_ids: Sequence[int],
+        mesh: Mesh | None = None,
     ) -> None:
+        """With a mesh, heads and the matrices around them are split over its axis `tensor`."""
+        if mesh is not None and decoder.config.num_kv_heads % mesh.shape["tensor"]:
+            raise UserError(
+                f"{decoder.config.num_kv_heads} key and value heads cannot be split over engine.tensor {mesh.shape['tensor']}: "
+                f"use a divisor of {decoder.config.num_kv_heads}"
+            )
         self.config = decoder.config
         self.slots, self.positions = slots, positions
         self.page_tokens, self.num_pages = page_tokens, num_pages
         self.prefill_tokens, self.decode_steps = prefill_tokens, decode_steps
         self.stop_token_ids = frozenset(stop_token_ids)
         self._stops = jnp.asarray(sorted(stop_token_ids), jnp.int32)
-        self._graph, self._weights = nnx.split(decoder)
+        self.mesh = mesh
+        self._graph, weights = nnx.split(decoder)
+        self._weights = self._placed(weights)
         self._dtype = decoder.dtype
         self._programs: set[tuple] = set()
 
@@ -111,8 +125,17 @@ class Engine(abc.ABC):
 
     def set_weights(self, weights: nnx.State) -> None:
         """Replace the policy. What the memory holds is stale afterwards: the caller forgets it."""
-        self._weights = weights
+        self._weights = self._placed(weights)
         self.forget()
+
+    def _placed(self, weights: nnx.State) -> nnx.State:
+        abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights))
+        if self.mesh is None or abstract:
+            return weights
+        return jax.device_put(weights, shardings_of(weights, self.mesh))
+
+    def _over_mesh(self) -> Any:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @abc.abstractmethod
     def forget(self) -> None:

@@ -7,38 +7,43 @@ import jax
 from mujica_jax.config import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import Engine, page_bytes
+from mujica_jax.inference.ragged import RaggedEngine
 from mujica_jax.inference.resident import ResidentEngine
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.host_memory import available_bytes
+from mujica_jax.models.sharding import make_mesh
 
 DEVICE_SHARE = 0.9  # of the accelerator memory that is free: the rest is for a step's temporaries
 HOST_SHARE = 0.5
 
 
-def make_engine(decoder: Decoder, config: EngineConfig, *, positions: int, stop_token_ids: Sequence[int]) -> Engine:
-    """An engine for requests of up to `positions` tokens."""
-    return ResidentEngine(
+def make_engine(decoder: Decoder, engine: EngineConfig, *, positions: int, stop_token_ids: Sequence[int]) -> Engine:
+    """An engine for requests of up to `positions` tokens, on this platform and over `engine.tensor` devices."""
+    kind = RaggedEngine if jax.default_backend() == "tpu" else ResidentEngine
+    return kind(
         decoder,
-        slots=config.slots,
+        slots=engine.slots,
         positions=positions,
-        page_tokens=config.page_tokens,
-        num_pages=_num_pages(decoder, config, positions),
-        prefill_tokens=config.prefill_tokens,
-        decode_steps=config.decode_steps_per_call,
+        page_tokens=engine.page_tokens,
+        num_pages=_num_pages(decoder, engine, positions),
+        prefill_tokens=engine.prefill_tokens,
+        decode_steps=engine.decode_steps_per_call,
         stop_token_ids=stop_token_ids,
+        mesh=make_mesh(1, 1, engine.tensor) if engine.tensor > 1 else None,
     )
 
 
-def _num_pages(decoder: Decoder, config: EngineConfig, positions: int) -> int:
+def _num_pages(decoder: Decoder, engine: EngineConfig, positions: int) -> int:
     """Pages for all slots at full length, or as many as fit."""
-    size = page_bytes(decoder.config, config.page_tokens, decoder.dtype)
-    one = -(-positions // config.page_tokens)
-    if config.cache_gigabytes:
-        memory, whose = config.cache_gigabytes * 1e9, "engine.cache_gigabytes allows"
+    size = page_bytes(decoder.config, engine.page_tokens, decoder.dtype) // engine.tensor  # on each device
+    one = -(-positions // engine.page_tokens)
+    if engine.cache_gigabytes:
+        memory, whose = engine.cache_gigabytes * 1e9, "engine.cache_gigabytes allows"
     else:
         memory, whose = _free_bytes(), "are free"
-        memory -= config.slots * one * size  # the rows of running requests, beside the pages
-    count = min(int(memory) // size, config.slots * one)
+        if jax.default_backend() != "tpu":
+            memory -= engine.slots * one * size  # the rows of running requests, beside the pages
+    count = min(int(memory) // size, engine.slots * one)
     if count < one:
         raise UserError(
             f"one request of {positions} tokens needs {one * size / 1e9:.3g} GB of KV memory and {memory / 1e9:.3g} GB {whose}: "

@@ -9,7 +9,6 @@ Over a mesh the heads are split over `tensor`: each device holds the pages of it
 device's heads alone.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mujica_jax.errors import UserError
 from mujica_jax.inference import sampling
 from mujica_jax.inference.engine import Decoded, Engine, FlushRow, PrefillRow, SlotState, advance, bucket, filtered
 from mujica_jax.models.decoder import Decoder
@@ -56,14 +54,9 @@ class Layout(NamedTuple):
 class RaggedEngine(Engine):
     """See `Engine`. Pages are the only memory: nothing is loaded, nothing needs to be flushed."""
 
-    def __init__(self, decoder: Decoder, *, mesh: Mesh | None = None, **settings: Any) -> None:
+    def __init__(self, decoder: Decoder, **settings: Any) -> None:
         super().__init__(decoder, **settings)
-        if mesh is not None and self.config.num_kv_heads % mesh.shape["tensor"]:
-            raise UserError(
-                f"{self.config.num_kv_heads} key and value heads cannot be split over tensor = {mesh.shape['tensor']} devices: "
-                f"use a divisor of {self.config.num_kv_heads}, and more engines instead"
-            )
-        self._layout = Layout(self.num_pages, self.page_tokens, mesh)
+        self._layout = Layout(self.num_pages, self.page_tokens, self.mesh)
         self._tables = np.zeros((self.slots, -(-self.positions // self.page_tokens)), np.int32)
         self._pages = self._empty_pages()
 
@@ -170,15 +163,12 @@ class RaggedEngine(Engine):
                 filtered=False,
             )
 
-    def _over_mesh(self) -> Any:
-        return contextlib.nullcontext() if self._layout.mesh is None else jax.set_mesh(self._layout.mesh)
-
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        mesh = self._layout.mesh
+        mesh = self.mesh
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh and NamedSharding(mesh, PartitionSpec()))
 
     def _empty_pages(self) -> Any:
-        config, mesh = self.config, self._layout.mesh
+        config, mesh = self.config, self.mesh
         shape = (config.num_layers * self.num_pages, self.page_tokens, 2 * config.num_kv_heads, config.head_dim)
         sharding = mesh and NamedSharding(mesh, PAGES_SPEC)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self._weights)):

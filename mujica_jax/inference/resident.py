@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.inference import sampling
@@ -148,17 +149,18 @@ class ResidentEngine(Engine):
         written = np.asarray(state.position) + np.minimum(state.remaining, self.decode_steps) - places.offset
         self._widen(int(written[running].max(initial=1)))
         self._count("decode", filtered(state))
-        self._memory, state, decoded = _decode(
-            self._graph,
-            self._weights,
-            self._memory,
-            state,
-            places,
-            self._group_lengths(),
-            self._stops,
-            steps=self.decode_steps,
-            filtered=filtered(state),
-        )
+        with self._over_mesh():
+            self._memory, state, decoded = _decode(
+                self._graph,
+                self._weights,
+                self._memory,
+                state,
+                places,
+                self._group_lengths(),
+                self._stops,
+                steps=self.decode_steps,
+                filtered=filtered(state),
+            )
         state, decoded = jax.tree.map(np.array, (state, decoded))
         for slot in np.flatnonzero(running):
             self._rows[slot].tokens = int(state.position[slot])
@@ -299,7 +301,8 @@ class ResidentEngine(Engine):
             places.offset[index], places.group[index] = self._rows[slot].offset, self._rows[slot].group
         self._count("prefill", count)
         call = Tiles(tokens, slots, starts, lengths, places)
-        self._memory = _prefill(self._graph, self._weights, self._memory, call, self._group_lengths())
+        with self._over_mesh():
+            self._memory = _prefill(self._graph, self._weights, self._memory, call, self._group_lengths())
 
     def _widen(self, tokens: int) -> None:
         width = self._memory.rows.keys[0].shape[2]
@@ -325,8 +328,10 @@ class ResidentEngine(Engine):
     def _empty(self, rows: int, tokens: int) -> KeysValues:
         shape = (rows, self.config.num_kv_heads, tokens, self.config.head_dim)
 
+        sharding = self.mesh and NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
+
         def layers() -> tuple[Array, ...]:
-            return tuple(jnp.zeros(shape, self._dtype) for _ in range(self.config.num_layers))
+            return tuple(jnp.zeros(shape, self._dtype, device=sharding) for _ in range(self.config.num_layers))
 
         return KeysValues(layers(), layers())
 

@@ -11,6 +11,9 @@ The loop's order is fixed:
 
 The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model: the learning-rate
 schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
+
+With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and decay: its own weights go through a
+step untouched, bit for bit. What leaves the trainer (`policy`, `decoder`) is a plain decoder with the adapters merged into its weights.
 """
 
 import dataclasses
@@ -35,6 +38,7 @@ from mujica_jax.learning.optimizer import Schedule, adamw, learning_rate, schedu
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.lora import adapted, check_rank, merged
 from mujica_jax.models.sharding import RULES, make_mesh, shard_batch, shardings_of
 from mujica_jax.trajectories.packing import Batch, PackedRows
 
@@ -43,8 +47,8 @@ class TrainState(NamedTuple):
     """All that a step changes. `Trainer.train_step` consumes it: its buffers are reused for the next state."""
 
     step: Int[Array, ""]  # updates made in this phase; the schedule and the order of batches count from its start
-    params: nnx.State
-    opt_state: Any
+    params: nnx.State  # with LoRA: the frozen weights and the adapters
+    opt_state: Any  # of what is trained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,16 +77,17 @@ class Trainer:
     def __init__(self, model: DecoderConfig, config: TrainerConfig, devices: Sequence[Any] | None = None) -> None:
         """On these devices (None: those that are here); they may be of a topology that is only compiled for."""
         check_rows(config)
+        check_rank(model, config.lora_rank)
         self.model, self.config = model, config
         self.mesh = make_mesh(config.data, config.fsdp, config.tensor, devices)
         self._program = _program(model, config, self.mesh)
 
-    def initial_state(self, decoder: Decoder) -> TrainState:
-        """Step 0 with a copy of the decoder's weights and an empty optimiser."""
+    def initial_state(self, decoder: Decoder, *, seed: int = 0) -> TrainState:
+        """Step 0 with a copy of the decoder's weights and an empty optimiser; `seed` draws the adapters, where there are some."""
         weights = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), nnx.state(decoder))
-        params = jax.device_put(weights, self._program.shardings.params, may_alias=False)
+        weights = jax.device_put(weights, self._program.policy_shardings, may_alias=False)
         with jax.set_mesh(self.mesh):
-            return self._program.empty_state(params)
+            return self._program.empty_state(weights, np.uint32(seed))
 
     def next_phase(self, state: TrainState) -> TrainState:
         """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients."""
@@ -92,9 +97,14 @@ class Trainer:
         """Shapes, types and shardings of a state, without its arrays: what a checkpoint is restored into."""
         return self._program.abstract_state
 
+    def policy(self, state: TrainState) -> nnx.State:
+        """The weights of a plain decoder, adapters merged in. They may share memory with `state`: copy what is to outlive it."""
+        with jax.set_mesh(self.mesh):
+            return self._program.policy(state.params)
+
     def decoder(self, state: TrainState) -> Decoder:
         """A decoder of its own memory, so that training may go on while it samples."""
-        return nnx.merge(self._program.graph, jax.tree.map(jnp.copy, state.params))
+        return nnx.merge(self._program.policy_graph, jax.tree.map(jnp.copy, self.policy(state)))
 
     def train_step(self, state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
         """One update. Returns at once, with metrics that are still being computed; `state` cannot be used again."""
@@ -198,10 +208,12 @@ def _read(step: int, metrics: dict[str, Array]) -> StepMetrics:
 class _Program:
     """What is compiled for one model on one mesh."""
 
-    graph: nnx.GraphDef[Decoder]
+    policy_graph: nnx.GraphDef[Decoder]  # of a plain decoder
+    policy_shardings: nnx.State
+    policy: Callable[[nnx.State], nnx.State]
     abstract_state: TrainState
     shardings: TrainState
-    empty_state: Callable[[nnx.State], TrainState]
+    empty_state: Callable[[nnx.State, np.uint32], TrainState]
     train_step: Callable[[TrainState, Batch, Schedule], tuple[TrainState, dict[str, Array]]]
     score: Callable[[nnx.State, Batch], Array]
 
@@ -214,27 +226,43 @@ def _platform(mesh: Mesh) -> str:
 @functools.lru_cache(maxsize=8)
 def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Program:
     """Kept for the life of the process, so that a second trainer of the same model compiles nothing."""
-    graph, abstract_params = nnx.split(
-        nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
-    )
+    plain = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
+    policy_graph, abstract_weights = nnx.split(plain)
+    rank, alpha = config.lora_rank, config.lora_alpha
+
+    def with_adapters(decoder: Decoder, seed: Any) -> Decoder:
+        return adapted(decoder, rank=rank, alpha=alpha, key=jax.random.key(seed)) if rank else decoder
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: with_adapters(plain, 0)))
     optimizer = adamw(config)
 
-    def empty_state(params: nnx.State) -> TrainState:
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
+        """What is trained, and the rest."""
+        trained, frozen = nnx.split_state(params, nnx.LoRAParam if rank else nnx.Param, ...)
+        return trained, frozen
+
+    def empty_state(weights: nnx.State, seed: Any) -> TrainState:
+        params = nnx.state(with_adapters(nnx.merge(policy_graph, weights), seed))
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(split(params)[0]))
+
+    def policy(params: nnx.State) -> nnx.State:
+        return nnx.state(merged(nnx.merge(graph, params), rank=rank, alpha=alpha))
 
     # By the mesh's platform, which need not be the one that compiles.
     attention = resolve(config.attention, time=config.row_tokens, platform=_platform(mesh))
 
     def train_step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
-        def loss_of(params: nnx.State) -> tuple[Array, dict[str, Array]]:
-            return mle_loss(nnx.merge(graph, params), batch, attention=attention, remat=config.remat)
+        trained, frozen = split(state.params)
 
-        (_, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-        direction, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        def loss_of(trained: nnx.State) -> tuple[Array, dict[str, Array]]:
+            return mle_loss(nnx.merge(graph, trained, frozen), batch, attention=attention, remat=config.remat)
+
+        (_, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained)
+        direction, opt_state = optimizer.update(gradient, state.opt_state, trained)
         rate = learning_rate(schedule, state.step)
-        params = jax.tree.map(lambda parameter, change: parameter - rate * change, state.params, direction)
+        trained = jax.tree.map(lambda parameter, change: parameter - rate * change, trained, direction)
         metrics |= {"grad_norm": optax.global_norm(gradient), "learning_rate": rate}
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, nnx.merge_state(trained, frozen), opt_state), metrics
 
     def score(params: nnx.State, batch: Batch) -> Array:
         return token_log_probs(nnx.merge(graph, params), batch, attention=attention, remat=config.remat)
@@ -242,11 +270,13 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
     def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    abstract_state = jax.eval_shape(empty_state, abstract_params)
-    shardings = shardings_of(abstract_state, mesh)
+    abstract_state = jax.eval_shape(empty_state, abstract_weights, np.uint32(0))
+    shardings, policy_shardings = shardings_of(abstract_state, mesh), shardings_of(abstract_weights, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     return _Program(
-        graph=graph,
+        policy_graph=policy_graph,
+        policy_shardings=policy_shardings,
+        policy=jax.jit(policy, out_shardings=policy_shardings) if rank else lambda params: params,
         abstract_state=jax.tree.map(placed, abstract_state, shardings),
         shardings=shardings,
         empty_state=jax.jit(empty_state, out_shardings=shardings, donate_argnums=0),

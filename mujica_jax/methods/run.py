@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from mujica_jax.agents.mujica import Attempt, EnginePolicy, Mujica, run_episodes
 from mujica_jax.config import Config
@@ -26,6 +25,7 @@ from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.methods.scoring import Scores, score_policy
 from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
 from mujica_jax.records import Question, Trajectory
@@ -70,10 +70,10 @@ class Run:
         self._initial = decoder
 
     def initial_state(self) -> TrainState:
-        return self.trainer.initial_state(self._initial)
+        return self.trainer.initial_state(self._initial, seed=self.config.seed)
 
     def use_policy(self, state: TrainState, version: int) -> None:
-        use_weights(self.generator, state.params, self._initial.dtype, version)
+        use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
 
     def commit_policy(self, state: TrainState, version: int) -> None:
         """Write the policy as a Hugging Face directory."""
@@ -301,9 +301,11 @@ def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> Ba
     )
 
 
-def use_weights(generator: BatchedGenerator, params: nnx.State, dtype: DTypeLike, version: int) -> None:
-    """Let the engine sample from these weights. They are copied: training reuses its buffers."""
-    generator.set_weights(jax.tree.map(lambda array: jnp.array(array, dtype), params), version)
+def use_weights(
+    generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
+) -> None:
+    """Let the engine sample from these weights of a model like `decoder`. They are copied: training reuses its buffers."""
+    generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)
 
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:

@@ -20,6 +20,8 @@ from mujica_jax.models.attention import check_platform
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.host_memory import keep_freed_memory
+from mujica_jax.models.lora import check_rank
+from mujica_jax.models.qwix_package import import_qwix
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
@@ -40,14 +42,16 @@ def open_training(config: Config, directory: Path) -> Iterator[Run]:
 
     What can be refused is refused before the directory is made, which remembers the configuration it was begun with.
     """
+    require_packages(config)
     keep_freed_memory()
     use_compilation_cache()
     mesh = _mesh(config)
     task = build_task(config)
-    loaded = load_model(config.init, config) if config.init else None
+    loaded = load_model(config.init, config, mesh if mesh.size > 1 else None) if config.init else None
     size = loaded[1].config if loaded else decoder_config(config, config.model.vocab_tokens, ())
     if mesh.size > 1:  # the model can be split over it
         shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
+    check_rank(size, config.trainer.lora_rank)
     store = open_run(directory, dataclasses.asdict(config), ignore=("run",))
     progress = Progress()
     progress.line(f"run directory: {directory}")
@@ -83,14 +87,14 @@ def build_task(config: Config) -> Task:
     return task
 
 
-def load_model(directory: str | Path, config: Config) -> tuple[Tokenizer, Decoder]:
-    """A Hugging Face checkpoint; its vocabulary must hold every id of the tokenizer."""
+def load_model(directory: str | Path, config: Config, mesh: Mesh | None = None) -> tuple[Tokenizer, Decoder]:
+    """A Hugging Face checkpoint, laid out over a mesh where one is given; its vocabulary must hold every id of the tokenizer."""
     if not Path(directory).is_dir():
         raise UserError(
             f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, with config.json, tokenizer.json "
             "and *.safetensors"
         )
-    tokenizer, decoder = Tokenizer.load(directory), load_checkpoint(directory, dtype=config.trainer.dtype)
+    tokenizer, decoder = Tokenizer.load(directory), load_checkpoint(directory, dtype=config.trainer.dtype, mesh=mesh)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise UserError(
             f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} and the model embeds "
@@ -130,6 +134,14 @@ def use_compilation_cache() -> None:
         home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         jax.config.update("jax_compilation_cache_dir", str(home / "mujica_jax" / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def require_packages(config: Config) -> None:
+    """Optional packages that the configuration asks for are installed."""
+    if config.trainer.lora_rank:
+        import_qwix(f"trainer.lora_rank {config.trainer.lora_rank}")
+    if config.engine.weights != "compute":
+        import_qwix(f"engine.weights {config.engine.weights}")
 
 
 def _mesh(config: Config) -> Mesh:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.qwix_package import import_qwix
 from mujica_jax.models.sharding import constrain
 
 LayerIndex = int | Int[Array, ""]
@@ -89,6 +90,11 @@ def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
         matrix("up_kernel", (hidden, mlp), ("embed", "mlp"), "mlp.up_proj"),
         matrix("down_kernel", (mlp, hidden), ("mlp", "embed"), "mlp.down_proj"),
     )
+
+
+def projections(config: DecoderConfig) -> tuple[Weight, ...]:
+    """The matrices of one layer: what adapters are added to, and what the engine may store in eight bits."""
+    return tuple(weight for weight in block_weights(config) if weight.inputs)
 
 
 def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
@@ -173,24 +179,31 @@ class Block(nnx.Module):
         if self.config.qk_norm:
             query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
         mixed = attend(layer_index, rotate(query, rotation), rotate(key, rotation), value)
-        rows = rows + mixed.reshape(batch * time, -1) @ self._matrix("output_kernel", inputs=2)
+        rows = rows + self.product(mixed.reshape(batch * time, -1), "output_kernel", inputs=2)
         normed = self._norm(rows, "mlp_norm")
-        gated = jax.nn.silu(normed @ self._matrix("gate_kernel")) * (normed @ self._matrix("up_kernel"))
-        rows = rows + gated @ self._matrix("down_kernel")
+        gated = jax.nn.silu(self.product(normed, "gate_kernel")) * self.product(normed, "up_kernel")
+        rows = rows + self.product(gated, "down_kernel")
         return constrain(rows.reshape(hidden.shape), ("batch", None, None))
+
+    def product(self, rows: Float[Array, "rows inputs"], name: str, inputs: int = 1) -> Float[Array, "rows outputs"]:
+        """Rows times a kernel whose first `inputs` dimensions are contracted. The only place that multiplies with one.
+
+        `models.lora` lets qwix take over `jax.lax.dot_general` in here, which is why it is called by that name.
+        """
+        kernel = getattr(self, name).get_value()
+        if not isinstance(kernel, jax.Array):
+            kernel = import_qwix("a kernel in eight bits").dequantize(kernel)  # in float32, fused into the product
+        matrix = kernel.astype(self.dtype).reshape(math.prod(kernel.shape[:inputs]), -1)
+        products = jax.lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())))
+        return products.astype(rows.dtype)  # adapters are float32 and widen what they are added to
 
     def _norm(self, inputs: Float[Array, "*batch features"], name: str) -> Float[Array, "*batch features"]:
         return rms_norm(inputs, getattr(self, name)[...], self.config.rms_norm_eps)
 
-    def _matrix(self, name: str, inputs: int = 1) -> Float[Array, "inputs outputs"]:
-        """A kernel as a matrix in the compute type."""
-        kernel = getattr(self, name)[...].astype(self.dtype)
-        return kernel.reshape(math.prod(kernel.shape[:inputs]), -1)
-
     def _project(
         self, rows: Float[Array, "rows hidden"], name: str, batch: int
     ) -> Float[Array, "batch time heads head_dim"]:
-        projected = rows @ self._matrix(f"{name}_kernel")
+        projected = self.product(rows, f"{name}_kernel")
         if self.config.attention_bias:
             projected = projected + getattr(self, f"{name}_bias")[...].astype(self.dtype).reshape(-1)
         return projected.reshape(batch, -1, *getattr(self, f"{name}_kernel").shape[1:])

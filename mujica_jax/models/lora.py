@@ -1,0 +1,95 @@
+"""LoRA adapters on the seven projections of every layer, by qwix.
+
+    rows @ W + (alpha / rank) * (rows @ A) @ B        A [inputs, rank] drawn (He, uniform), B [rank, outputs] zero
+
+An adapted decoder is a decoder whose `Block` has, beside each stacked kernel, `<kernel>_lora_a` and `<kernel>_lora_b` (`nnx.LoRAParam`,
+stacked over layers like the kernel), and whose `Block.product` runs under qwix's interception of `jax.lax.dot_general`, which finds
+these two by the kernel that is multiplied with. It finds them in traced programs only, so call an adapted decoder inside `jax.jit`.
+Adapters stay float32 and are multiplied in float32 whatever the compute type. `merged` gives back a plain decoder: the engine and the
+Hugging Face export know no adapters. Called by `learning.trainer`.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mujica_jax.errors import UserError
+from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.layers import Block, Weight, projections
+from mujica_jax.models.qwix_package import import_qwix
+
+Kernel = Float[Array, "layers *shape"]
+
+
+def check_rank(config: DecoderConfig, rank: int) -> None:
+    """A rank above a matrix's smaller side would train more numbers than the matrix has and express nothing more."""
+    smallest = min(projections(config), key=lambda weight: min(_sides(weight)))
+    inputs, outputs = _sides(smallest)
+    if rank > min(inputs, outputs):
+        raise UserError(
+            f"trainer.lora_rank is {rank} and {smallest.name} of this model is a matrix of {inputs} x {outputs}: "
+            f"use a rank of at most {min(inputs, outputs)}"
+        )
+
+
+def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder:
+    """The decoder with fresh adapters, computing what it computed before. It shares the weights of `decoder`."""
+    check_rank(decoder.config, rank)
+    qwix = import_qwix(f"trainer.lora_rank {rank}")
+    # Interception is part of the class of the block: `nnx.merge` makes a block of this class of every slice of a scan.
+    provider = qwix.LoraProvider(rank=rank, alpha=alpha)
+    options = {"methods": ("product",), "skip_nnx_init": True}
+    layers: Block = qwix.quantize_model(decoder.layers, provider, **options)
+    fresh = _fresh(layers, jax.random.split(key, decoder.config.num_layers))
+    for weight in projections(decoder.config):
+        axes_of_a = ("layers", weight.axes[0], None)  # of a side that was several dimensions, the outermost is split
+        axes_of_b = ("layers", None, weight.axes[weight.inputs])
+        for suffix, axes in (("_lora_a", axes_of_a), ("_lora_b", axes_of_b)):
+            name = weight.name + suffix
+            setattr(layers, name, nnx.LoRAParam(fresh[name], logical_axes=axes))
+    whole = nnx.clone(decoder)
+    whole.layers = layers
+    return whole
+
+
+def merged(decoder: Decoder, *, rank: int, alpha: float) -> Decoder:
+    """A plain decoder that computes what the adapted one does: every kernel W becomes W + (alpha / rank) * A B."""
+    plain = nnx.eval_shape(lambda: Decoder(decoder.config, rngs=nnx.Rngs(0), dtype=decoder.dtype))
+    nnx.update(plain, nnx.state(decoder, nnx.Not(nnx.LoRAParam)))
+    for weight in projections(decoder.config):
+        kernel = getattr(plain.layers, weight.name)
+        a, b = (getattr(decoder.layers, f"{weight.name}_lora_{part}").get_value() for part in "ab")
+        kernel.set_value(kernel.get_value() + _product(a, b, alpha / rank).reshape(kernel.shape))
+    return plain
+
+
+def _product(
+    a: Float[Array, "layers inputs rank"], b: Float[Array, "layers rank outputs"], scale: float
+) -> Float[Array, "layers inputs outputs"]:
+    # In full float32: the accelerators' default precision would round what is added to the weights for good.
+    return scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _fresh(layers: Block, keys: Array) -> dict[str, Array]:
+    """The adapters that qwix makes for each layer, stacked. It makes them at a matrix's first product."""
+    graph, weights = nnx.split(layers)
+
+    def of_layer(key: Array) -> dict[str, Array]:
+        of_one = jax.tree.map(lambda stacked: jnp.zeros(stacked.shape[1:], stacked.dtype), weights)
+        block = nnx.merge(graph, of_one)
+        block.set_attributes(qwix_rngs=nnx.data(nnx.Rngs(key)))
+        for weight in projections(block.config):
+            block.product(jnp.zeros((1, _sides(weight)[0]), block.dtype), weight.name, weight.inputs)
+        made = nnx.to_flat_state(nnx.state(block, nnx.LoRAParam))
+        return {str(path[-1]): variable.get_value() for path, variable in made}
+
+    return jax.jit(jax.vmap(of_layer))(keys)
+
+
+def _sides(weight: Weight) -> tuple[int, int]:
+    """Inputs and outputs of a kernel as a matrix."""
+    return math.prod(weight.shape[: weight.inputs]), math.prod(weight.shape[weight.inputs :])

@@ -1,0 +1,102 @@
+"""The parts of a run with adapters and eight-bit weights: what is learnt from a checkpoint is what is sampled from and what is written."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from packed_rows import MODEL, random_conversations
+from tiny_models import filled_decoder
+
+from mujica_jax.agents.mujica import Attempt
+from mujica_jax.config import Config
+from mujica_jax.config_files import load_config
+from mujica_jax.learning.losses import token_log_probs
+from mujica_jax.methods import start
+from mujica_jax.methods.run import Run
+from mujica_jax.models.quantization import engine_weights
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.models.weights import load_checkpoint, save_checkpoint
+from mujica_jax.trajectories.packing import pack
+
+SMOKE = Path(__file__).parent / "loops" / "smoke_config.py"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    """From a checkpoint, with adapters of rank 4 and an int8 engine."""
+    directory = tmp_path_factory.mktemp("lora") / "checkpoint"
+    tokenizer = Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300)
+    model = dataclasses.replace(
+        MODEL, vocab_size=tokenizer.vocab_size, eos_token_ids=tuple(tokenizer.stop_token_ids), num_layers=2
+    )
+    save_checkpoint(filled_decoder(model), directory, tokenizer=tokenizer)
+    smoke = load_config(str(SMOKE))
+    return dataclasses.replace(
+        smoke,
+        init=str(directory),
+        trainer=dataclasses.replace(smoke.trainer, lora_rank=4, lora_alpha=8.0),
+        engine=dataclasses.replace(smoke.engine, slots=2, weights="int8"),
+        agent=dataclasses.replace(smoke.agent, max_turn_tokens=8, max_trajectory_tokens=1024),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory) -> Iterator[Run]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "use_compilation_cache", lambda: None)
+        patch.setattr(start, "keep_freed_memory", lambda: None)
+        with start.open_training(config, tmp_path_factory.mktemp("run") / "run") as opened:
+            yield opened
+
+
+@pytest.fixture(scope="module")
+def learnt(run):
+    return learn(run)
+
+
+def learn(run: Run):
+    rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
+    return run.learn("some phase", run.initial_state, lambda: rows, steps=3, peak=0.1, floor=0.01)
+
+
+def test_the_policy_that_is_written_is_the_merged_one(run, learnt, config, tmp_path):
+    run.commit_policy(learnt, 0)
+    written = load_checkpoint(run.store.policy_path(0) / "model")
+    merged = nnx.state(run.trainer.decoder(learnt))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(written), merged)
+    before = load_checkpoint(config.init)
+    np.testing.assert_array_equal(written.embedding[...], before.embedding[...])
+    assert np.abs(written.layers.up_kernel[...] - before.layers.up_kernel[...]).max() > 1e-3
+
+
+def test_a_started_again_phase_gives_the_same_state(run, learnt):
+    jax.tree.map(np.testing.assert_array_equal, learn(run), learnt)
+
+
+def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, monkeypatch):
+    given = []
+    set_weights = run.generator.set_weights
+    monkeypatch.setattr(
+        run.generator, "set_weights", lambda weights, version: given.append(weights) or set_weights(weights, version)
+    )
+    run.use_policy(learnt, 3)
+    model = run.trainer.decoder(learnt)
+    expected = engine_weights(nnx.state(model), model.config, "int8", jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, given[0], expected)
+    (question, *_) = run.task.questions("train")
+    attempts = [Attempt(question=question, number=0, seed=0, temperature=1.0)]
+    _, (trajectory,) = run.sample(0, 0, attempts, lambda trajectory: None)
+    assert trajectory.policy_version == 3
+    last = trajectory.planner.turns[-1]
+    assert last.role == "model" and last.logprobs is not None
+    sampled_by = nnx.merge(nnx.graphdef(model), given[0])
+    scores = nnx.jit(token_log_probs)(
+        sampled_by, pack([trajectory.planner], row_tokens=1024, seed=0).batch(slice(None))
+    )
+    end = len(trajectory.planner.token_ids)
+    np.testing.assert_allclose(last.logprobs, scores[0, end - len(last.token_ids) : end], atol=1e-4)
