@@ -156,9 +156,11 @@ def test_rows_of_one_prefill_call_do_not_see_each_other(engine):
 
 def test_a_slot_that_is_neither_prefilled_nor_running_keeps_its_row_bit_for_bit(engine):
     engine.prefill([PrefillRow(3, pages_of_slot(3), 0, SEQUENCE)])
-    before = jax.tree.map(lambda layer: np.array(layer[3, :, :40]), engine._memory.rows)
+    row = engine._held[3].row
+    before = jax.tree.map(lambda layer: np.array(layer[row, :, :40]), engine._memory.rows)
     decoded(engine, started(engine, {0: SEQUENCE[:9], 1: SEQUENCE[:30]}, 8))
-    jax.tree.map(lambda layer, held: np.testing.assert_array_equal(layer[3, :, :40], held), engine._memory.rows, before)
+    after = jax.tree.map(lambda layer: np.array(layer[engine._held[3].row, :, :40]), engine._memory.rows)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def test_a_stop_token_ends_a_slot_and_is_its_last_token(engine):
@@ -243,7 +245,7 @@ def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
     ]
     engine.prefill(rows)
     assert engine._memory.groups.keys[0].shape[2] == len(SHARED)
-    assert [row.offset for row in engine._rows] == [len(SHARED)] * 6 + [0, 0]
+    assert [held.offset for held in engine._held] == [len(SHARED)] * 6 + [0, 0]
     for slot in range(1, 6):
         state.token[slot], state.position[slot], state.remaining[slot] = prompts[slot][-1], len(prompts[slot]) - 1, 12
     for slot, (tokens, log_probs) in decoded(engine, state).items():
@@ -273,13 +275,13 @@ def test_widths_are_few_and_hold_what_they_may():
 
 
 def lowered_decode(engine: Engine) -> Any:
-    places = engine._places(range(engine.slots))
+    whole = np.zeros(engine._num_rows, np.int32)
     lowered = _decode.lower(
         engine._graph,
         engine._weights,
         engine._memory,
-        idle(engine.slots),
-        places,
+        idle(engine._num_rows),
+        Places(whole, whole - 1),
         engine._group_lengths(),
         engine._stops,
         steps=DECODE_STEPS,

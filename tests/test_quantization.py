@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_engine import MODEL, SLOTS, decoder, make_engine, next_token_logits, random_tokens
+from tiny_engine import MODEL, SLOTS, decoder, make_engine, next_token_logits, pages_of_slot, random_tokens
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import PrefillRow, SlotState
@@ -102,13 +102,13 @@ def test_everything_else_is_kept_in_the_compute_type(storage):
 def test_an_engine_samples_greedily_what_the_rounded_model_would(storage, weights):
     engine = make_engine()
     engine.set_weights(weights)
-    engine.prefill([PrefillRow(0, 0, TOKENS[:-1])])
-    state = idle()
+    engine.prefill([PrefillRow(0, pages_of_slot(0), 0, TOKENS[:-1])])
+    state = SlotState.idle(SLOTS)
     state.token[0], state.position[0], state.remaining[0] = TOKENS[-1], len(TOKENS) - 1, 12
     found = []
     while state.remaining.any():
-        state, tokens, _, valid = engine.decode(state)
-        found += tokens[valid[:, 0], 0].tolist()
+        state, decoded = engine.decode(state)
+        found += decoded.tokens[decoded.valid[:, 0], 0].tolist()
     sequence = [*TOKENS, *found]
     logits = next_token_logits(dequantised_model(storage), sequence)
     assert found == logits[len(TOKENS) - 1 : -1].argmax(axis=-1).tolist()
@@ -120,13 +120,3 @@ def test_without_the_package_the_extra_is_named(storage, monkeypatch):
     other = dataclasses.replace(MODEL, num_layers=1)
     with pytest.raises(UserError, match=f"engine.weights {storage} needs the package qwix.*install the extra `qwix`"):
         engine_weights(nnx.state(decoder(other)), other, storage, jnp.float32)
-
-
-def idle() -> SlotState:
-    return SlotState(
-        token=np.zeros(SLOTS, np.int32),
-        position=np.zeros(SLOTS, np.int32),
-        remaining=np.zeros(SLOTS, np.int32),
-        temperature=np.zeros(SLOTS, np.float32),
-        seed=np.zeros(SLOTS, np.uint32),
-    )

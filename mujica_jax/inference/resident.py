@@ -6,9 +6,10 @@ pages it holds, so a conversation that comes back to its slot loads nothing.
 
 What several rows begin with (a system prompt, worked examples) is held once, as a group: its scores are one matrix product for all rows
 instead of a read for each, and the rows hold only what follows. With a shared prompt of 384 tokens this reads a third of the memory
-(prefix sharing as in Hydragen, arXiv 2402.05099, section 3). Rows are as wide as the longest of them needs, in steps of 1, 1.5, 2, 3, ...
+(prefix sharing as in Hydragen, arXiv 2402.05099, section 3). Rows are as wide as the longest of them needs, in steps of 1, 1.5, 2, 3, ...,
+and there are as many as run: all slots, half or a quarter of them.
 
-Arrays of a layer: pages [pages, kv_heads, page_tokens, head_dim], rows [slots, kv_heads, width, head_dim], groups [groups, kv_heads,
+Arrays of a layer: pages [pages, kv_heads, page_tokens, head_dim], rows [rows, kv_heads, width, head_dim], groups [groups, kv_heads,
 length, head_dim]. Token n of a sequence lies at n - offset of its row, where offset is the length of its group.
 """
 
@@ -36,6 +37,8 @@ TILE_TOKENS = {
 }  # a prefill call is cut into tiles of one request each: the padding is less than one tile a request
 OTHER_TILE_TOKENS = 64
 CALL_TILES = (4, 16, 64, 256)  # tiles in one prefill call: few programs, and with two or three calls little is padded
+ROW_LEVELS = (1, 2, 4)  # rows there may be: slots divided by one of these
+CALLS_BEFORE_FEWER_ROWS = 2  # few requests in this many decode calls: not only between a turn and the next
 NEVER = -1e30  # finite, so that a fully masked row gives numbers and no NaN
 
 
@@ -53,26 +56,27 @@ class Memory(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the sequences of a call begin: one entry a slot, or a tile."""
+    """Where the sequences of a call begin: one entry a row, or a tile."""
 
     offset: Int[np.ndarray | Array, " rows"]  # tokens before it are in the group
     group: Int[np.ndarray | Array, " rows"]  # -1: none
 
 
 class Tiles(NamedTuple):
-    """A prefill call. A tile that is not used has slot = slots and length 0."""
+    """A prefill call. A tile that is not used has row = rows and length 0."""
 
     tokens: Int[np.ndarray | Array, "tiles time"]
-    slot: Int[np.ndarray | Array, " tiles"]
+    row: Int[np.ndarray | Array, " tiles"]
     start: Int[np.ndarray | Array, " tiles"]
     length: Int[np.ndarray | Array, " tiles"]
     places: Places
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Row:
-    """What a slot's row holds."""
+class _Held:
+    """What a slot has in a row."""
 
+    row: int = -1  # -1: nothing
     pages: list[tuple[int, int]] = dataclasses.field(
         default_factory=list
     )  # (page, its version) of the request, from the front
@@ -97,20 +101,25 @@ class ResidentEngine(Engine):
         self._tile_tokens = TILE_TOKENS.get(jax.default_backend(), OTHER_TILE_TOKENS)
         self._smallest_width = max(SMALLEST_WIDTH_TOKENS, 2 * self.page_tokens)
         self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
+        self._row_levels = sorted({-(-self.slots // level) for level in ROW_LEVELS})
         self._version = np.zeros(self.num_pages, np.int64)  # counts what was written into a page
         self._clock = 0
-        self._memory = Memory(self._empty(self.num_pages, self.page_tokens), *self._fresh_rows())
-        self._rows = [_Row() for _ in range(self.slots)]
-        self._groups: list[_Group | None] = []
+        self._start(self._empty(self.num_pages, self.page_tokens))
 
     def forget(self) -> None:
-        # Back to the first shapes too: a run that goes on after a kill computes in the shapes of one that was never killed.
         pages = self._memory.pages
         if any(layer.is_deleted() for layer in jax.tree.leaves(pages)):  # a call that took the memory over failed
             pages = self._empty(self.num_pages, self.page_tokens)
-        self._memory = Memory(pages, *self._fresh_rows())
-        self._rows = [_Row() for _ in range(self.slots)]
-        self._groups = []
+        self._start(pages)
+
+    def _start(self, pages: KeysValues) -> None:
+        """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of one that was never killed."""
+        rows = self._empty(self._row_levels[0], min(self._smallest_width, self._largest_width))
+        self._memory = Memory(pages, rows, self._empty(1, 0))
+        self._held = [_Held() for _ in range(self.slots)]
+        self._slot_of_row = [-1] * self._row_levels[0]
+        self._groups: list[_Group | None] = []
+        self._calls_with_few = 0
 
     def choose(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
         if cached_tokens:
@@ -118,10 +127,10 @@ class ResidentEngine(Engine):
             index = (cached_tokens - 1) // self.page_tokens
             last = (pages[index], int(self._version[pages[index]]))
             for slot in free:
-                row = self._rows[slot]
-                if row.tokens >= cached_tokens and len(row.pages) > index and row.pages[index] == last:
+                held = self._held[slot]
+                if held.tokens >= cached_tokens and len(held.pages) > index and held.pages[index] == last:
                     return slot
-        return min(free, key=lambda slot: self._rows[slot].last_used)
+        return min(free, key=lambda slot: self._held[slot].last_used)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         for some in _parts(pairs):
@@ -134,90 +143,158 @@ class ResidentEngine(Engine):
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
         self._clock += 1
         self._bring(rows)
-        self._widen(max(row.start + len(row.tokens) - self._rows[row.slot].offset for row in rows))
+        self._widen(max(row.start + len(row.tokens) - self._held[row.slot].offset for row in rows))
         tiles = [tile for row in rows for tile in self._tiles(row)]
         while tiles:
             size = _call_tiles(len(tiles))
             self._prefill_tiles(tiles[:size], size)
             tiles = tiles[size:]
         for row in rows:
-            self._rows[row.slot].tokens = row.start + len(row.tokens)
+            self._held[row.slot].tokens = row.start + len(row.tokens)
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
-        running = np.asarray(state.remaining) > 0
-        places = self._places(range(self.slots))
-        written = np.asarray(state.position) + np.minimum(state.remaining, self.decode_steps) - places.offset
-        self._widen(int(written[running].max(initial=1)))
+        slots = np.flatnonzero(state.remaining)
+        self._give_up_rows(len(slots))
+        rows = np.asarray([self._held[slot].row for slot in slots])
+        held = [self._held[slot] for slot in slots]
+        places = Places(np.zeros(self._num_rows, np.int32), np.full(self._num_rows, -1, np.int32))
+        places.offset[rows] = [one.offset for one in held]
+        places.group[rows] = [one.group for one in held]
+        in_rows = SlotState.idle(self._num_rows)
+        for all_rows, all_slots in zip(in_rows, state, strict=True):
+            all_rows[rows] = all_slots[slots]
+        written = in_rows.position + np.minimum(in_rows.remaining, self.decode_steps) - places.offset
+        self._widen(int(written[rows].max(initial=1)))
         self._count("decode", filtered(state))
         with self._over_mesh():
-            self._memory, state, decoded = _decode(
+            self._memory, after, found = _decode(
                 self._graph,
                 self._weights,
                 self._memory,
-                state,
+                in_rows,
                 places,
                 self._group_lengths(),
                 self._stops,
                 steps=self.decode_steps,
                 filtered=filtered(state),
             )
-        state, decoded = jax.tree.map(np.array, (state, decoded))
-        for slot in np.flatnonzero(running):
-            self._rows[slot].tokens = int(state.position[slot])
+        state = SlotState(*map(np.array, state))
+        for all_slots, all_rows in zip(state, after, strict=True):
+            all_slots[slots] = np.asarray(all_rows)[rows]
+        decoded = Decoded(*(np.zeros((self.decode_steps, self.slots), array.dtype) for array in found))
+        for all_slots, all_rows in zip(decoded, found, strict=True):
+            all_slots[:, slots] = np.asarray(all_rows)[:, rows]
+        for slot, one in zip(slots, held, strict=True):
+            one.tokens = int(state.position[slot])
         return state, decoded
 
     def flush(self, rows: Sequence[FlushRow]) -> None:
         moves = []
         for flushed in rows:
-            row = self._rows[flushed.slot]
-            row.pages = row.pages[: flushed.start // self.page_tokens]
-            for index in range(len(row.pages), -(-flushed.stop // self.page_tokens)):
+            held = self._held[flushed.slot]
+            held.pages = held.pages[: flushed.start // self.page_tokens]
+            for index in range(len(held.pages), -(-flushed.stop // self.page_tokens)):
                 page = flushed.pages[index]
-                moves.append((flushed.slot, index - row.offset // self.page_tokens, page))
+                moves.append((held.row, index - held.offset // self.page_tokens, page))
                 self._version[page] += 1
-                row.pages.append((page, int(self._version[page])))
+                held.pages.append((page, int(self._version[page])))
         for some in _parts(moves):
-            slots, indices, pages = _padded(some, (0, 0, self.num_pages))
-            self._count("flush", len(slots))
-            self._memory = _store(self._memory, slots, indices, pages)
+            places, indices, pages = _padded(some, (0, 0, self.num_pages))
+            self._count("flush", len(places))
+            self._memory = _store(self._memory, places, indices, pages)
 
     def retire(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
-        row = self._rows[slot]
-        row.active, row.last_used = False, self._clock
+        held = self._held[slot]
+        held.active, held.last_used = False, self._clock
         if broken_pages:
-            self._rows[slot] = _Row(last_used=self._clock)
             for some in _parts([(page,) for page in broken_pages]):
                 (pages,) = _padded(some, (self.num_pages,))
-                self._memory = _clear(self._memory, np.int32(slot), pages)
+                self._memory = _clear(self._memory, np.int32(held.row), pages)
+            self._lose(held)
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self._slot_of_row)
+
+    def _lose(self, held: _Held) -> None:
+        """What a slot had in a row is there no more."""
+        if held.row >= 0:
+            self._slot_of_row[held.row] = -1
+        held.row, held.pages, held.tokens, held.group, held.offset = -1, [], 0, -1, 0
 
     def _bring(self, rows: Sequence[PrefillRow]) -> None:
         """Make every row hold what its request has in pages."""
         fresh = [row for row in rows if not self._holds(row)]
+        for row in fresh:
+            held = self._held[row.slot]
+            held.pages, held.tokens, held.group, held.offset = [], 0, -1, 0
+        self._make_rows(rows)
         self._form_group(fresh)
         moves = []
         for row in rows:
-            held = self._rows[row.slot]
+            held = self._held[row.slot]
             pages = self._versions(row.pages)
             if row in fresh:
                 group = self._best_group(pages, row.start)
                 offset = 0 if group < 0 else self._groups[group].tokens  # pyright: ignore[reportOptionalMemberAccess]
                 held.group, held.offset = group, offset
                 first, last = offset // self.page_tokens, -(-row.start // self.page_tokens)
-                moves += [(row.slot, index - first, row.pages[index]) for index in range(first, last)]
-            held.pages, held.tokens, held.active = pages, row.start, True
+                moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]
+            held.pages, held.tokens = pages, row.start
         if not moves:
             return
         self._widen((1 + max(index for _, index, _ in moves)) * self.page_tokens)
         for some in _parts(moves):
-            slots, indices, pages = _padded(some, (self.slots, 0, 0))
-            self._count("load", len(slots))
-            self._memory = _load(self._memory, slots, indices, pages)
+            places, indices, pages = _padded(some, (self._num_rows, 0, 0))
+            self._count("load", len(places))
+            self._memory = _load(self._memory, places, indices, pages)
 
     def _holds(self, row: PrefillRow) -> bool:
-        held, count = self._rows[row.slot], -(-row.start // self.page_tokens)
-        if held.tokens < row.start or row.start < held.offset or len(held.pages) < count:
+        held, count = self._held[row.slot], -(-row.start // self.page_tokens)
+        if held.row < 0 or held.tokens < row.start or row.start < held.offset or len(held.pages) < count:
             return False
         return held.pages[:count] == self._versions(row.pages[:count])
+
+    def _make_rows(self, rows: Sequence[PrefillRow]) -> None:
+        """A row for every request: a free one, that of an idle slot, or a new one."""
+        for row in rows:
+            self._held[row.slot].active = True
+        needed = sum(held.active for held in self._held)
+        if needed > self._num_rows:
+            count = next(level for level in self._row_levels if level >= needed)
+            self._memory = self._memory._replace(rows=_more(self._memory.rows, count))
+            self._slot_of_row += [-1] * (count - self._num_rows)
+        without = [row.slot for row in rows if self._held[row.slot].row < 0]
+        free = [place for place, slot in enumerate(self._slot_of_row) if slot < 0]
+        idle = sorted(
+            (held for held in self._held if held.row >= 0 and not held.active), key=lambda held: -held.last_used
+        )
+        for slot in without:
+            if not free:
+                free.append(idle[-1].row)
+                self._lose(idle.pop())
+            self._held[slot].row = free.pop(0)
+            self._slot_of_row[self._held[slot].row] = slot
+
+    def _give_up_rows(self, running: int) -> None:
+        """Go on with fewer rows where few requests run: a step costs what its rows cost, whether they run or not."""
+        active = sum(held.active for held in self._held)
+        assert running <= active, "what decodes was prefilled"
+        count = next(level for level in self._row_levels if level >= active)
+        self._calls_with_few = self._calls_with_few + 1 if count < self._num_rows else 0
+        if self._calls_with_few < CALLS_BEFORE_FEWER_ROWS:
+            return
+        self._calls_with_few = 0
+        for held in self._held:
+            if not held.active:
+                self._lose(held)
+        kept = [held for held in self._held if held.active]
+        places = np.asarray([held.row for held in kept] + [0] * (count - len(kept)), np.int32)
+        self._memory = self._memory._replace(rows=_pick(self._memory.rows, places))
+        self._slot_of_row = [-1] * count
+        slot_of = {id(held): slot for slot, held in enumerate(self._held)}
+        for place, held in enumerate(kept):
+            held.row, self._slot_of_row[place] = place, slot_of[id(held)]
 
     def _versions(self, pages: Sequence[int]) -> list[tuple[int, int]]:
         return [(page, int(self._version[page])) for page in pages]
@@ -225,35 +302,35 @@ class ResidentEngine(Engine):
     def _form_group(self, fresh: Sequence[PrefillRow]) -> None:
         """Hold once what many rows begin with, if these do and no group does it yet."""
         beginnings = [self._versions(row.pages[: row.start // self.page_tokens]) for row in fresh]
-        others = [row for row in self._rows if row.active]
-        common = _common_beginning([*beginnings, *(row.pages[: row.tokens // self.page_tokens] for row in others)])
+        slots = {row.slot for row in fresh}
+        others = [held for slot, held in enumerate(self._held) if held.active and slot not in slots]
+        common = _common_beginning([*beginnings, *(held.pages[: held.tokens // self.page_tokens] for held in others)])
         tokens = len(common) * self.page_tokens
         if tokens < SMALLEST_GROUP_TOKENS or common not in [beginning[: len(common)] for beginning in beginnings]:
             return
         if any(group is not None and group.pages == common for group in self._groups):
             return
-        used = {row.group for row in others}
+        used = {held.group for held in others}
         place = next((place for place in range(GROUPS) if place not in used), None)
         if place is None:
             return
-        for row in self._rows:
-            if row.group == place:  # an idle row that began with the group of this place
-                row.pages, row.tokens, row.group, row.offset = [], 0, -1, 0
+        for held in self._held:
+            if held.group == place and not held.active:  # it began with the group that this place had
+                self._lose(held)
         self._hold_group(place, _Group(common, tokens))
-        for slot, row in enumerate(self._rows):
-            if row.active and row.pages[: len(common)] == common and row.tokens >= tokens > row.offset:
+        for held in others:
+            if held.pages[: len(common)] == common and held.tokens >= tokens > held.offset:
                 self._count("shift")
-                self._memory = _shift(self._memory, np.int32(slot), np.int32(tokens - row.offset))
-                row.group, row.offset = place, tokens
-        self._narrow()
+                self._memory = _shift(self._memory, np.int32(held.row), np.int32(tokens - held.offset))
+                held.group, held.offset = place, tokens
+        self._narrow(others)
 
     def _hold_group(self, place: int, group: _Group) -> None:
         while len(self._groups) <= place:
             self._groups.append(None)
         self._groups[place] = group
-        length = bucket(
-            max(one.tokens for one in self._groups if one is not None), SMALLEST_GROUP_TOKENS, self._largest_width
-        )
+        longest = max(one.tokens for one in self._groups if one is not None)
+        length = bucket(longest, SMALLEST_GROUP_TOKENS, self._largest_width)
         held = self._memory.groups.keys[0].shape
         if (len(self._groups), length) > (held[0], held[2]):
             larger = self._empty(max(len(self._groups), held[0]), max(length, held[2]))
@@ -274,60 +351,49 @@ class ResidentEngine(Engine):
         ]
         return max(fitting)[1] if fitting else -1
 
-    def _places(self, slots: Iterable[int]) -> Places:
-        rows = [self._rows[slot] for slot in slots]
-        return Places(
-            np.asarray([row.offset for row in rows], np.int32), np.asarray([row.group for row in rows], np.int32)
-        )
-
     def _group_lengths(self) -> np.ndarray:
         lengths = [0 if group is None else group.tokens for group in self._groups]
         return np.asarray(lengths + [0] * (self._memory.groups.keys[0].shape[0] - len(lengths)), np.int32)
 
-    def _tiles(self, row: PrefillRow) -> list[tuple[int, int, Sequence[int] | np.ndarray]]:
-        size = self._tile_tokens
+    def _tiles(self, row: PrefillRow) -> list[tuple[_Held, int, Sequence[int] | np.ndarray]]:
+        size, held = self._tile_tokens, self._held[row.slot]
         return [
-            (row.slot, row.start + first, row.tokens[first : first + size]) for first in range(0, len(row.tokens), size)
+            (held, row.start + first, row.tokens[first : first + size]) for first in range(0, len(row.tokens), size)
         ]
 
-    def _prefill_tiles(self, tiles: Sequence[tuple[int, int, Any]], count: int) -> None:
+    def _prefill_tiles(self, tiles: Sequence[tuple[_Held, int, Any]], count: int) -> None:
         tokens = np.zeros((count, self._tile_tokens), np.int32)
-        slots = np.full(count, self.slots, np.int32)  # tiles that are not used write nowhere
+        rows = np.full(count, self._num_rows, np.int32)  # tiles that are not used write nowhere
         starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
         places = Places(np.zeros(count, np.int32), np.full(count, -1, np.int32))
-        for index, (slot, start, ids) in enumerate(tiles):
+        for index, (held, start, ids) in enumerate(tiles):
             tokens[index, : len(ids)] = ids
-            slots[index], starts[index], lengths[index] = slot, start, len(ids)
-            places.offset[index], places.group[index] = self._rows[slot].offset, self._rows[slot].group
+            rows[index], starts[index], lengths[index] = held.row, start, len(ids)
+            places.offset[index], places.group[index] = held.offset, held.group
         self._count("prefill", count)
-        call = Tiles(tokens, slots, starts, lengths, places)
+        call = Tiles(tokens, rows, starts, lengths, places)
         with self._over_mesh():
             self._memory = _prefill(self._graph, self._weights, self._memory, call, self._group_lengths())
 
     def _widen(self, tokens: int) -> None:
-        width = self._memory.rows.keys[0].shape[2]
-        if tokens > width:
-            wider = bucket(tokens, self._smallest_width, self._largest_width)
-            self._memory = self._memory._replace(rows=_wider(self._memory.rows, wider))
+        if tokens > self._memory.rows.keys[0].shape[2]:
+            width = bucket(tokens, self._smallest_width, self._largest_width)
+            self._memory = self._memory._replace(rows=_wider(self._memory.rows, width))
 
-    def _narrow(self) -> None:
+    def _narrow(self, active: Sequence[_Held]) -> None:
         """Give up width that no active row needs."""
-        needed = max((row.tokens - row.offset for row in self._rows if row.active), default=1)
+        needed = max((held.tokens - held.offset for held in active), default=1)
         width = bucket(needed, self._smallest_width, self._largest_width)
         if width >= self._memory.rows.keys[0].shape[2]:
             return
         rows = jax.tree.map(lambda layer: layer[:, :, :width], self._memory.rows)
         self._memory = self._memory._replace(rows=rows)
-        for row in self._rows:
-            if row.tokens - row.offset > width:
-                row.pages, row.tokens = [], 0
-
-    def _fresh_rows(self) -> tuple[KeysValues, KeysValues]:
-        return self._empty(self.slots, min(self._smallest_width, self._largest_width)), self._empty(1, 0)
+        for held in self._held:
+            if held.tokens - held.offset > width:
+                self._lose(held)
 
     def _empty(self, rows: int, tokens: int) -> KeysValues:
         shape = (rows, self.config.num_kv_heads, tokens, self.config.head_dim)
-
         sharding = self.mesh and NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
 
         def layers() -> tuple[Array, ...]:
@@ -384,22 +450,22 @@ def _copy(memory: Memory, sources: Int[Array, " moves"], targets: Int[Array, " m
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
 def _load(
-    memory: Memory, slots: Int[Array, " moves"], indices: Int[Array, " moves"], pages: Int[Array, " moves"]
+    memory: Memory, places: Int[Array, " moves"], indices: Int[Array, " moves"], pages: Int[Array, " moves"]
 ) -> Memory:
     def load(rows: Array, layer: Array) -> Array:
         paged = rows.reshape(*rows.shape[:2], -1, layer.shape[2], rows.shape[3])
-        return paged.at[slots, :, indices].set(layer[pages], mode="drop").reshape(rows.shape)
+        return paged.at[places, :, indices].set(layer[pages], mode="drop").reshape(rows.shape)
 
     return memory._replace(rows=jax.tree.map(load, memory.rows, memory.pages))
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
 def _store(
-    memory: Memory, slots: Int[Array, " moves"], indices: Int[Array, " moves"], pages: Int[Array, " moves"]
+    memory: Memory, places: Int[Array, " moves"], indices: Int[Array, " moves"], pages: Int[Array, " moves"]
 ) -> Memory:
     def store(layer: Array, rows: Array) -> Array:
         paged = rows.reshape(*rows.shape[:2], -1, layer.shape[2], rows.shape[3])
-        return layer.at[pages].set(paged[slots, :, indices], mode="drop")
+        return layer.at[pages].set(paged[places, :, indices], mode="drop")
 
     return memory._replace(pages=jax.tree.map(store, memory.pages, memory.rows))
 
@@ -427,6 +493,16 @@ def _clear(memory: Memory, slot: Int[Array, ""], pages: Int[Array, " pages"]) ->
     )
 
 
+@functools.partial(jax.jit, static_argnames=("count",))
+def _more(rows: KeysValues, count: int) -> KeysValues:
+    return jax.tree.map(lambda layer: jnp.pad(layer, ((0, count - layer.shape[0]), (0, 0), (0, 0), (0, 0))), rows)
+
+
+@jax.jit
+def _pick(rows: KeysValues, places: Int[Array, " rows"]) -> KeysValues:
+    return jax.tree.map(lambda layer: layer[places], rows)
+
+
 @functools.partial(jax.jit, static_argnames=("width",))
 def _wider(rows: KeysValues, width: int) -> KeysValues:
     return jax.tree.map(lambda layer: jnp.pad(layer, ((0, 0), (0, 0), (0, width - layer.shape[2]), (0, 0))), rows)
@@ -438,7 +514,7 @@ def _prefill(
 ) -> Memory:
     decoder = nnx.merge(graph, weights)
     keys, values = list(memory.rows.keys), list(memory.rows.values)
-    slots, _, width, _ = keys[0].shape
+    rows, _, width, _ = keys[0].shape
     offsets = jnp.arange(tiles.tokens.shape[1])[None, :]
     positions = tiles.start[:, None] + offsets
     in_row = positions - tiles.places.offset[:, None]
@@ -447,10 +523,10 @@ def _prefill(
     )  # padding is written out of bounds, that is nowhere
     readable = jnp.arange(width)[None, None, :] <= in_row[:, :, None]
     visible = _visible(tiles.places.group, group_lengths, memory.groups)
-    mine = jnp.minimum(tiles.slot, slots - 1)
+    mine = jnp.minimum(tiles.row, rows - 1)
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-        index = (tiles.slot[:, None], slice(None), targets)
+        index = (tiles.row[:, None], slice(None), targets)
         keys[layer] = keys[layer].at[index].set(key.astype(keys[layer].dtype), mode="drop")
         values[layer] = values[layer].at[index].set(value.astype(values[layer].dtype), mode="drop")
         groups = memory.groups.keys[layer], memory.groups.values[layer]
@@ -474,8 +550,8 @@ def _decode(
     filtered: bool,
 ) -> tuple[Memory, SlotState, Decoded]:
     decoder = nnx.merge(graph, weights)
-    slots, _, width, _ = memory.rows.keys[0].shape
-    every = jnp.arange(slots)
+    rows, _, width, _ = memory.rows.keys[0].shape
+    every = jnp.arange(rows)
     visible = _visible(places.group, group_lengths, memory.groups)
     filters = sampling.Filters(state.top_k, state.top_p, state.min_p) if filtered else None
 

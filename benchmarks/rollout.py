@@ -1,0 +1,193 @@
+"""Tokens a second of multi-turn agent rollouts: many conversations with one system prompt, an observation after every turn.
+
+    python benchmarks/rollout.py --checkpoint DIRECTORY [--sessions 48 --turns 3 --seed 0]
+
+Each session is a prompt (384 tokens that all share, 24 of its own) and, a turn, 12 to 63 generated tokens and 40 observed ones; lengths are
+forced, tokens are drawn at temperature 1. Prints one JSON line: the median of the runs after the first one, which compiles. The floor is
+what the generated and prefilled tokens cost at the speed of this machine's largest matrix product and its memory:
+
+    2 x weights of the layers x all tokens + 2 x weights of the head x generated tokens
+    + 4 x layers x heads x head_dim x sum over tokens of the tokens before it          operations, and
+    keys and values read once a generated token, those that all share once a step      bytes
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mujica_jax.config import EngineConfig
+from mujica_jax.errors import UserError
+from mujica_jax.inference.engines import make_engine
+from mujica_jax.inference.generator import BatchedGenerator, GeneratorStatistics
+from mujica_jax.inference.requests import SamplingParams
+from mujica_jax.methods.start import use_compilation_cache
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.host_memory import keep_freed_memory
+from mujica_jax.models.layers import block_weights
+from mujica_jax.models.weights import load_checkpoint
+
+SYSTEM_TOKENS, QUESTION_TOKENS, OBSERVED_TOKENS = 384, 24, 40
+LEAST_GENERATED, MOST_GENERATED = 12, 64  # the most is not reached
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    generated_tokens: int
+    observed: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    prompt: list[int]
+    turns: list[Turn]
+
+
+def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Session]:
+    """The sessions, a function of the seed; their ids avoid the first 300, where special tokens are."""
+    draw = np.random.default_rng(seed)
+
+    def ids(count: int) -> list[int]:
+        return draw.integers(300, vocabulary - 1, count).tolist()
+
+    shared, made = ids(SYSTEM_TOKENS), []
+    for _ in range(sessions):
+        prompt = shared + ids(QUESTION_TOKENS)
+        drawn = (Turn(int(draw.integers(LEAST_GENERATED, MOST_GENERATED)), ids(OBSERVED_TOKENS)) for _ in range(turns))
+        made.append(Session(prompt, list(drawn)))
+    return made
+
+
+async def play(generator: BatchedGenerator, sessions: list[Session]) -> None:
+    async def one(number: int, session: Session) -> None:
+        held = list(session.prompt)
+        for place, turn in enumerate(session.turns):
+            params = SamplingParams(max_new_tokens=turn.generated_tokens, temperature=1.0, seed=1000 * number + place)
+            completion = await generator.generate(held, params, continues=place + 1 < len(session.turns))
+            held += [*completion.token_ids, *turn.observed]
+
+    await asyncio.gather(*(one(number, session) for number, session in enumerate(sessions)))
+
+
+def work(model: DecoderConfig, sessions: list[Session]) -> tuple[float, float]:
+    """(operations, bytes of keys and values) that no engine can do without, in float32."""
+    in_layers = model.num_layers * sum(int(np.prod(weight.shape)) for weight in block_weights(model) if weight.inputs)
+    by_position = 4.0 * model.num_layers * model.num_heads * model.head_dim
+    token_bytes = 8.0 * model.num_layers * model.num_kv_heads * model.head_dim
+    operations = 2.0 * in_layers * SYSTEM_TOKENS + by_position * SYSTEM_TOKENS**2 / 2
+    read = 0.0
+    for session in sessions:
+        position = SYSTEM_TOKENS
+        for place, turn in enumerate(session.turns):
+            heard = QUESTION_TOKENS if place == 0 else OBSERVED_TOKENS
+            tokens = heard + turn.generated_tokens
+            operations += 2.0 * in_layers * tokens + 2.0 * model.vocab_size * model.hidden_size * turn.generated_tokens
+            operations += by_position * sum(range(position, position + tokens))
+            own = range(position + heard - SYSTEM_TOKENS, position + tokens - SYSTEM_TOKENS)
+            read += token_bytes * sum(own)
+            position += tokens
+    return operations, read
+
+
+def machine(repeats: int) -> tuple[float, float]:
+    """(operations a second of a large float32 product, bytes a second of a large sum)."""
+    matrix, long = jnp.ones((2048, 2048)), jnp.ones(64 << 20)
+    product, total = jax.jit(lambda matrix: matrix @ matrix), jax.jit(jnp.sum)
+
+    def seconds(call: Any, argument: Any) -> float:
+        call(argument).block_until_ready()
+        taken = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            call(argument).block_until_ready()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+    return 2 * 2048**3 / seconds(product, matrix), long.nbytes / seconds(total, long)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoint", required=True, help="a Hugging Face directory")
+    parser.add_argument("--sessions", type=int, default=48)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=48)
+    parser.add_argument("--decode-steps", type=int, default=8)
+    parser.add_argument("--prefill-tokens", type=int, default=2048)
+    parser.add_argument("--page-tokens", type=int, default=32)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--runs", type=int, default=3, help="measured runs, after one that compiles")
+    given = parser.parse_args()
+    keep_freed_memory()
+    use_compilation_cache()
+    compiled: list[float] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    positions = SYSTEM_TOKENS + QUESTION_TOKENS + given.turns * (MOST_GENERATED - 1 + OBSERVED_TOKENS)
+    engine_config = EngineConfig(
+        slots=given.slots,
+        decode_steps_per_call=given.decode_steps,
+        prefill_tokens=given.prefill_tokens,
+        page_tokens=given.page_tokens,
+    )
+    try:
+        decoder = load_checkpoint(given.checkpoint, dtype=given.dtype)
+        never = decoder.config.vocab_size  # a stop token that no token is
+        engine = make_engine(decoder, engine_config, positions=positions, stop_token_ids=[never])
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    sessions = workload(decoder.config.vocab_size, given.sessions, given.turns, given.seed)
+    generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=max(1, given.sessions))
+    generated = sum(turn.generated_tokens for session in sessions for turn in session.turns)
+    seconds, found, recompiled = [], [], []
+    for _ in range(1 + given.runs):
+        generator.forget()
+        before, compiled_before = generator.statistics, len(compiled)
+        began = time.perf_counter()
+        asyncio.run(play(generator, sessions))
+        seconds.append(time.perf_counter() - began)
+        found.append(_difference(before, generator.statistics))
+        recompiled.append(len(compiled) - compiled_before)
+    median = statistics.median(seconds[1:])
+    speed, bandwidth = machine(given.runs + 2)
+    operations, read = work(decoder.config, sessions)
+    floor = operations / speed + read / bandwidth
+    last = found[-1]
+    result = {
+        "generated_tokens_per_second": round(generated / median, 1),
+        "sessions_per_second": round(len(sessions) / median, 2),
+        "generated_tokens": generated,
+        "prompt_tokens": last["prompt_tokens"],
+        "prefilled_tokens": last["prefilled_tokens"],
+        "saved_tokens": last["prompt_tokens"] - last["prefilled_tokens"],
+        "seconds": [round(one, 3) for one in seconds],
+        "recompiles": recompiled,
+        "matmul_gflops": round(speed / 1e9, 1),
+        "memory_gigabytes_per_second": round(bandwidth / 1e9, 1),
+        "floor_seconds": round(floor, 3),
+        "share_of_floor": round(floor / median, 3),
+    }
+    print(json.dumps(result))
+    return 0
+
+
+def _difference(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str, int]:
+    return {name: getattr(after, name) - getattr(before, name) for name in ("prompt_tokens", "prefilled_tokens")}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
