@@ -1,36 +1,86 @@
-"""Compile the training step of one model for a TPU topology that is not here; prints JSON. Started by `test_tpu_compile.py`.
+"""Compile programs of one model for a TPU topology that is not here; prints JSON. Started by `test_tpu_compile.py`.
 
-python tests/tpu_programs.py MODEL CONFIG TOPOLOGY [LORA_RANK]
+python tests/tpu_programs.py train MODEL TOPOLOGY CONFIG [LORA_RANK]
+python tests/tpu_programs.py engine MODEL TOPOLOGY TENSOR GIGABYTES      with so much memory for keys and values on each chip
 """
 
 import dataclasses
 import json
 import os
 import sys
+from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
 from jax.experimental import topologies
 from test_families import LLAMA3_1_8B, QWEN2_5_7B, QWEN3_8B
 
 from mujica_jax.config_files import load_config
+from mujica_jax.inference.engine import page_bytes
+from mujica_jax.inference.ragged import RaggedEngine
 from mujica_jax.learning.trainer import Trainer
+from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import from_hugging_face
+from mujica_jax.models.sharding import make_mesh, shardings_of
 
 PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
 
 
-def main(name: str, config: str, topology: str, lora_rank: str = "0") -> None:
-    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+SLOTS, POSITIONS, PAGE_TOKENS, PREFILL_TOKENS, DECODE_STEPS = 128, 4096, 32, 4096, 16
+
+
+def train(name: str, topology: str, config: str, lora_rank: str = "0") -> dict:
     configured = dataclasses.replace(load_config(config).trainer, lora_rank=int(lora_rank))
-    trainer = Trainer(from_hugging_face(PUBLISHED[name]), configured, devices)
-    lowered = trainer.lower_step()
-    memory = lowered.compile().memory_analysis()
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-    used += memory.output_size_in_bytes - memory.alias_size_in_bytes  # the new state takes the place of the old one
+    lowered = Trainer(from_hugging_face(PUBLISHED[name]), configured, devices_of(topology)).lower_step()
     text = lowered.as_text()
-    print(json.dumps({"bytes": used, "splash": "splash" in text, "kernels": text.count("tpu_custom_call")}))
+    used = sizes(lowered.compile())["bytes"]
+    return {"bytes": used, "splash": "splash" in text, "kernels": text.count("tpu_custom_call")}
+
+
+def engine(name: str, topology: str, tensor: str, gigabytes: str) -> dict:
+    """One engine on the first chips; a topology with more of them has as many engines as fit."""
+    model = from_hugging_face(PUBLISHED[name])
+    mesh = make_mesh(1, 1, int(tensor), devices_of(topology)[: int(tensor)])
+    of = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    graph, weights = nnx.split(of)
+
+    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=sharding)
+
+    weights = jax.tree.map(placed, weights, shardings_of(weights, mesh))
+    pages = int(float(gigabytes) * 1e9) // (page_bytes(model, PAGE_TOKENS, jnp.bfloat16) // int(tensor))
+    made = RaggedEngine(
+        nnx.merge(graph, weights),
+        slots=SLOTS,
+        positions=POSITIONS,
+        page_tokens=PAGE_TOKENS,
+        num_pages=pages,
+        prefill_tokens=PREFILL_TOKENS,
+        decode_steps=DECODE_STEPS,
+        stop_token_ids=[0],
+        mesh=mesh,
+    )
+    found = {"page_bytes": pages * page_bytes(model, PAGE_TOKENS, jnp.bfloat16) // int(tensor)}
+    for kind, lowered in (("decode", made.lower_decode()), ("prefill", made.lower_prefill(PREFILL_TOKENS))):
+        kernels = lowered.as_text().count("tpu_custom_call")
+        found[kind] = sizes(lowered.compile()) | {"kernels": kernels}
+    return found
+
+
+def devices_of(topology: str) -> list:
+    return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+
+
+def sizes(compiled: Any) -> dict[str, int]:
+    """Bytes on each chip."""
+    memory = compiled.memory_analysis()
+    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    used += memory.output_size_in_bytes - memory.alias_size_in_bytes  # what is donated is written in its own place
+    return {"bytes": used, "in_place": memory.alias_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps({"train": train, "engine": engine}[sys.argv[1]](*sys.argv[2:])))

@@ -29,6 +29,9 @@ SMALLEST_PREFILL_TOKENS = 256
 # Of the kernel: tokens of keys read at once, and queries a block when prompts are read. A decode step has one query a sequence.
 BLOCK_KEY_TOKENS, BLOCK_QUERIES, BLOCK_DECODE_QUERIES = 512, 128, 32
 VMEM_BYTES = 64 << 20
+LANES = (
+    128  # the kernel takes heads of a multiple of this; smaller ones are filled up with zeros, which changes no product
+)
 PAGES_SPEC = PartitionSpec(None, None, "tensor", None)
 
 Pages = Float[Array, "layers_x_pages page_tokens combined_heads head_dim"]
@@ -169,7 +172,12 @@ class RaggedEngine(Engine):
 
     def _empty_pages(self) -> Any:
         config, mesh = self.config, self.mesh
-        shape = (config.num_layers * self.num_pages, self.page_tokens, 2 * config.num_kv_heads, config.head_dim)
+        shape = (
+            config.num_layers * self.num_pages,
+            self.page_tokens,
+            2 * config.num_kv_heads,
+            -(-config.head_dim // LANES) * LANES,
+        )
         sharding = mesh and NamedSharding(mesh, PAGES_SPEC)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self._weights)):
             return jax.ShapeDtypeStruct(shape, self._dtype, sharding=sharding)  # only to be lowered
@@ -246,12 +254,14 @@ def _attend(layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences
         layer: Array, query: Array, key: Array, value: Array, pages: Array, targets: Array, sequences: Sequences
     ) -> tuple[Array, Array]:
         layer_tokens = layout.num_pages * layout.page_tokens
-        both = jnp.stack([key, value], axis=2).reshape(key.shape[0], -1, key.shape[2])
+        filling = ((0, 0), (0, 0), (0, pages.shape[3] - query.shape[2]))
+        both = jnp.stack([jnp.pad(key, filling), jnp.pad(value, filling)], axis=2)
+        both = both.reshape(key.shape[0], -1, pages.shape[3])
         flat = pages.reshape(-1, *pages.shape[2:])
         place = jnp.where(targets < layer_tokens, layer * layer_tokens + targets, flat.shape[0])
         pages = flat.at[place].set(both.astype(pages.dtype), mode="drop").reshape(pages.shape)
         mixed = ragged_paged_attention(
-            query,
+            jnp.pad(query, filling),
             pages,
             sequences.lengths,
             layer * layout.num_pages + sequences.tables,
@@ -262,7 +272,7 @@ def _attend(layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences
             num_queries_per_block=min(block_queries, query.shape[0]),
             vmem_limit_bytes=VMEM_BYTES,
         )
-        return mixed, pages
+        return mixed[..., : query.shape[2]], pages
 
     call = on_a_device
     if layout.mesh is not None:
