@@ -1,5 +1,6 @@
 """How far eight virtual devices are from one, kernel by kernel; printed as JSON. Started by `test_devices.py`."""
 
+import asyncio
 import dataclasses
 import functools
 import json
@@ -11,6 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from packed_rows import MODEL, SHORT_SCHEDULE, TRAINER, random_conversations, tiny_decoder
 
+from mujica_jax.inference.generator import BatchedGenerator
+from mujica_jax.inference.requests import SamplingParams
+from mujica_jax.inference.resident import ResidentEngine
 from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models import attention
 from mujica_jax.models.encoder import Encoder, EncoderConfig, _program
@@ -63,6 +67,38 @@ def embedded(data: int) -> np.ndarray:
     return np.asarray(_program("mean", True)(graph, weights, *batch))
 
 
+def sampled(tensor: int) -> np.ndarray:
+    """Tokens and log-probabilities of six conversations that begin alike, by an engine whose heads are split."""
+    engine = ResidentEngine(
+        tiny_decoder(WIDE),
+        slots=6,
+        positions=128,
+        page_tokens=8,
+        num_pages=96,
+        prefill_tokens=64,
+        decode_steps=4,
+        stop_token_ids=[WIDE.vocab_size],
+        mesh=make_mesh(1, 1, tensor) if tensor > 1 else None,
+    )
+    generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=6)
+    shared = [token % WIDE.vocab_size for token in range(3, 73)]
+
+    async def one(number: int) -> list[float]:
+        params = SamplingParams(max_new_tokens=9 + number, temperature=1.0, seed=number)
+        completion = await generator.generate([*shared, number, 2, 1], params)
+        assert completion.logprobs is not None
+        return [*completion.token_ids, *completion.logprobs]
+
+    async def main() -> list[list[float]]:
+        return await asyncio.gather(*map(one, range(6)))
+
+    found = asyncio.run(main())
+    assert engine._memory.groups.keys[0].shape[2] == 64, "what they begin with is held once"
+    if tensor > 1:
+        assert len(engine._memory.rows.keys[0].sharding.device_set) == tensor
+    return np.concatenate([np.asarray(values) for values in found])
+
+
 def apart(ours: np.ndarray, other: np.ndarray) -> float:
     return float(np.max(np.abs(ours - other)))
 
@@ -84,6 +120,7 @@ def main() -> None:
     one = splash((1, 1, 1))
     for axes in ((2, 1, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)):
         found[f"splash {axes}"] = apart(one, splash(axes))
+    found["engine tensor 2"] = apart(sampled(1), sampled(2))
     found["encoder data 8"] = apart(embedded(1), embedded(8))
     print(json.dumps(found))
 
