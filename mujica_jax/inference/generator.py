@@ -33,6 +33,7 @@ from mujica_jax.inference.requests import (
 )
 from mujica_jax.inference.stops import StopMatcher
 
+FLOAT32 = np.finfo(np.float32)
 TURNS_OF_THE_LOOP = 6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
 
 
@@ -355,9 +356,11 @@ class BatchedGenerator:
         state.token[slot] = request.prompt[-1]
         state.position[slot] = len(request.prompt) - 1
         state.remaining[slot] = 0  # until its prompt is computed
-        state.temperature[slot] = params.temperature
+        # What an array cannot hold comes as close as it can: an overflow here would fail everyone who waits.
+        state.temperature[slot] = params.temperature and np.clip(params.temperature, FLOAT32.tiny, FLOAT32.max)
         state.seed[slot] = params.seed % 2**32
-        state.top_k[slot], state.top_p[slot], state.min_p[slot] = params.top_k, params.top_p, params.min_p
+        state.top_k[slot] = min(params.top_k, self._engine.config.vocab_size)
+        state.top_p[slot], state.min_p[slot] = params.top_p, params.min_p
         self._counts["requests"] += 1
         self._counts["prompt_tokens"] += len(request.prompt)
 
