@@ -190,19 +190,22 @@ class ResidentEngine(Engine):
 
     def _bring(self, rows: Sequence[PrefillRow]) -> None:
         """Make every row hold what its request has in pages."""
-        fresh = [row for row in rows if not self._holds(row)]
+        fresh = []
+        for row in rows:  # those that hold it are taken before a group forms, which may empty or shorten rows that nobody has
+            if self._holds(row):
+                self._take(row)
+            else:
+                fresh.append(row)
         self._form_group(fresh)
         moves = []
-        for row in rows:
+        for row in fresh:
+            self._take(row)
             held = self._rows[row.slot]
-            pages = self._versions(row.pages)
-            if row in fresh:
-                group = self._best_group(pages, row.start)
-                offset = 0 if group < 0 else self._groups[group].tokens  # pyright: ignore[reportOptionalMemberAccess]
-                held.group, held.offset = group, offset
-                first, last = offset // self.page_tokens, -(-row.start // self.page_tokens)
-                moves += [(row.slot, index - first, row.pages[index]) for index in range(first, last)]
-            held.pages, held.tokens, held.active = pages, row.start, True
+            held.group = self._best_group(held.pages, row.start)
+            group = self._groups[held.group] if held.group >= 0 else None
+            held.offset = 0 if group is None else group.tokens
+            first, last = held.offset // self.page_tokens, -(-row.start // self.page_tokens)
+            moves += [(row.slot, index - first, row.pages[index]) for index in range(first, last)]
         if not moves:
             return
         self._widen((1 + max(index for _, index, _ in moves)) * self.page_tokens)
@@ -210,6 +213,10 @@ class ResidentEngine(Engine):
             slots, indices, pages = _padded(some, (self.slots, 0, 0))
             self._count("load", len(slots))
             self._memory = _load(self._memory, slots, indices, pages)
+
+    def _take(self, row: PrefillRow) -> None:
+        held = self._rows[row.slot]
+        held.pages, held.tokens, held.active = self._versions(row.pages), row.start, True
 
     def _holds(self, row: PrefillRow) -> bool:
         held, count = self._rows[row.slot], -(-row.start // self.page_tokens)
