@@ -483,7 +483,7 @@ class BatchedGenerator:
                         f"the policy gave a log-probability that is not finite after {after} tokens: check its weights"
                     )
                     self._fail(request, RequestError(message))
-                self._engine.retire(slot, broken_pages=request.lease.pages[len(request.lease.shared) :])
+                self._engine.retire(slot, broken_pages=self._pages.withdraw(request.lease))
                 self._drop(slot, request, held=0)
                 continue
             held = len(request.prompt) + len(request.tokens) - 1  # the last token's keys and values were never computed
@@ -497,7 +497,9 @@ class BatchedGenerator:
 
     def _leave(self, slot: int, request: _Request) -> None:
         """A request that nobody waits for: its pages go back as they were found."""
-        self._engine.retire(slot)
+        assert request.lease is not None, "an admitted request has a lease"
+        # Before its first log-probability nobody knows whether what it computed is finite.
+        self._engine.retire(slot, broken_pages=() if request.tokens else self._pages.withdraw(request.lease))
         self._drop(slot, request, held=0)
 
     def _drop(self, slot: int, request: _Request, *, held: int) -> None:
