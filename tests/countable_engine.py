@@ -17,10 +17,12 @@ from mujica_jax.inference.requests import SamplingParams
 UNWRITTEN = -1
 
 
-def next_token(tokens: Sequence[int], temperature: float, seed: int, vocabulary: int) -> tuple[int, float]:
+def next_token(
+    tokens: Sequence[int], temperature: float, seed: int, vocabulary: int, policy: int = 0
+) -> tuple[int, float]:
     """(token, log-probability) after these tokens; the seed counts unless the temperature is 0."""
     assert UNWRITTEN not in tokens, "a position was read that nobody had written"
-    checksum = seed % 2**32 if temperature > 0 else 0
+    checksum = (seed % 2**32 if temperature > 0 else 0) + 7919 * policy
     for token in tokens:
         checksum = (31 * checksum + token + 1) % 1_000_003
     return checksum % vocabulary, -float(checksum % 97) / 8
@@ -45,6 +47,7 @@ class CountableEngine(Engine):
         self.page_tokens, self.prefill_tokens = page_tokens, prefill_tokens
         self.num_pages = slots * -(-positions // page_tokens) if pages is None else pages
         self.stop_token_ids = frozenset({0})
+        self.mesh = None
         self.memory = np.full((self.num_pages, page_tokens), UNWRITTEN)
         self.tables: dict[int, list[int]] = {}
         self.decode_calls = 0
@@ -52,6 +55,11 @@ class CountableEngine(Engine):
         self.broken_seed = -1  # requests with this seed get log-probabilities that are not finite
         self._programs = set()
         self._weights = nnx.State({})
+        self.policy = 0  # another one gives other tokens
+
+    def set_weights(self, weights: nnx.State) -> None:
+        super().set_weights(weights)
+        self.policy = int(weights.get("policy", 0))
 
     def forget(self) -> None:
         self.memory[:] = UNWRITTEN
@@ -89,7 +97,7 @@ class CountableEngine(Engine):
             position, seed = int(state.position[slot]), int(state.seed[slot])
             self._write(slot, position, state.token[slot])
             token, logprob = next_token(
-                self._read(slot, position + 1), state.temperature[slot], seed, self.config.vocab_size
+                self._read(slot, position + 1), state.temperature[slot], seed, self.config.vocab_size, self.policy
             )
             decoded.tokens[step, slot], decoded.valid[step, slot] = token, True
             decoded.logprobs[step, slot] = math.nan if seed == self.broken_seed else logprob
@@ -116,11 +124,16 @@ class CountableEngine(Engine):
     def _read(self, slot: int, tokens: int) -> list[int]:
         return self.memory[self.tables[slot]].reshape(-1)[:tokens].tolist()
 
-    def by_hand(self, prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], list[float]]:
-        """What a request alone is answered with."""
-        tokens, logprobs = [], []
-        while len(tokens) < params.max_new_tokens and not (tokens and tokens[-1] in self.stop_token_ids):
-            token, logprob = next_token([*prompt, *tokens], params.temperature, params.seed, self.config.vocab_size)
+    def by_hand(
+        self, prompt: Sequence[int], params: SamplingParams, policy: int | None = None
+    ) -> tuple[list[int], list[float]]:
+        """What a request alone is answered with, if it has no stop strings."""
+        tokens, logprobs, stops = [], [], self.stop_token_ids.union(params.stop_token_ids)
+        policy = self.policy if policy is None else policy
+        while len(tokens) < params.max_new_tokens and not (tokens and tokens[-1] in stops):
+            token, logprob = next_token(
+                [*prompt, *tokens], params.temperature, params.seed, self.config.vocab_size, policy
+            )
             tokens.append(token)
             logprobs.append(logprob)
         return tokens, logprobs

@@ -54,7 +54,7 @@ def test_eight_devices_equal_one(trainer, on_one_device, processes, tmp_path):
 
 
 def test_every_mesh_computes_what_one_device_does():
-    """fsdp 8, fsdp 4 x tensor 2 and data 2 x tensor 4 in training; LoRA, splash attention, the embedder and the engine on meshes of their own."""
+    """fsdp 8, fsdp 4 x tensor 2 and data 2 x tensor 4 in training; LoRA, splash attention, embedder and engine on others."""
     command = [sys.executable, str(ROOT / "tests" / "differences_on_devices.py")]
     shown = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert shown.returncode == 0, shown.stderr

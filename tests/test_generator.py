@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,54 +16,11 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_engine import MODEL, POSITIONS, SLOTS, decoder, log_probs_of, make_engine, random_tokens
+from traffic import assert_by_hand, complete_all, make_generator, params, run
 
 from mujica_jax.inference import resident
-from mujica_jax.inference.engine import Engine
 from mujica_jax.inference.generator import BatchedGenerator
-from mujica_jax.inference.requests import Completion, RequestError, SamplingParams
-
-PATIENCE_SECONDS = 20.0  # a request that is forgotten would wait for ever
-
-
-def params(max_new_tokens: int = 8, temperature: float = 1.0, seed: int = 0, **others: Any) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, **others)
-
-
-def make_generator(
-    engine: Engine, *, prefix_reuse: bool = True, queue_size: int = 1000, policy_version: int = 0
-) -> BatchedGenerator:
-    """Its tokens are letters: 0 is "a", 1 is "b"."""
-    return BatchedGenerator(
-        engine,
-        prefix_reuse=prefix_reuse,
-        queue_size=queue_size,
-        token_bytes=lambda token: bytes([ord("a") + token]),
-        policy_version=policy_version,
-    )
-
-
-def run(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, PATIENCE_SECONDS))
-
-
-def complete_all(
-    generator: BatchedGenerator, requests: Sequence[tuple[Sequence[int], SamplingParams]]
-) -> list[Completion]:
-    """All at once; results in the order of the requests."""
-
-    async def main() -> list[Completion]:
-        return await asyncio.gather(*(generator.generate(prompt, wanted) for prompt, wanted in requests))
-
-    return run(main())
-
-
-def assert_by_hand(
-    engine: CountableEngine, completion: Completion, prompt: Sequence[int], wanted: SamplingParams
-) -> None:
-    tokens, logprobs = engine.by_hand(prompt, wanted)
-    assert (list(completion.token_ids), list(completion.logprobs)) == (tokens, logprobs)
-    assert completion.finish_reason == ("stop" if tokens[-1] in engine.stop_token_ids else "length")
-
+from mujica_jax.inference.requests import Completion, RequestError
 
 # --- scheduling ---
 

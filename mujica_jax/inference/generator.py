@@ -33,6 +33,7 @@ from mujica_jax.inference.requests import (
 )
 from mujica_jax.inference.stops import StopMatcher
 
+FLOAT32 = np.finfo(np.float32)
 TURNS_OF_THE_LOOP = 6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
 
 
@@ -96,7 +97,7 @@ class BatchedGenerator:
         self._queue_size = queue_size
         self.policy_version = policy_version
         self._waiting: list[tuple[int, int, _Request]] = []
-        self._gate: collections.deque[asyncio.Future] = collections.deque()  # callers that wait for room in the queue
+        self._gate: collections.deque[_Request] = collections.deque()  # those that wait for room in the queue
         self._running: dict[int, _Request] = {}
         self._submitted = 0
         self._driver: asyncio.Task | None = None
@@ -150,9 +151,7 @@ class BatchedGenerator:
         )
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False) -> Completion:
-        request = self._request(prompt, params, continues, shown=None)
-        await self._room()
-        return await self._submit(request)
+        return await self._submit(self._request(prompt, params, continues, shown=None))
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
@@ -202,24 +201,24 @@ class BatchedGenerator:
                 f"the request needs {needed} pages of KV memory and the engine has {self._pages.count}: give it more memory"
             )
 
-    async def _room(self) -> None:
-        """Back-pressure: wait while the queue is full, first come first served."""
-        while self.full:
-            place = asyncio.get_running_loop().create_future()
-            self._gate.append(place)
-            await place
-
     def _submit(self, request: _Request) -> asyncio.Future:
+        """Back-pressure: where the queue is full a request waits before it, first come first served. Its deadline runs from now."""
         if request.params.deadline_seconds is not None:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(request.params.deadline_seconds, self._expire, request)
             request.future.add_done_callback(lambda _: timer.cancel())
         request.future.add_done_callback(lambda _: self._close(request))
-        self._submitted += 1
-        heapq.heappush(self._waiting, (0 if request.continues else 1, self._submitted, request))
+        if self.full:
+            self._gate.append(request)
+        else:
+            self._enqueue(request)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         return request.future
+
+    def _enqueue(self, request: _Request) -> None:
+        self._submitted += 1
+        heapq.heappush(self._waiting, (0 if request.continues else 1, self._submitted, request))
 
     def _expire(self, request: _Request) -> None:
         if not request.future.done():
@@ -265,7 +264,7 @@ class BatchedGenerator:
     def _abandon(self) -> list[asyncio.Future]:
         """Give up every request; what is in memory is not known any more. Returns the futures that still wait."""
         futures = [request.future for _, _, request in self._waiting]
-        futures += [request.future for request in self._running.values()] + list(self._gate)
+        futures += [request.future for request in (*self._running.values(), *self._gate)]
         if self._swap is not None:
             futures.append(self._swap[2])
         self._swap = None
@@ -288,10 +287,14 @@ class BatchedGenerator:
                 swapped.set_result(None)
 
     def _retire_abandoned(self) -> None:
-        """Free the slots of requests that were cancelled or have expired."""
+        """Free the slots of requests that were cancelled or have expired, and their places in the queue."""
         for slot, request in list(self._running.items()):
             if request.future.done():
                 self._leave(slot, request)
+        if any(request.future.done() for _, _, request in self._waiting):
+            self._waiting = [entry for entry in self._waiting if not entry[2].future.done()]
+            heapq.heapify(self._waiting)
+            self._open_gate()
 
     def _admit(self) -> bool:
         """Move waiting requests into free slots, as long as there are pages for them; True if any moved."""
@@ -307,9 +310,6 @@ class BatchedGenerator:
         while self._waiting and free and self._swap is None:
             entry = heapq.heappop(self._waiting)
             request = entry[2]
-            if request.future.done():  # cancelled or expired while it waited
-                self._open_gate()
-                continue
             prompt = request.prompt
             lease = self._pages.lease(prompt, len(prompt) + request.params.max_new_tokens, reuse=self._reuse)
             if lease is None:  # memory is short: what runs gives some back
@@ -329,7 +329,7 @@ class BatchedGenerator:
             self._place(slot, request)
             if lease.copied is not None:
                 copies.append(lease.copied)
-            self._open_gate()
+            self._open_gate(len(later))
         for entry in later:
             heapq.heappush(self._waiting, entry)
         if copies:
@@ -343,12 +343,12 @@ class BatchedGenerator:
         first = request.lease.cached_tokens // size
         return [hash(prompt[: (index + 1) * size].tobytes()) for index in range(first, (len(prompt) - 1) // size)]
 
-    def _open_gate(self) -> None:
-        while self._gate:
-            place = self._gate.popleft()
-            if not place.done():
-                place.set_result(None)
-                return
+    def _open_gate(self, held_back: int = 0) -> None:
+        """Fill the queue; so many of its places belong to requests that are held in hand."""
+        while self._gate and len(self._waiting) + held_back < self._queue_size:
+            request = self._gate.popleft()
+            if not request.future.done():
+                self._enqueue(request)
 
     def _place(self, slot: int, request: _Request) -> None:
         params, state = request.params, self._state
@@ -356,9 +356,11 @@ class BatchedGenerator:
         state.token[slot] = request.prompt[-1]
         state.position[slot] = len(request.prompt) - 1
         state.remaining[slot] = 0  # until its prompt is computed
-        state.temperature[slot] = params.temperature
+        # What an array cannot hold comes as close as it can: an overflow here would fail everyone who waits.
+        state.temperature[slot] = params.temperature and np.clip(params.temperature, FLOAT32.tiny, FLOAT32.max)
         state.seed[slot] = params.seed % 2**32
-        state.top_k[slot], state.top_p[slot], state.min_p[slot] = params.top_k, params.top_p, params.min_p
+        state.top_k[slot] = min(params.top_k, self._engine.config.vocab_size)
+        state.top_p[slot], state.min_p[slot] = params.top_p, params.min_p
         self._counts["requests"] += 1
         self._counts["prompt_tokens"] += len(request.prompt)
 
@@ -481,7 +483,7 @@ class BatchedGenerator:
                         f"the policy gave a log-probability that is not finite after {after} tokens: check its weights"
                     )
                     self._fail(request, RequestError(message))
-                self._engine.retire(slot, broken_pages=request.lease.pages[len(request.lease.shared) :])
+                self._engine.retire(slot, broken_pages=self._pages.withdraw(request.lease))
                 self._drop(slot, request, held=0)
                 continue
             held = len(request.prompt) + len(request.tokens) - 1  # the last token's keys and values were never computed
@@ -495,7 +497,9 @@ class BatchedGenerator:
 
     def _leave(self, slot: int, request: _Request) -> None:
         """A request that nobody waits for: its pages go back as they were found."""
-        self._engine.retire(slot)
+        assert request.lease is not None, "an admitted request has a lease"
+        # Before its first log-probability nobody knows whether what it computed is finite.
+        self._engine.retire(slot, broken_pages=() if request.tokens else self._pages.withdraw(request.lease))
         self._drop(slot, request, held=0)
 
     def _drop(self, slot: int, request: _Request, *, held: int) -> None:

@@ -42,6 +42,9 @@ class Lease:
     cached_tokens: int  # tokens whose keys and values lay in memory when the lease was taken
     copied: tuple[int, int] | None  # (from, to): a page to copy before anything is computed for anyone
     age: int  # how often the tree had been forgotten
+    spare: list[int] = dataclasses.field(
+        default_factory=list
+    )  # pages that the tree has as well; the engine's table still names them
 
 
 class Pages:
@@ -53,6 +56,7 @@ class Pages:
         self.evicted = 0  # pages, since the beginning
         self._free = list(range(count - 1, -1, -1))
         self._root = _root()
+        self._idle = 0  # pages of the tree that no running request reads: all can be had
         self._offers: list[tuple[int, int, Node]] = []  # heap of (last used, number, leaf); entries may be out of date
         self._offered = itertools.count()
         self._clock = 0
@@ -74,13 +78,16 @@ class Pages:
         """
         self._clock += 1
         path, tail, tail_tokens = self._match(prompt[:-1]) if reuse else ([], None, 0)
-        held = path if tail is None else [*path, tail]
-        for node in held:  # not evicted while pages are sought
+        for node in path if tail is None else [*path, tail]:  # not evicted while pages are sought
             self._use(node)
+        wanted = self.needed(capacity_tokens) - len(path)
         taken_over = tail is not None and tail.users == 1 and len(tail.tokens) == tail_tokens
-        new = self._allocate(self.needed(capacity_tokens) - len(path) - taken_over)
+        if tail is not None and not taken_over and wanted > len(self._free) + self._idle:
+            self._leave(tail)  # a copy needs one page more than there is; the page itself may be what is missing
+            tail, tail_tokens = None, 0
+        new = self._allocate(wanted - taken_over)
         if new is None:
-            for node in held:
+            for node in path if tail is None else [*path, tail]:
                 self._leave(node)
             return None
         copied = None
@@ -104,8 +111,8 @@ class Pages:
             child = node.children.get(_key(block))
             if child is None:
                 child = self._attach(node, block, lease.pages[index])
-            else:  # somebody else computed the same: one of the two pages is enough
-                self._free.append(lease.pages[index])
+            else:  # somebody else computed the same: one of the two pages is enough, once this request is over
+                lease.spare.append(lease.pages[index])
                 lease.pages[index] = child.page
             self._use(child)
             lease.shared.append(child)
@@ -119,9 +126,19 @@ class Pages:
         if lease.age == self._age and 0 < len(rest) < self.page_tokens:
             kept += self._keep_tail(lease.shared[-1] if lease.shared else self._root, rest, lease.pages[kept])
         self._free.extend(lease.pages[kept:])
+        self._free.extend(lease.spare)
         for node in lease.shared:
             self._leave(node)
-        lease.pages, lease.shared = [], []
+        lease.pages, lease.shared, lease.spare = [], [], []
+
+    def withdraw(self, lease: Lease) -> list[int]:
+        """What the lease's pages hold is not fit to be read: those that nobody else reads leave the tree. Returns the pages that are
+        the request's alone, to be emptied before it is released."""
+        while lease.shared and lease.shared[-1].users == 1 and not lease.shared[-1].children:
+            node = lease.shared.pop()
+            if node.parent is not None:
+                self._detach(node)
+        return lease.pages[len(lease.shared) :] + lease.spare
 
     def forget(self) -> None:
         """What the pages hold is not valid any more. Running requests keep theirs until they are released."""
@@ -131,6 +148,7 @@ class Pages:
                 self._free.append(node.page)
             node.parent = None
         self._root = _root()
+        self._idle = 0
         self._offers.clear()
 
     def cached(self) -> list[int]:
@@ -178,6 +196,7 @@ class Pages:
         return True
 
     def _use(self, node: Node) -> None:
+        self._idle -= node.users == 0
         node.users += 1
         node.last_used = self._clock
 
@@ -186,31 +205,39 @@ class Pages:
         if node.users == 0:
             if node.parent is None:  # forgotten meanwhile
                 self._free.append(node.page)
-            elif not node.children:
+                return
+            self._idle += 1
+            if not node.children:
                 self._offer(node)
 
     def _offer(self, node: Node) -> None:
+        if len(self._offers) > 2 * self.count:  # where memory is never short, nobody else takes old entries out
+            self._offers = [offer for offer in self._offers if _holds_good(offer)]
+            heapq.heapify(self._offers)
         heapq.heappush(self._offers, (node.last_used, next(self._offered), node))
 
     def _allocate(self, count: int) -> list[int] | None:
-        while count > len(self._free) and self._offers:
-            last_used, _, leaf = heapq.heappop(self._offers)
-            if leaf.parent is None or leaf.users or leaf.children or leaf.last_used != last_used:
-                continue  # out of date
+        if count > len(self._free) + self._idle:
+            return None
+        while count > len(self._free):
+            offer = heapq.heappop(self._offers)
+            if not _holds_good(offer):
+                continue
+            leaf = offer[2]
             parent = leaf.parent
+            assert parent is not None, "a leaf that may go is in the tree"
             self._detach(leaf)
             self._free.append(leaf.page)
             self.evicted += 1
             if parent.parent is not None and not parent.users and not parent.children:
                 self._offer(parent)
-        if count > len(self._free):
-            return None
         return [self._free.pop() for _ in range(count)]
 
     def _attach(self, parent: Node, tokens: np.ndarray, page: int) -> Node:
         node, key = Node(tokens.copy(), page, parent), _key(tokens)
         parent.children[key] = node
         bisect.insort(parent.order, key)
+        self._idle += 1
         return node
 
     def _detach(self, node: Node) -> None:
@@ -219,10 +246,17 @@ class Pages:
         del parent.children[key]
         del parent.order[bisect.bisect_left(parent.order, key)]
         node.parent = None
+        self._idle -= node.users == 0
 
 
 def _root() -> Node:
     return Node(np.zeros(0, np.int32), -1, None)
+
+
+def _holds_good(offer: tuple[int, int, Node]) -> bool:
+    """The leaf was not used, extended or taken since it was offered."""
+    last_used, _, leaf = offer
+    return leaf.parent is not None and not leaf.users and not leaf.children and leaf.last_used == last_used
 
 
 def _key(tokens: np.ndarray) -> bytes:

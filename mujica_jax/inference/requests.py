@@ -74,6 +74,11 @@ def check_params(params: SamplingParams) -> None:
         raise RequestError(f"stop_token_ids hold {min(params.stop_token_ids)}: token ids begin at 0")
     if "" in params.stop_strings:
         raise RequestError("a stop string is empty and would end every completion at once: leave it out")
+    for stop in params.stop_strings:
+        try:
+            stop.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the stop string {stop!r} cannot be written in UTF-8: send whole characters") from error
     if params.deadline_seconds is not None and not params.deadline_seconds > 0:
         raise RequestError(f"deadline_seconds is {params.deadline_seconds}: give a positive time, or None for no limit")
 

@@ -87,7 +87,8 @@ def _filtered(weights: Float[Array, "batch vocab"], filters: Filters) -> Float[A
     falling = jnp.where(falling >= least, falling, 0.0)
     # A token stays while those before it hold less than top_p of what top_k left.
     before = jnp.cumsum(falling, axis=-1) - falling
-    stays = (before < filters.top_p[:, None] * jnp.sum(falling, axis=-1, keepdims=True)) | (filters.top_p >= 1)[:, None]
+    held = filters.top_p[:, None] * jnp.sum(falling, axis=-1, keepdims=True)  # 0 where top_p is too small for a float
+    stays = (before < held) | (before == 0) | (filters.top_p >= 1)[:, None]
     least_of_p = jnp.min(jnp.where(stays & (falling > 0), falling, jnp.inf), axis=-1, keepdims=True)
     least = jnp.maximum(jnp.maximum(least, least_of_p), filters.min_p[:, None])  # the mode weighs 1
     return jnp.where(weights >= least, weights, 0.0)
