@@ -93,7 +93,7 @@ def sampled(tensor: int) -> np.ndarray:
         return await asyncio.gather(*map(one, range(6)))
 
     found = asyncio.run(main())
-    assert engine._memory.groups.keys[0].shape[2] == 64, "what they begin with is held once"
+    assert engine._memory.groups.shape[1] == 64, "what they begin with is held once"
     if tensor > 1:
         assert len(engine._memory.rows.keys[0].sharding.device_set) == tensor
     return np.concatenate([np.asarray(values) for values in found])

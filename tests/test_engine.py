@@ -157,9 +157,9 @@ def test_rows_of_one_prefill_call_do_not_see_each_other(engine):
 def test_a_slot_that_is_neither_prefilled_nor_running_keeps_its_row_bit_for_bit(engine):
     engine.prefill([PrefillRow(3, pages_of_slot(3), 0, SEQUENCE)])
     row = engine._held[3].row
-    before = jax.tree.map(lambda layer: np.array(layer[row, :, :40]), engine._memory.rows)
+    before = [np.array(layer[row, :, :40]) for layer in engine._memory.rows.values]
     decoded(engine, started(engine, {0: SEQUENCE[:9], 1: SEQUENCE[:30]}, 8))
-    after = jax.tree.map(lambda layer: np.array(layer[engine._held[3].row, :, :40]), engine._memory.rows)
+    after = [np.array(layer[engine._held[3].row, :, :40]) for layer in engine._memory.rows.values]
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
@@ -244,7 +244,7 @@ def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
         for slot in range(1, 6)
     ]
     engine.prefill(rows)
-    assert engine._memory.groups.keys[0].shape[2] == len(SHARED)
+    assert engine._memory.groups.shape[1] == len(SHARED)
     assert [held.offset for held in engine._held] == [len(SHARED)] * 6 + [0, 0]
     for slot in range(1, 6):
         state.token[slot], state.position[slot], state.remaining[slot] = prompts[slot][-1], len(prompts[slot]) - 1, 12

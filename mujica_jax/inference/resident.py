@@ -9,13 +9,14 @@ instead of a read for each, and the rows hold only what follows. With a shared p
 (prefix sharing as in Hydragen, arXiv 2402.05099, section 3). Rows are as wide as the longest of them needs, in steps of 1, 1.5, 2, 3, ...,
 and there are as many as run: all slots, half or a quarter of them.
 
-Arrays of a layer: pages [pages, kv_heads, page_tokens, head_dim], rows [rows, kv_heads, width, head_dim], groups [groups, kv_heads,
-length, head_dim]. Token n of a sequence lies at n - offset of its row, where offset is the length of its group.
+Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim], where n counts pages, rows or groups:
+both products then run along what lies together (on CPU half the time of keys laid out like values). Token t of a sequence lies at
+t - offset of its row, where offset is the length of its group.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,8 +46,13 @@ NEVER = -1e30  # finite, so that a fully masked row gives numbers and no NaN
 class KeysValues(NamedTuple):
     """One array a layer."""
 
-    keys: tuple[Float[Array, "rows kv_heads tokens head_dim"], ...]
+    keys: tuple[Float[Array, "rows kv_heads head_dim tokens"], ...]
     values: tuple[Float[Array, "rows kv_heads tokens head_dim"], ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, tokens in each)."""
+        return self.values[0].shape[0], self.values[0].shape[2]
 
 
 class Memory(NamedTuple):
@@ -262,7 +268,7 @@ class ResidentEngine(Engine):
         needed = sum(held.active for held in self._held)
         if needed > self._num_rows:
             count = next(level for level in self._row_levels if level >= needed)
-            self._memory = self._memory._replace(rows=_more(self._memory.rows, count))
+            self._memory = self._memory._replace(rows=_larger(self._memory.rows, count, self._memory.rows.shape[1]))
             self._slot_of_row += [-1] * (count - self._num_rows)
         without = [row.slot for row in rows if self._held[row.slot].row < 0]
         free = [place for place, slot in enumerate(self._slot_of_row) if slot < 0]
@@ -331,12 +337,9 @@ class ResidentEngine(Engine):
         self._groups[place] = group
         longest = max(one.tokens for one in self._groups if one is not None)
         length = bucket(longest, SMALLEST_GROUP_TOKENS, self._largest_width)
-        held = self._memory.groups.keys[0].shape
-        if (len(self._groups), length) > (held[0], held[2]):
-            larger = self._empty(max(len(self._groups), held[0]), max(length, held[2]))
-            groups = jax.tree.map(
-                lambda new, old: new.at[: old.shape[0], :, : old.shape[2]].set(old), larger, self._memory.groups
-            )
+        count, held = self._memory.groups.shape
+        if len(self._groups) > count or length > held:
+            groups = _larger(self._memory.groups, max(len(self._groups), count), max(length, held))
             self._memory = self._memory._replace(groups=groups)
         pages = np.asarray([page for page, _ in group.pages], np.int32)
         self._count("group", len(pages))
@@ -353,7 +356,7 @@ class ResidentEngine(Engine):
 
     def _group_lengths(self) -> np.ndarray:
         lengths = [0 if group is None else group.tokens for group in self._groups]
-        return np.asarray(lengths + [0] * (self._memory.groups.keys[0].shape[0] - len(lengths)), np.int32)
+        return np.asarray(lengths + [0] * (self._memory.groups.shape[0] - len(lengths)), np.int32)
 
     def _tiles(self, row: PrefillRow) -> list[tuple[_Held, int, Sequence[int] | np.ndarray]]:
         size, held = self._tile_tokens, self._held[row.slot]
@@ -376,34 +379,32 @@ class ResidentEngine(Engine):
             self._memory = _prefill(self._graph, self._weights, self._memory, call, self._group_lengths())
 
     def _widen(self, tokens: int) -> None:
-        if tokens > self._memory.rows.keys[0].shape[2]:
+        if tokens > self._memory.rows.shape[1]:
             width = bucket(tokens, self._smallest_width, self._largest_width)
-            self._memory = self._memory._replace(rows=_wider(self._memory.rows, width))
+            self._memory = self._memory._replace(rows=_larger(self._memory.rows, self._num_rows, width))
 
     def _narrow(self, active: Sequence[_Held]) -> None:
         """Give up width that no active row needs."""
         needed = max((held.tokens - held.offset for held in active), default=1)
         width = bucket(needed, self._smallest_width, self._largest_width)
-        if width >= self._memory.rows.keys[0].shape[2]:
+        if width >= self._memory.rows.shape[1]:
             return
-        rows = jax.tree.map(lambda layer: layer[:, :, :width], self._memory.rows)
-        self._memory = self._memory._replace(rows=rows)
+        self._memory = self._memory._replace(rows=_narrower(self._memory.rows, width))
         for held in self._held:
             if held.tokens - held.offset > width:
                 self._lose(held)
 
     def _empty(self, rows: int, tokens: int) -> KeysValues:
-        shape = (rows, self.config.num_kv_heads, tokens, self.config.head_dim)
+        heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         sharding = self.mesh and NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
 
-        def layers() -> tuple[Array, ...]:
+        def layers(*shape: int) -> tuple[Array, ...]:
             return tuple(jnp.zeros(shape, self._dtype, device=sharding) for _ in range(self.config.num_layers))
 
-        return KeysValues(layers(), layers())
+        return KeysValues(layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim))
 
     def _count(self, *program: Any) -> None:
-        rows, groups = self._memory.rows.keys[0], self._memory.groups.keys[0]
-        self._programs.add((*program, rows.shape, groups.shape))
+        self._programs.add((*program, self._memory.rows.shape, self._memory.groups.shape))
 
 
 def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
@@ -452,37 +453,40 @@ def _copy(memory: Memory, sources: Int[Array, " moves"], targets: Int[Array, " m
 def _load(
     memory: Memory, places: Int[Array, " moves"], indices: Int[Array, " moves"], pages: Int[Array, " moves"]
 ) -> Memory:
-    def load(rows: Array, layer: Array) -> Array:
-        paged = rows.reshape(*rows.shape[:2], -1, layer.shape[2], rows.shape[3])
-        return paged.at[places, :, indices].set(layer[pages], mode="drop").reshape(rows.shape)
+    def load(axis: int, rows: Array, layer: Array) -> Array:
+        paged, index = _paged(rows, axis, layer.shape[axis]), _page_of_row(places, indices, axis)
+        return paged.at[index].set(layer[pages], mode="drop").reshape(rows.shape)
 
-    return memory._replace(rows=jax.tree.map(load, memory.rows, memory.pages))
+    return memory._replace(rows=_both(load, memory.rows, memory.pages))
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
 def _store(
     memory: Memory, places: Int[Array, " moves"], indices: Int[Array, " moves"], pages: Int[Array, " moves"]
 ) -> Memory:
-    def store(layer: Array, rows: Array) -> Array:
-        paged = rows.reshape(*rows.shape[:2], -1, layer.shape[2], rows.shape[3])
-        return layer.at[pages].set(paged[places, :, indices], mode="drop")
+    def store(axis: int, layer: Array, rows: Array) -> Array:
+        paged, index = _paged(rows, axis, layer.shape[axis]), _page_of_row(places, indices, axis)
+        return layer.at[pages].set(paged[index], mode="drop")
 
-    return memory._replace(pages=jax.tree.map(store, memory.pages, memory.rows))
+    return memory._replace(pages=_both(store, memory.pages, memory.rows))
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
 def _hold(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
-    def hold(groups: Array, layer: Array) -> Array:
-        found = layer[pages].transpose(1, 0, 2, 3).reshape(1, layer.shape[1], -1, layer.shape[3])
+    def hold(axis: int, groups: Array, layer: Array) -> Array:
+        found = jnp.moveaxis(layer[pages], 0, axis - 1)  # the pages beside the tokens of each
+        found = found.reshape(1, *found.shape[: axis - 1], -1, *found.shape[axis + 1 :])
         return jax.lax.dynamic_update_slice(groups, found, (place, 0, 0, 0))
 
-    return memory._replace(groups=jax.tree.map(hold, memory.groups, memory.pages))
+    return memory._replace(groups=_both(hold, memory.groups, memory.pages))
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
-def _shift(memory: Memory, slot: Int[Array, ""], tokens: Int[Array, ""]) -> Memory:
-    rows = jax.tree.map(lambda layer: layer.at[slot].set(jnp.roll(layer[slot], -tokens, axis=1)), memory.rows)
-    return memory._replace(rows=rows)
+def _shift(memory: Memory, place: Int[Array, ""], tokens: Int[Array, ""]) -> Memory:
+    def shift(axis: int, rows: Array) -> Array:
+        return rows.at[place].set(jnp.roll(rows[place], -tokens, axis=axis - 1))
+
+    return memory._replace(rows=_both(shift, memory.rows))
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
@@ -493,19 +497,40 @@ def _clear(memory: Memory, slot: Int[Array, ""], pages: Int[Array, " pages"]) ->
     )
 
 
-@functools.partial(jax.jit, static_argnames=("count",))
-def _more(rows: KeysValues, count: int) -> KeysValues:
-    return jax.tree.map(lambda layer: jnp.pad(layer, ((0, count - layer.shape[0]), (0, 0), (0, 0), (0, 0))), rows)
-
-
 @jax.jit
 def _pick(rows: KeysValues, places: Int[Array, " rows"]) -> KeysValues:
     return jax.tree.map(lambda layer: layer[places], rows)
 
 
-@functools.partial(jax.jit, static_argnames=("width",))
-def _wider(rows: KeysValues, width: int) -> KeysValues:
-    return jax.tree.map(lambda layer: jnp.pad(layer, ((0, 0), (0, 0), (0, width - layer.shape[2]), (0, 0))), rows)
+@functools.partial(jax.jit, static_argnames=("count", "tokens"))
+def _larger(rows: KeysValues, count: int, tokens: int) -> KeysValues:
+    def pad(axis: int, layer: Array) -> Array:
+        filling = [(0, 0)] * 4
+        filling[0], filling[axis] = (0, count - layer.shape[0]), (0, tokens - layer.shape[axis])
+        return jnp.pad(layer, filling)
+
+    return _both(pad, rows)
+
+
+@functools.partial(jax.jit, static_argnames=("tokens",))
+def _narrower(rows: KeysValues, tokens: int) -> KeysValues:
+    return _both(lambda axis, layer: jax.lax.slice_in_dim(layer, 0, tokens, axis=axis), rows)
+
+
+def _both(function: Callable[..., Array], *memories: KeysValues) -> KeysValues:
+    """`function(axis of the tokens, layer of each memory)` for the keys and for the values of every layer."""
+    keys = (function(3, *layers) for layers in zip(*(memory.keys for memory in memories), strict=True))
+    values = (function(2, *layers) for layers in zip(*(memory.values for memory in memories), strict=True))
+    return KeysValues(tuple(keys), tuple(values))
+
+
+def _paged(rows: Array, axis: int, page_tokens: int) -> Array:
+    """The tokens of a row as pages of tokens."""
+    return rows.reshape(*rows.shape[:axis], -1, page_tokens, *rows.shape[axis + 1 :])
+
+
+def _page_of_row(places: Array, indices: Array, axis: int) -> tuple:
+    return (places, *[slice(None)] * (axis - 1), indices)
 
 
 @functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("memory",))
@@ -514,7 +539,7 @@ def _prefill(
 ) -> Memory:
     decoder = nnx.merge(graph, weights)
     keys, values = list(memory.rows.keys), list(memory.rows.values)
-    rows, _, width, _ = keys[0].shape
+    rows, width = memory.rows.shape
     offsets = jnp.arange(tiles.tokens.shape[1])[None, :]
     positions = tiles.start[:, None] + offsets
     in_row = positions - tiles.places.offset[:, None]
@@ -526,9 +551,9 @@ def _prefill(
     mine = jnp.minimum(tiles.row, rows - 1)
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-        index = (tiles.row[:, None], slice(None), targets)
-        keys[layer] = keys[layer].at[index].set(key.astype(keys[layer].dtype), mode="drop")
-        values[layer] = values[layer].at[index].set(value.astype(values[layer].dtype), mode="drop")
+        row = tiles.row[:, None]
+        keys[layer] = keys[layer].at[row, :, :, targets].set(key.astype(keys[layer].dtype), mode="drop")
+        values[layer] = values[layer].at[row, :, targets].set(value.astype(values[layer].dtype), mode="drop")
         groups = memory.groups.keys[layer], memory.groups.values[layer]
         return _attention(query, keys[layer][mine], values[layer][mine], readable, *groups, visible)
 
@@ -550,7 +575,7 @@ def _decode(
     filtered: bool,
 ) -> tuple[Memory, SlotState, Decoded]:
     decoder = nnx.merge(graph, weights)
-    rows, _, width, _ = memory.rows.keys[0].shape
+    rows, width = memory.rows.shape
     every = jnp.arange(rows)
     visible = _visible(places.group, group_lengths, memory.groups)
     filters = sampling.Filters(state.top_k, state.top_p, state.min_p) if filtered else None
@@ -564,9 +589,10 @@ def _decode(
         readable = jnp.arange(width)[None, None, :] <= in_row[:, None, None]
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-            index = (every, slice(None), write_at)
-            keys[layer] = keys[layer].at[index].set(key[:, 0].astype(keys[layer].dtype), mode="drop")
-            values[layer] = values[layer].at[index].set(value[:, 0].astype(values[layer].dtype), mode="drop")
+            keys[layer] = keys[layer].at[every, :, :, write_at].set(key[:, 0].astype(keys[layer].dtype), mode="drop")
+            values[layer] = (
+                values[layer].at[every, :, write_at].set(value[:, 0].astype(values[layer].dtype), mode="drop")
+            )
             groups = memory.groups.keys[layer], memory.groups.values[layer]
             return _attention(query, keys[layer], values[layer], readable, *groups, visible)
 
@@ -581,37 +607,41 @@ def _decode(
 def _visible(
     group: Int[np.ndarray | Array, " rows"], lengths: Int[Array, " groups"], groups: KeysValues
 ) -> Bool[Array, "rows groups tokens"]:
-    count, _, tokens, _ = groups.keys[0].shape
+    count, tokens = groups.shape
     inside = jnp.arange(tokens)[None, :] < lengths[:, None]
     return (group[:, None, None] == jnp.arange(count)[None, :, None]) & inside[None]
 
 
 def _attention(
     query: Float[Array, "rows time heads head_dim"],
-    keys: Float[Array, "rows kv_heads width head_dim"],
+    keys: Float[Array, "rows kv_heads head_dim width"],
     values: Float[Array, "rows kv_heads width head_dim"],
     readable: Bool[Array, "rows time width"],
-    group_keys: Float[Array, "groups kv_heads length head_dim"],
+    group_keys: Float[Array, "groups kv_heads head_dim length"],
     group_values: Float[Array, "groups kv_heads length head_dim"],
     visible: Bool[Array, "rows groups length"],
 ) -> Float[Array, "rows time heads head_dim"]:
     """Softmax attention over a row and, together with it, over the row's group. Scores and weights are float32."""
     rows, time, heads, head_dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads, width = keys.shape[1], keys.shape[3]
     queries = heads // kv_heads * time  # of one head of keys
     grouped = query.reshape(rows, time, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, kv_heads, queries, head_dim)
-    scores = jnp.einsum("rkqd,rkwd->rkqw", grouped, keys).astype(jnp.float32) * head_dim**-0.5
-    by_time = scores.reshape(rows, kv_heads, -1, time, keys.shape[2])
+    if time == 1 and keys.dtype == jnp.float32:
+        # A few queries a row: XLA on CPU runs this sum on all cores and the product on one.
+        scores = jnp.sum(grouped[..., None] * keys[:, :, None], axis=3)
+    else:
+        scores = jnp.einsum("rkqd,rkdw->rkqw", grouped, keys).astype(jnp.float32)
+    by_time = (scores * head_dim**-0.5).reshape(rows, kv_heads, -1, time, width)
     scores = jnp.where(readable[:, None, None], by_time, NEVER).reshape(scores.shape)
     peak = jnp.max(scores, axis=-1, keepdims=True)
-    length = group_keys.shape[0] * group_keys.shape[2]
+    length = group_keys.shape[0] * group_keys.shape[3]
     if length:
-        # One product for all rows: [kv_heads, rows x queries, head_dim] with [kv_heads, groups x length, head_dim].
+        # One product for all rows: [kv_heads, rows x queries, head_dim] with [kv_heads, head_dim, groups x length].
         together = grouped.transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, head_dim)
-        flat_keys = group_keys.transpose(1, 0, 2, 3).reshape(kv_heads, length, head_dim)
+        flat_keys = group_keys.transpose(1, 2, 0, 3).reshape(kv_heads, head_dim, length)
         flat_values = group_values.transpose(1, 0, 2, 3).reshape(kv_heads, length, head_dim)
-        group_scores = jnp.einsum("kqd,ksd->kqs", together, flat_keys).astype(jnp.float32) * head_dim**-0.5
+        group_scores = jnp.einsum("kqd,kds->kqs", together, flat_keys).astype(jnp.float32) * head_dim**-0.5
         group_scores = group_scores.reshape(kv_heads, rows, queries, length).transpose(1, 0, 2, 3)
         group_scores = jnp.where(visible.reshape(rows, 1, 1, length), group_scores, NEVER)
         peak = jnp.maximum(peak, jnp.max(group_scores, axis=-1, keepdims=True))
