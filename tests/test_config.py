@@ -247,6 +247,7 @@ def test_every_field_of_the_engine_reaches_it(smoke, monkeypatch):
         "page_tokens": 16,
         "cache_gigabytes": 2e-4,
         "tensor": 2,
+        "cache_dtype": "fp8",
     }
     assert set(values) | {"weights"} == {field.name for field in dataclasses.fields(EngineConfig)}
     assert_each_changes(smoke, "engine", values, lambda config: run.make_generator(decoder, config, tokenizer))

@@ -41,9 +41,13 @@ def attention_by_hand(query, pages, lengths, tables, query_ends, count, sm_scale
     return mixed
 
 
-def on_host(query, pages, lengths, tables, query_ends, count, *, sm_scale: float, **blocks: int) -> jax.Array:
+def on_host(
+    query, pages, lengths, tables, query_ends, count, *, sm_scale: float, k_scale, v_scale, **blocks: int
+) -> jax.Array:
     """With the signature of the kernel."""
     assert blocks["num_kv_pages_per_block"] <= tables.shape[1] and blocks["num_queries_per_block"] <= query.shape[0]
+
+    assert k_scale is None and v_scale is None, "pages of the compute type need none"
 
     def call(*arrays: Any) -> np.ndarray:
         return attention_by_hand(*map(np.asarray, arrays), sm_scale)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ def make_engine(
     decode_steps: int = DECODE_STEPS,
     stop: int = NO_STOP,
     pages: int = SLOTS * PAGES_A_SLOT,
+    cache_dtype: Any = None,
 ) -> Engine:
     return ResidentEngine(
         decoder() if of is None else of,
@@ -46,6 +48,7 @@ def make_engine(
         prefill_tokens=PREFILL_TOKENS,
         decode_steps=decode_steps,
         stop_token_ids=[stop],
+        cache_dtype=cache_dtype,
     )
 
 

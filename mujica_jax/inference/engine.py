@@ -100,8 +100,10 @@ class Engine(abc.ABC):
         decode_steps: int,
         stop_token_ids: Sequence[int],
         mesh: Mesh | None = None,
+        cache_dtype: DTypeLike | None = None,
     ) -> None:
-        """With a mesh, heads and the matrices around them are split over its axis `tensor`."""
+        """With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys and values are kept in the compute type
+        unless `cache_dtype` says otherwise; they are computed with in the compute type."""
         if mesh is not None and decoder.config.num_kv_heads % mesh.shape["tensor"]:
             raise UserError(
                 f"{decoder.config.num_kv_heads} key and value heads cannot be split over engine.tensor {mesh.shape['tensor']}: "
@@ -116,7 +118,7 @@ class Engine(abc.ABC):
         self.mesh = mesh
         self._graph, weights = nnx.split(decoder)
         self._weights = self._placed(weights)
-        self._dtype = decoder.dtype
+        self._dtype = jnp.dtype(decoder.dtype if cache_dtype is None else cache_dtype)
         self._programs: set[tuple] = set()
 
     @property

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from mujica_jax.config import EngineConfig
 from mujica_jax.errors import UserError
@@ -15,6 +17,7 @@ from mujica_jax.models.sharding import make_mesh
 
 DEVICE_SHARE = 0.9  # of the accelerator memory that is free: the rest is for a step's temporaries
 HOST_SHARE = 0.5
+CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
 
 
 def make_engine(decoder: Decoder, engine: EngineConfig, *, positions: int, stop_token_ids: Sequence[int]) -> Engine:
@@ -30,12 +33,14 @@ def make_engine(decoder: Decoder, engine: EngineConfig, *, positions: int, stop_
         decode_steps=engine.decode_steps_per_call,
         stop_token_ids=stop_token_ids,
         mesh=make_mesh(1, 1, engine.tensor) if engine.tensor > 1 else None,
+        cache_dtype=_cache_dtype(decoder, engine),
     )
 
 
 def _num_pages(decoder: Decoder, engine: EngineConfig, positions: int) -> int:
     """Pages for all slots at full length, or as many as fit."""
-    size = page_bytes(decoder.config, engine.page_tokens, decoder.dtype) // engine.tensor  # on each device
+    dtype = _cache_dtype(decoder, engine)
+    size = page_bytes(decoder.config, engine.page_tokens, dtype) // engine.tensor  # on each device
     one = -(-positions // engine.page_tokens)
     if engine.cache_gigabytes:
         memory, whose = engine.cache_gigabytes * 1e9, "engine.cache_gigabytes allows"
@@ -50,6 +55,10 @@ def _num_pages(decoder: Decoder, engine: EngineConfig, positions: int) -> int:
             "lower agent.max_trajectory_tokens or engine.slots, or give it more memory"
         )
     return count
+
+
+def _cache_dtype(decoder: Decoder, engine: EngineConfig) -> DTypeLike:
+    return decoder.dtype if engine.cache_dtype == "compute" else CACHE_DTYPES[engine.cache_dtype]
 
 
 def _free_bytes() -> float:

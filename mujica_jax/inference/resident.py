@@ -622,6 +622,9 @@ def _attention(
     visible: Bool[Array, "rows groups length"],
 ) -> Float[Array, "rows time heads head_dim"]:
     """Softmax attention over a row and, together with it, over the row's group. Scores and weights are float32."""
+    keys, values, group_keys, group_values = (
+        held.astype(query.dtype) for held in (keys, values, group_keys, group_values)
+    )
     rows, time, heads, head_dim = query.shape
     kv_heads, width = keys.shape[1], keys.shape[3]
     queries = heads // kv_heads * time  # of one head of keys
