@@ -20,7 +20,7 @@ from tiny_engine import MODEL, POSITIONS, SLOTS, decoder, log_probs_of, make_eng
 from mujica_jax.inference import resident
 from mujica_jax.inference.engine import Engine
 from mujica_jax.inference.generator import BatchedGenerator
-from mujica_jax.inference.requests import Completion, RequestError, SamplingParams
+from mujica_jax.inference.requests import Completion, OverloadError, RequestError, SamplingParams
 
 PATIENCE_SECONDS = 20.0  # a request that is forgotten would wait for ever
 
@@ -234,6 +234,65 @@ def test_a_cancelled_request_leaves_the_others_alone(wait_calls):
     started = 2 if wait_calls == 0 else 3
     assert generator.statistics.requests == started, "a request that was cancelled while it waited is never started"
     assert generator.statistics.generated_tokens < 40 + 40 + 5
+
+
+def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_not_before():
+    engine = CountableEngine(slots=2)
+    generator = make_generator(engine, queue_size=3)
+
+    async def stream(seed: int) -> int | OverloadError:
+        try:
+            return len(
+                [token async for tokens in generator.stream([3, seed], params(9, seed=seed)) for token in tokens]
+            )
+        except OverloadError as error:
+            return error
+
+    async def main() -> list:
+        return await asyncio.gather(*(stream(seed) for seed in range(8)))
+
+    results = run(main())
+    refused = [result for result in results if isinstance(result, OverloadError)]
+    assert len(refused) == 8 - (2 + 3), "an idle generator has room for its slots and its queue"
+    assert "there is room for 5: come back later" in str(refused[0])
+    assert generator.statistics.refused == len(refused)
+
+
+def test_requests_that_were_cancelled_while_they_waited_take_no_room_from_others():
+    engine = CountableEngine(slots=1)
+    generator = make_generator(engine, queue_size=2)
+    prompt = next([token] for token in range(20) if len(engine.by_hand([token], params(40))[0]) == 40)
+
+    async def main() -> list[int]:
+        runs = asyncio.ensure_future(generator.generate(prompt, params(40)))
+        while not generator._running:
+            await asyncio.sleep(0)
+        waiting = [asyncio.ensure_future(generator.generate([4, seed], params(3))) for seed in range(2)]
+        await asyncio.sleep(0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        found = [token async for tokens in generator.stream([5, 6], params(4)) for token in tokens]
+        await runs
+        return found
+
+    assert run(main()) == engine.by_hand([5, 6], params(4))[0]
+
+
+def test_a_caller_that_is_cancelled_when_its_turn_comes_hands_it_on():
+    engine = CountableEngine(slots=1)
+    generator = make_generator(engine, queue_size=1)
+
+    async def main() -> Completion:
+        tasks = [asyncio.ensure_future(generator.generate([4, seed], params(5))) for seed in range(4)]
+        while len(generator._gate) != 2:
+            await asyncio.sleep(0)
+        generator._gate[0].add_done_callback(lambda _: tasks[2].cancel())  # between its call and its turn
+        await asyncio.gather(*tasks[:3], return_exceptions=True)
+        assert tasks[2].cancelled()
+        return await tasks[3]
+
+    assert_by_hand(engine, run(main()), [4, 3], params(5))
 
 
 @pytest.mark.parametrize("fails_at_call", [1, 3])

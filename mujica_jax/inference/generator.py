@@ -26,6 +26,7 @@ from mujica_jax.inference.requests import (
     Completion,
     DeadlineError,
     OverloadError,
+    PolicyError,
     RequestError,
     SamplingParams,
     check_params,
@@ -133,6 +134,15 @@ class BatchedGenerator:
         await swapped
 
     @property
+    def capacity(self) -> int:
+        """Requests that can run and wait at a time."""
+        return self._engine.slots + self._queue_size
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        return self._engine.stop_token_ids
+
+    @property
     def full(self) -> bool:
         """The queue has no room."""
         return len(self._waiting) >= self._queue_size
@@ -159,10 +169,12 @@ class BatchedGenerator:
     ) -> AsyncIterator[Sequence[int]]:
         """Tokens as they become final, at least one at a time. Raises OverloadError instead of waiting for room in the queue."""
         request = self._request(prompt, params, continues, shown=asyncio.Queue())
-        if self.full:
+        self._leave_queue()
+        if len(self._running) + len(self._waiting) >= self.capacity:
             self._counts["refused"] += 1
             raise OverloadError(
-                f"{len(self._waiting)} requests wait already and the queue holds {self._queue_size}: come back later"
+                f"{len(self._running)} requests run and {len(self._waiting)} wait already, and there is room for {self.capacity}: "
+                "come back later"
             )
         future = self._submit(request)
         assert request.shown is not None, "made above"
@@ -207,7 +219,12 @@ class BatchedGenerator:
         while self.full:
             place = asyncio.get_running_loop().create_future()
             self._gate.append(place)
-            await place
+            try:
+                await place
+            except asyncio.CancelledError:
+                if not place.cancelled():  # called just before it was cancelled: the next one takes its turn
+                    self._open_gate()
+                raise
 
     def _submit(self, request: _Request) -> asyncio.Future:
         if request.params.deadline_seconds is not None:
@@ -288,10 +305,21 @@ class BatchedGenerator:
                 swapped.set_result(None)
 
     def _retire_abandoned(self) -> None:
-        """Free the slots of requests that were cancelled or have expired."""
+        """Free the slots and the places of requests that were cancelled or have expired."""
         for slot, request in list(self._running.items()):
             if request.future.done():
                 self._leave(slot, request)
+        self._leave_queue()
+
+    def _leave_queue(self) -> None:
+        """A request that is over while it waits takes no room from others."""
+        waiting = [entry for entry in self._waiting if not entry[2].future.done()]
+        ended = len(self._waiting) - len(waiting)
+        if ended:
+            heapq.heapify(waiting)
+            self._waiting = waiting
+        for _ in range(ended):
+            self._open_gate()
 
     def _admit(self) -> bool:
         """Move waiting requests into free slots, as long as there are pages for them; True if any moved."""
@@ -480,7 +508,7 @@ class BatchedGenerator:
                     message = (
                         f"the policy gave a log-probability that is not finite after {after} tokens: check its weights"
                     )
-                    self._fail(request, RequestError(message))
+                    self._fail(request, PolicyError(message))
                 self._engine.retire(slot, broken_pages=request.lease.pages[len(request.lease.shared) :])
                 self._drop(slot, request, held=0)
                 continue
