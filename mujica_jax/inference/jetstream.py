@@ -39,6 +39,7 @@ if not hasattr(jax, "tree_map"):  # JetStream's orchestrator calls it after ever
 NO_TOKEN = -1  # JetStream puts a "beginning of sequence" before every prompt; prompts are computed as they were sent
 PREFILL_LENGTHS = tuple(2**power for power in range(4, 16))  # those JetStream pads prompts to
 
+messages: Any = tokenizer_pb2  # protobuf makes its classes at import: a type checker does not see them
 logger = logging.getLogger(__name__)
 
 
@@ -156,10 +157,10 @@ class JetStreamEngine(engine_api.Engine):
         )
         return state, result
 
-    def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
-        return tokenizer_pb2.TokenizerParameters()
+    def get_tokenizer(self) -> Any:
+        return messages.TokenizerParameters()
 
-    def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> "JetStreamTokenizer":
+    def build_tokenizer(self, metadata: Any) -> "JetStreamTokenizer":
         stops = self._engine.stop_token_ids | set(self._sampling.stop_token_ids)
         return JetStreamTokenizer(self._tokenizer, stops)
 

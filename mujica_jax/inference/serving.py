@@ -37,6 +37,7 @@ STATUS = {  # of an error's class, the narrower ones first
 }
 NO_SHARED_PORT = ("grpc.so_reuseport", 0)  # two servers on one port would each get some of the requests
 
+messages: Any = jetstream_pb2  # protobuf makes its classes at import: a type checker does not see them
 logger = logging.getLogger(__name__)
 
 
@@ -131,7 +132,7 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         return dataclasses.replace(counted, refused=counted.refused + self._refused)
 
     async def HealthCheck(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        return jetstream_pb2.HealthCheckResponse(is_live=self.live and self._device.is_alive())
+        return messages.HealthCheckResponse(is_live=self.live and self._device.is_alive())
 
     async def Decode(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         try:
@@ -240,7 +241,7 @@ class _LoopThread:
 
     def begin(
         self, coroutine: Coroutine[Any, Any, None], ended: Callable[[BaseException | None], Any]
-    ) -> Callable[[], None]:
+    ) -> Callable[[], Any]:
         """Run it here, and say how it ended, even if it was cancelled before it began. Returns what cancels it, from any thread."""
         tasks: list[asyncio.Task] = []
 
@@ -271,8 +272,8 @@ class _LoopThread:
 
 
 def _response(token_ids: Sequence[int], text: str) -> Any:
-    sample = jetstream_pb2.DecodeResponse.StreamContent.Sample(text=text, token_ids=token_ids)
-    return jetstream_pb2.DecodeResponse(stream_content=jetstream_pb2.DecodeResponse.StreamContent(samples=[sample]))
+    sample = messages.DecodeResponse.StreamContent.Sample(text=text, token_ids=token_ids)
+    return messages.DecodeResponse(stream_content=messages.DecodeResponse.StreamContent(samples=[sample]))
 
 
 def _status(error: BaseException) -> tuple[grpc.StatusCode, str]:
