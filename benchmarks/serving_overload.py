@@ -3,7 +3,7 @@
     python benchmarks/serving_overload.py DIRECTORY [--slots 8] [--queue-size 32] [--load 4] [--rounds 4] [--new-tokens 32]
 
 DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. `load` x (slots + queue-size) clients
-send `rounds` requests each, one after the other; who is refused goes on with the next at once. Prompts are random, two thirds of each
+send `rounds` requests each, one after the other; who is refused pauses for 0.1 s before the next. Prompts are random, two thirds of each
 are the same for all. Server and clients share one process, so the seconds hold the clients' own work.
 
 Prints one JSON line: requests, how many were answered, refused, and anything else (which would be a fault); p50 and p99 of the seconds to
@@ -36,6 +36,8 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.weights import load_config
 
 PATIENCE_SECONDS = 600.0
+PAUSE_SECONDS = 0.1
+WARM_ROUNDS = 2  # the second one finds prompts in memory, which takes programs of its own
 DECODE_STEPS, PREFILL_TOKENS = 8, 1024
 
 
@@ -70,6 +72,7 @@ class Clients:
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
                 self.refused.append(time.perf_counter() - began)
+                time.sleep(PAUSE_SECONDS)
             else:
                 self.faults.append(str(error.code()))
             return
@@ -91,11 +94,11 @@ def make_generator(arguments: argparse.Namespace) -> tuple[BatchedGenerator, int
 
 
 def make_prompts(callers: int, vocabulary: int, arguments: argparse.Namespace) -> list[list[list[int]]]:
-    """[rounds + 1][callers]: the first round only compiles."""
+    """[rounds][callers], and before them rounds that only compile."""
     draw = np.random.default_rng(0)
     shared = draw.integers(0, vocabulary, 2 * arguments.prompt_tokens // 3).tolist()
     own = arguments.prompt_tokens - len(shared)
-    others = draw.integers(0, vocabulary, (arguments.rounds + 1, callers, own)).tolist()
+    others = draw.integers(0, vocabulary, (WARM_ROUNDS + arguments.rounds, callers, own)).tolist()
     return [[[*shared, *rest] for rest in one] for one in others]
 
 
@@ -140,9 +143,9 @@ def measure(arguments: argparse.Namespace) -> dict:
 
     port = server.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        load(channel, prompts[:1], arguments.new_tokens, read)
+        load(channel, prompts[:WARM_ROUNDS], arguments.new_tokens, read)
         tokens, began = server.statistics.generated_tokens, time.perf_counter()
-        clients, most, growth = load(channel, prompts[1:], arguments.new_tokens, read)
+        clients, most, growth = load(channel, prompts[WARM_ROUNDS:], arguments.new_tokens, read)
         seconds, tokens = time.perf_counter() - began, server.statistics.generated_tokens - tokens
     server.stop()
     return {

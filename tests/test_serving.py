@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from tiny_engine import make_engine, random_tokens
 
 from mujica_jax.errors import UserError
+from mujica_jax.inference.counters import LiveCounters, serve_metrics
 from mujica_jax.inference.engine import SlotState
 from mujica_jax.inference.generator import BatchedGenerator
 from mujica_jax.inference.requests import SamplingParams
@@ -297,3 +299,20 @@ def test_a_port_in_use_is_refused_in_one_sentence():
             Server(generator_of(CountableEngine()), GREEDY, port=port).start()
     finally:
         server.stop(grace_seconds=0.0)
+
+
+def test_the_server_is_read_by_prometheus():
+    engine = CountableEngine()
+    with serving(generator_of(engine)) as (server, stub):
+        port, close = serve_metrics(LiveCounters(lambda: server.statistics), port=0)
+        try:
+            streamed(stub, tokens_request([3, 4], 5))
+            refusal(stub, tokens_request([]))
+            refusal(stub, jetstream_pb2.DecodeRequest(session_cache="x"))
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                lines = answer.read().decode().splitlines()
+        finally:
+            close()
+    assert "mujica_requests_total 1.0" in lines and "mujica_refused_total 2.0" in lines
+    generated = len(engine.by_hand([3, 4], SamplingParams(max_new_tokens=5, temperature=0.0, seed=0))[0])
+    assert f"mujica_generated_tokens_total {generated}.0" in lines and "mujica_running 0.0" in lines
