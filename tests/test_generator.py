@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from countable_engine import CountableEngine
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_engine import MODEL, POSITIONS, SLOTS, decoder, log_probs_of, make_engine, random_tokens
 
@@ -234,6 +234,44 @@ def test_a_cancelled_request_leaves_the_others_alone(wait_calls):
     started = 2 if wait_calls == 0 else 3
     assert generator.statistics.requests == started, "a request that was cancelled while it waited is never started"
     assert generator.statistics.generated_tokens < 40 + 40 + 5
+
+
+@given(seed=st.integers(0, 2**32))
+@example(seed=6)
+@example(seed=7)
+@settings(max_examples=40, deadline=None)
+def test_requests_that_begin_alike_and_are_read_in_chunks_do_not_touch_each_others_pages(seed):
+    """One may end, and leave its pages to others, while another one that begins alike is still being read."""
+    draw = np.random.default_rng(seed)
+    engine = CountableEngine(
+        slots=int(draw.integers(2, 4)),
+        positions=96,
+        pages=int(draw.integers(48, 73)),
+        prefill_tokens=int(draw.integers(3, 9)),
+        decode_steps=int(draw.integers(1, 3)),
+    )
+    engine.stop_token_ids = frozenset()
+    generator = make_generator(engine)
+    opening = draw.integers(0, 20, 60).tolist()
+
+    async def ask(turns: int, length: int, ending: list[int], wanted: SamplingParams) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        prompt = [*opening[:length], *ending]
+        tokens, _ = engine.by_hand(prompt, wanted)
+        assert list((await generator.generate(prompt, wanted)).token_ids) == tokens
+
+    async def main() -> None:
+        lengths, turns, most = (draw.integers(low, high, 12) for low, high in ((24, 61), (0, 120), (1, 30)))
+        requests = zip(turns, lengths, most, strict=True)
+        await asyncio.gather(
+            *(
+                ask(int(after), int(length), [int(after) % 20] * (seed % 2), params(int(tokens), seed=seed))
+                for seed, (after, length, tokens) in enumerate(requests)
+            )
+        )
+
+    run(main())
 
 
 def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_not_before():

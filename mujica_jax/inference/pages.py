@@ -94,7 +94,11 @@ class Pages:
         return Lease([node.page for node in path] + new, path, cached_tokens, copied, self._age)
 
     def share(self, lease: Lease, tokens: Int[np.ndarray, " tokens"]) -> None:
-        """The lease's pages hold these tokens now: let others read the full ones."""
+        """The running lease's pages hold these tokens now: let others read the full ones. The lease keeps its pages, as the engine reads
+        them: from where somebody else has computed the same, it shares nothing until it is released."""
+        self._share(lease, tokens, merge=False)
+
+    def _share(self, lease: Lease, tokens: Int[np.ndarray, " tokens"], *, merge: bool) -> None:
         if lease.age != self._age:
             return
         self._clock += 1
@@ -104,6 +108,8 @@ class Pages:
             child = node.children.get(_key(block))
             if child is None:
                 child = self._attach(node, block, lease.pages[index])
+            elif not merge:
+                return
             else:  # somebody else computed the same: one of the two pages is enough
                 self._free.append(lease.pages[index])
                 lease.pages[index] = child.page
@@ -113,7 +119,7 @@ class Pages:
 
     def release(self, lease: Lease, tokens: Int[np.ndarray, " tokens"]) -> None:
         """The request is over; its pages hold these tokens (none, if what they hold is not to be used again)."""
-        self.share(lease, tokens)
+        self._share(lease, tokens, merge=True)
         kept = len(lease.shared)
         rest = tokens[kept * self.page_tokens :]
         if lease.age == self._age and 0 < len(rest) < self.page_tokens:
