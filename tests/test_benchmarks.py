@@ -1,6 +1,7 @@
 """The benchmarks run, and importing a checkpoint needs little more memory than its weights."""
 
 import dataclasses
+import json
 import re
 import runpy
 import subprocess
@@ -58,3 +59,17 @@ def test_the_training_step_is_measured(tmp_path):
     assert int(found[3]) > 0 and float(found[4]) < 100
     refused = printed("train_step.py", str(tmp_path / "nowhere"), status=2)
     assert "nowhere/config.json is missing" in refused
+
+
+def test_under_overload_every_request_is_answered_or_refused_and_memory_is_bounded(tmp_path):
+    save_checkpoint(tiny_decoder(), tmp_path / "model")
+    sizes = ["--slots", "3", "--queue-size", "5", "--rounds", "3", "--prompt-tokens", "24", "--new-tokens", "6"]
+    found = json.loads(printed("serving_overload.py", str(tmp_path / "model"), *sizes))
+    assert found["requests"] == 4 * (3 + 5) * 3
+    assert found["answered"] + found["refused"] == found["requests"] and found["faults"] == []
+    assert found["answered"] >= 3 + 5 and found["refused"] > 0
+    assert 0 < found["most_running_and_waiting"] <= found["room"] == 8
+    middle, slowest = found["answer_seconds_p50_p99"]
+    assert 0 < middle <= slowest < 60
+    assert found["first_token_seconds_p50_p99"][1] <= slowest
+    assert found["memory_growth_mebibytes"] < 100

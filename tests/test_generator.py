@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from countable_engine import CountableEngine
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_engine import MODEL, POSITIONS, SLOTS, decoder, log_probs_of, make_engine, random_tokens
 from traffic import assert_by_hand, complete_all, make_generator, params, run
 
 from mujica_jax.inference import resident
 from mujica_jax.inference.generator import BatchedGenerator
-from mujica_jax.inference.requests import Completion, RequestError
+from mujica_jax.inference.requests import Completion, OverloadError, RequestError, SamplingParams
 
 # --- scheduling ---
 
@@ -191,6 +191,103 @@ def test_a_cancelled_request_leaves_the_others_alone(wait_calls):
     started = 2 if wait_calls == 0 else 3
     assert generator.statistics.requests == started, "a request that was cancelled while it waited is never started"
     assert generator.statistics.generated_tokens < 40 + 40 + 5
+
+
+@given(seed=st.integers(0, 2**32))
+@example(seed=6)
+@example(seed=7)
+@settings(max_examples=40, deadline=None)
+def test_requests_that_begin_alike_and_are_read_in_chunks_do_not_touch_each_others_pages(seed):
+    """One may end, and leave its pages to others, while another one that begins alike is still being read."""
+    draw = np.random.default_rng(seed)
+    engine = CountableEngine(
+        slots=int(draw.integers(2, 4)),
+        positions=96,
+        pages=int(draw.integers(48, 73)),
+        prefill_tokens=int(draw.integers(3, 9)),
+        decode_steps=int(draw.integers(1, 3)),
+    )
+    engine.stop_token_ids = frozenset()
+    generator = make_generator(engine)
+    opening = draw.integers(0, 20, 60).tolist()
+
+    async def ask(turns: int, length: int, ending: list[int], wanted: SamplingParams) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        prompt = [*opening[:length], *ending]
+        tokens, _ = engine.by_hand(prompt, wanted)
+        assert list((await generator.generate(prompt, wanted)).token_ids) == tokens
+
+    async def main() -> None:
+        lengths, turns, most = (draw.integers(low, high, 12) for low, high in ((24, 61), (0, 120), (1, 30)))
+        requests = zip(turns, lengths, most, strict=True)
+        await asyncio.gather(
+            *(
+                ask(int(after), int(length), [int(after) % 20] * (seed % 2), params(int(tokens), seed=seed))
+                for seed, (after, length, tokens) in enumerate(requests)
+            )
+        )
+
+    run(main())
+
+
+def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_not_before():
+    engine = CountableEngine(slots=2)
+    generator = make_generator(engine, queue_size=3)
+
+    async def stream(seed: int) -> int | OverloadError:
+        try:
+            return len(
+                [token async for tokens in generator.stream([3, seed], params(9, seed=seed)) for token in tokens]
+            )
+        except OverloadError as error:
+            return error
+
+    async def main() -> list:
+        return await asyncio.gather(*(stream(seed) for seed in range(8)))
+
+    results = run(main())
+    refused = [result for result in results if isinstance(result, OverloadError)]
+    assert len(refused) == 8 - (2 + 3), "an idle generator has room for its slots and its queue"
+    assert "there is room for 5: come back later" in str(refused[0])
+    assert generator.statistics.refused == len(refused)
+
+
+def test_requests_that_were_cancelled_while_they_waited_take_no_room_from_others():
+    engine = CountableEngine(slots=1)
+    generator = make_generator(engine, queue_size=2)
+    prompt = next([token] for token in range(20) if len(engine.by_hand([token], params(40))[0]) == 40)
+
+    async def main() -> list[int]:
+        runs = asyncio.ensure_future(generator.generate(prompt, params(40)))
+        while not generator._running:
+            await asyncio.sleep(0)
+        waiting = [asyncio.ensure_future(generator.generate([4, seed], params(3))) for seed in range(2)]
+        await asyncio.sleep(0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        found = [token async for tokens in generator.stream([5, 6], params(4)) for token in tokens]
+        await runs
+        return found
+
+    assert run(main()) == engine.by_hand([5, 6], params(4))[0]
+
+
+def test_a_caller_that_is_cancelled_when_its_turn_comes_hands_it_on():
+    engine = CountableEngine(slots=1)
+    generator = make_generator(engine, queue_size=1)
+
+    async def main() -> Completion:
+        tasks = [asyncio.ensure_future(generator.generate([4, seed], params(5))) for seed in range(4)]
+        while len(generator._gate) != 2:
+            await asyncio.sleep(0)
+        generator._gate[0].add_done_callback(lambda _: tasks[2].cancel())  # between its call and its turn
+        await asyncio.gather(*tasks[:3], return_exceptions=True)
+        assert tasks[2].cancelled()
+        return await tasks[3]
+
+    assert_by_hand(engine, run(main()), [4, 3], params(5))
 
 
 @pytest.mark.parametrize("fails_at_call", [1, 3])

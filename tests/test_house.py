@@ -23,9 +23,10 @@ FLOORS = (  # from the ground up; a room is a folder or a file of the package
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
 HEAVY = {"tensorflow", "tensorflow_datasets", "torch", "jetstream", "seqio", "scann", "qwix"}
-ADAPTERS = {
-    "inference/jetstream.py": {"jetstream"}
-}  # a file whose whole purpose is the package; imported where it is used
+ADAPTERS = {  # files whose whole purpose is the package; imported where they are used
+    "inference/jetstream.py": {"jetstream"},
+    "inference/serving.py": {"jetstream"},
+}
 LARGEST_FILE_BYTES = 2_000_000
 START_SECONDS = 3.0
 

@@ -125,6 +125,11 @@ class Engine(abc.ABC):
     def compiled_programs(self) -> int:
         return len(self._programs)
 
+    @property
+    def weights(self) -> nnx.State:
+        """The policy."""
+        return self._weights
+
     def set_weights(self, weights: nnx.State) -> None:
         """Replace the policy. What the memory holds is stale afterwards: the caller forgets it."""
         self._weights = self._placed(weights)

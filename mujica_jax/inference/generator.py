@@ -26,6 +26,7 @@ from mujica_jax.inference.requests import (
     Completion,
     DeadlineError,
     OverloadError,
+    PolicyError,
     RequestError,
     SamplingParams,
     check_params,
@@ -134,6 +135,15 @@ class BatchedGenerator:
         await swapped
 
     @property
+    def capacity(self) -> int:
+        """Requests that can run and wait at a time."""
+        return self._engine.slots + self._queue_size
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        return self._engine.stop_token_ids
+
+    @property
     def full(self) -> bool:
         """The queue has no room."""
         return len(self._waiting) >= self._queue_size
@@ -158,10 +168,12 @@ class BatchedGenerator:
     ) -> AsyncIterator[Sequence[int]]:
         """Tokens as they become final, at least one at a time. Raises OverloadError instead of waiting for room in the queue."""
         request = self._request(prompt, params, continues, shown=asyncio.Queue())
-        if self.full:
+        self._leave_queue()
+        if len(self._running) + len(self._waiting) >= self.capacity:
             self._counts["refused"] += 1
             raise OverloadError(
-                f"{len(self._waiting)} requests wait already and the queue holds {self._queue_size}: come back later"
+                f"{len(self._running)} requests run and {len(self._waiting)} wait already, and there is room for {self.capacity}: "
+                "come back later"
             )
         future = self._submit(request)
         assert request.shown is not None, "made above"
@@ -291,6 +303,9 @@ class BatchedGenerator:
         for slot, request in list(self._running.items()):
             if request.future.done():
                 self._leave(slot, request)
+        self._leave_queue()
+
+    def _leave_queue(self) -> None:
         if any(request.future.done() for _, _, request in self._waiting):
             self._waiting = [entry for entry in self._waiting if not entry[2].future.done()]
             heapq.heapify(self._waiting)
@@ -482,7 +497,7 @@ class BatchedGenerator:
                     message = (
                         f"the policy gave a log-probability that is not finite after {after} tokens: check its weights"
                     )
-                    self._fail(request, RequestError(message))
+                    self._fail(request, PolicyError(message))
                 self._engine.retire(slot, broken_pages=self._pages.withdraw(request.lease))
                 self._drop(slot, request, held=0)
                 continue

@@ -23,6 +23,10 @@ class OverloadError(RequestError):
     """The queue is full: come back later."""
 
 
+class PolicyError(RequestError):
+    """The request is fine and the policy's numbers are not."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. The filters apply after the temperature, in this order: top_k, top_p, min_p."""

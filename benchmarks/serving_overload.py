@@ -1,0 +1,186 @@
+"""What clients of the gRPC server see under more load than there is room for.
+
+    python benchmarks/serving_overload.py DIRECTORY [--slots 8] [--queue-size 32] [--load 4] [--rounds 4] [--new-tokens 32]
+
+DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. `load` x (slots + queue-size) clients
+send `rounds` requests each, one after the other; who is refused pauses for 0.1 s before the next. Prompts are random, two thirds of each
+are the same for all. Server and clients share one process, so the seconds hold the clients' own work.
+
+Prints one JSON line: requests, how many were answered, refused, and anything else (which would be a fault); p50 and p99 of the seconds to
+the whole answer, to its first token, and to a refusal; the most requests that ran and waited at a time, and the room there was; generated
+tokens a second; by how many MiB resident memory grew from the end of the first round to the end of the last.
+"""
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import jax
+import numpy as np
+from flax import nnx
+from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+
+from mujica_jax.config import EngineConfig
+from mujica_jax.errors import UserError
+from mujica_jax.inference.engines import make_engine
+from mujica_jax.inference.generator import BatchedGenerator
+from mujica_jax.inference.requests import SamplingParams
+from mujica_jax.inference.serving import Server
+from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.weights import load_config
+
+PATIENCE_SECONDS = 600.0
+PAUSE_SECONDS = 0.1
+WARM_ROUNDS = 2  # the second one finds prompts in memory, which takes programs of its own
+DECODE_STEPS, PREFILL_TOKENS = 8, 1024
+
+
+def resident_mebibytes() -> float:
+    status = Path("/proc/self/status")
+    return int(status.read_text().split("VmRSS:")[1].split()[0]) / 1024 if status.exists() else float("nan")
+
+
+def quantiles(seconds: Sequence[float]) -> list[float] | None:
+    """p50 and p99."""
+    return [round(float(value), 4) for value in np.quantile(seconds, [0.5, 0.99])] if seconds else None
+
+
+class Clients:
+    """Send requests and keep what became of them."""
+
+    def __init__(self, stub: jetstream_pb2_grpc.OrchestratorStub, new_tokens: int) -> None:
+        self._stub, self._new_tokens = stub, new_tokens
+        self.whole: list[float] = []
+        self.first: list[float] = []
+        self.refused: list[float] = []
+        self.faults: list[str] = []
+
+    def ask(self, prompt: Sequence[int]) -> None:
+        content = jetstream_pb2.DecodeRequest.TokenContent(token_ids=prompt)
+        request = jetstream_pb2.DecodeRequest(token_content=content, max_tokens=self._new_tokens)
+        began, tokens, first = time.perf_counter(), 0, None
+        try:
+            for response in self._stub.Decode(request, timeout=PATIENCE_SECONDS):
+                first = time.perf_counter() - began if first is None else first
+                tokens += len(response.stream_content.samples[0].token_ids)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self.refused.append(time.perf_counter() - began)
+                time.sleep(PAUSE_SECONDS)
+            else:
+                self.faults.append(str(error.code()))
+            return
+        if first is None or tokens != self._new_tokens:
+            self.faults.append(f"{tokens} tokens in the place of {self._new_tokens}")
+            return
+        self.first.append(first)
+        self.whole.append(time.perf_counter() - began)
+
+
+def make_generator(arguments: argparse.Namespace) -> tuple[BatchedGenerator, int]:
+    """(generator, size of the vocabulary)."""
+    config = load_config(arguments.directory)
+    decoder = nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
+    sizes = EngineConfig(slots=arguments.slots, decode_steps_per_call=DECODE_STEPS, prefill_tokens=PREFILL_TOKENS)
+    positions = arguments.prompt_tokens + arguments.new_tokens
+    engine = make_engine(decoder, sizes, positions=positions, stop_token_ids=[])
+    return BatchedGenerator(engine, prefix_reuse=True, queue_size=arguments.queue_size), config.vocab_size
+
+
+def make_prompts(callers: int, vocabulary: int, arguments: argparse.Namespace) -> list[list[list[int]]]:
+    """[rounds][callers], and before them rounds that only compile."""
+    draw = np.random.default_rng(0)
+    shared = draw.integers(0, vocabulary, 2 * arguments.prompt_tokens // 3).tolist()
+    own = arguments.prompt_tokens - len(shared)
+    others = draw.integers(0, vocabulary, (WARM_ROUNDS + arguments.rounds, callers, own)).tolist()
+    return [[[*shared, *rest] for rest in one] for one in others]
+
+
+def load(
+    channel: grpc.Channel, prompts: Sequence[Sequence[Sequence[int]]], new_tokens: int, read: Callable[[], int]
+) -> tuple[Clients, int, float]:
+    """All callers play their rounds; (what became of the requests, the most that `read` said meanwhile, MiB grown)."""
+    stub, callers = jetstream_pb2_grpc.OrchestratorStub(channel), len(prompts[0])
+    most, done, together = 0, threading.Event(), threading.Barrier(callers)
+    clients, memory = Clients(stub, new_tokens), []
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.001):
+            most = max(most, read())
+
+    def play(caller: int) -> None:
+        together.wait()
+        for number, one in enumerate(prompts):
+            clients.ask(one[caller])
+            if number == 0 and caller == 0:
+                memory.append(resident_mebibytes())
+
+    with ThreadPoolExecutor(callers + 1) as pool:
+        watching = pool.submit(watch)
+        try:
+            list(pool.map(play, range(callers)))
+        finally:
+            done.set()
+        watching.result()
+    return clients, most, resident_mebibytes() - memory[0]
+
+
+def measure(arguments: argparse.Namespace) -> dict:
+    generator, vocabulary = make_generator(arguments)
+    prompts = make_prompts(arguments.load * generator.capacity, vocabulary, arguments)
+    server = Server(generator, SamplingParams(max_new_tokens=arguments.new_tokens, temperature=1.0, seed=0))
+
+    def read() -> int:
+        found = server.statistics
+        return found.running + found.waiting
+
+    port = server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        load(channel, prompts[:WARM_ROUNDS], arguments.new_tokens, read)
+        tokens, began = server.statistics.generated_tokens, time.perf_counter()
+        clients, most, growth = load(channel, prompts[WARM_ROUNDS:], arguments.new_tokens, read)
+        seconds, tokens = time.perf_counter() - began, server.statistics.generated_tokens - tokens
+    server.stop()
+    return {
+        "requests": len(prompts[0]) * arguments.rounds,
+        "answered": len(clients.whole),
+        "refused": len(clients.refused),
+        "faults": clients.faults,
+        "answer_seconds_p50_p99": quantiles(clients.whole),
+        "first_token_seconds_p50_p99": quantiles(clients.first),
+        "refusal_seconds_p50_p99": quantiles(clients.refused),
+        "most_running_and_waiting": most,
+        "room": generator.capacity,
+        "tokens_per_second": round(tokens / seconds, 1),
+        "memory_growth_mebibytes": round(growth, 1),
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("directory")
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--queue-size", type=int, default=32)
+    parser.add_argument("--load", type=int, default=4, help="clients, as a multiple of the room there is")
+    parser.add_argument("--rounds", type=int, default=4, help="requests a client")
+    parser.add_argument("--prompt-tokens", type=int, default=96)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    try:
+        found = measure(parser.parse_args())
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(found))
+    return 0 if found["answered"] + found["refused"] == found["requests"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

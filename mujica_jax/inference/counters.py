@@ -1,0 +1,103 @@
+"""What a generator does now, for a console and for Prometheus.
+
+counters = LiveCounters(lambda: server.statistics)
+with rich.live.Live(get_renderable=counters.line): ...
+close = serve_metrics(counters, port=9090)          # http://127.0.0.1:9090/metrics
+"""
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mujica_jax.inference.generator import GeneratorStatistics
+
+WINDOW_SECONDS = 10.0  # tokens a second are counted over this time, or since the reading before it
+PREFIX = "mujica_"
+COUNTS = {  # these only grow
+    "requests": "Requests that were given a slot",
+    "refused": "Requests that were answered with an error",
+    "prompt_tokens": "Tokens of prompts",
+    "prefilled_tokens": "Tokens of prompts that were computed and not found in memory",
+    "generated_tokens": "Tokens generated",
+    "evicted_pages": "Pages of KV memory whose content made room",
+    "compiled_programs": "Programs compiled; one that grows under steady traffic means recompilation",
+    "seconds": "Seconds inside the engine",
+}
+GAUGES = {
+    "running": "Requests that have a slot",
+    "waiting": "Requests that wait for one",
+    "free_pages": "Pages of KV memory that hold nothing",
+    "cache_hit_rate": "Share of prompt tokens found in memory, since the beginning",
+}
+
+
+class LiveCounters:
+    """Readings of one generator; from any thread."""
+
+    def __init__(self, read: Callable[[], GeneratorStatistics], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._read, self._clock = read, clock
+        self._readings: collections.deque[tuple[float, int]] = collections.deque()  # (when, tokens generated)
+        self._lock = threading.Lock()
+        self.now()
+
+    def now(self) -> tuple[GeneratorStatistics, float]:
+        """(statistics, tokens a second of late)."""
+        with self._lock:
+            found, when = self._read(), self._clock()
+            self._readings.append((when, found.generated_tokens))
+            while len(self._readings) > 2 and self._readings[1][0] <= when - WINDOW_SECONDS:
+                self._readings.popleft()
+            before, tokens = self._readings[0]
+        return found, (found.generated_tokens - tokens) / (when - before) if when > before else 0.0
+
+    def line(self) -> str:
+        found, tokens_a_second = self.now()
+        return (
+            f"{found.running} running, {found.waiting} waiting, {tokens_a_second:,.0f} tokens/s, "
+            f"{found.cache_hit_rate:.0%} of prompts from the cache, {found.refused} refused, "
+            f"{found.compiled_programs} programs compiled"
+        )
+
+    def collect(self) -> Iterator[Any]:
+        """Prometheus metrics: a collector for `prometheus_client`."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        found, tokens_a_second = self.now()
+        for name, meaning in COUNTS.items():
+            yield CounterMetricFamily(PREFIX + name, meaning, value=getattr(found, name))
+        for name, meaning in GAUGES.items():
+            yield GaugeMetricFamily(PREFIX + name, meaning, value=getattr(found, name))
+        yield GaugeMetricFamily(
+            PREFIX + "tokens_per_second", "Tokens generated a second, of late", value=tokens_a_second
+        )
+
+
+def exposition(counters: LiveCounters) -> str:
+    """Prometheus's text format."""
+    from prometheus_client import generate_latest
+
+    return generate_latest(_registry(counters)).decode()
+
+
+def serve_metrics(counters: LiveCounters, *, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
+    """Answer /metrics from a thread; port 0 takes any. Returns the port and what ends it."""
+    from prometheus_client import start_http_server
+
+    server, thread = start_http_server(port, host, _registry(counters))
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return server.server_port, close
+
+
+def _registry(counters: LiveCounters) -> Any:
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(counters)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
+    return registry

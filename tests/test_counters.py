@@ -1,0 +1,83 @@
+"""Live counters: a rate over a recent window, one line for a console, Prometheus's text."""
+
+import dataclasses
+import urllib.request
+
+import pytest
+
+from mujica_jax.inference.counters import LiveCounters, exposition, serve_metrics
+from mujica_jax.inference.generator import GeneratorStatistics
+
+NONE = GeneratorStatistics(
+    requests=3,
+    prompt_tokens=40,
+    prefilled_tokens=10,
+    generated_tokens=0,
+    refused=2,
+    seconds=1.5,
+    running=2,
+    waiting=1,
+    free_pages=7,
+    evicted_pages=4,
+    compiled_programs=5,
+)
+
+
+class Told:
+    """A generator and a clock that say what they are told."""
+
+    def __init__(self) -> None:
+        self.seconds, self.tokens = 0.0, 0
+        self.counters = LiveCounters(
+            lambda: dataclasses.replace(NONE, generated_tokens=self.tokens), clock=lambda: self.seconds
+        )
+
+    def later(self, seconds: float, tokens: int) -> float:
+        self.seconds += seconds
+        self.tokens += tokens
+        return self.counters.now()[1]
+
+
+def test_tokens_a_second_are_those_of_the_last_ten_seconds():
+    told = Told()
+    assert told.later(0.0, 0) == 0.0
+    assert told.later(2.0, 100) == 50.0
+    assert told.later(8.0, 0) == 10.0
+    assert told.later(2.0, 0) == 0.0, "the window begins after the burst"
+
+
+def test_a_reader_that_comes_seldom_gets_the_rate_since_its_last_visit():
+    told = Told()
+    assert told.later(60.0, 600) == 10.0
+    assert told.later(60.0, 1200) == 20.0
+
+
+def test_the_line_for_a_console_says_what_happens_now():
+    told = Told()
+    told.later(1.0, 2000)
+    assert told.counters.line() == (
+        "2 running, 1 waiting, 2,000 tokens/s, 75% of prompts from the cache, 2 refused, 5 programs compiled"
+    )
+
+
+def test_every_statistic_is_exposed_under_its_name():
+    told = Told()
+    told.later(1.0, 20)
+    lines = exposition(told.counters).splitlines()
+    for name in ("running 2.0", "waiting 1.0", "free_pages 7.0", "cache_hit_rate 0.75", "tokens_per_second 20.0"):
+        assert f"mujica_{name}" in lines
+    for name in ("requests_total 3.0", "refused_total 2.0", "seconds_total 1.5", "compiled_programs_total 5.0"):
+        assert f"mujica_{name}" in lines
+    for field in dataclasses.fields(GeneratorStatistics):
+        assert any(line.startswith(f"mujica_{field.name}") for line in lines), f"{field.name} is not exposed"
+
+
+def test_metrics_are_served_over_http():
+    port, close = serve_metrics(Told().counters, port=0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            assert b"mujica_running 2.0" in answer.read()
+    finally:
+        close()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1)

@@ -1,0 +1,248 @@
+"""JetStream's engine interface on our engines, called by hand and by JetStream's own orchestrator."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from countable_engine import CountableEngine
+from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, decoder, log_probs_of, make_engine, next_token_logits, random_tokens
+
+from mujica_jax.inference.engine import Engine
+from mujica_jax.inference.jetstream import NO_TOKEN, DecodeState, JetStreamEngine, JetStreamTokenizer, Prefix
+from mujica_jax.inference.requests import SamplingParams
+from mujica_jax.models.tokenizer import Tokenizer
+
+PROGRAM = Path(__file__).resolve().parent / "jetstream_orchestrator.py"
+GREEDY = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0)
+
+
+def countable(slots: int = 3, **settings: Any) -> CountableEngine:
+    return CountableEngine(slots=slots, decode_steps=1, **settings)
+
+
+def tiny() -> Engine:
+    return make_engine(slots=3, decode_steps=1, pages=3 * PAGES_A_SLOT)
+
+
+def prefilled(engine: JetStreamEngine, tokens: Sequence[int], prefix: Prefix | None = None) -> Prefix:
+    """As JetStream calls it: padded, and the beginning of a conversation begins with a token of its own."""
+    tokens = [NO_TOKEN, *tokens] if prefix is None else list(tokens)
+    padded = jnp.asarray([*tokens, *[0] * (64 - len(tokens))])
+    weights = engine.load_params()
+    return engine.prefill(params=weights, existing_prefix=prefix, padded_tokens=padded, true_length=len(tokens))
+
+
+def steps(engine: JetStreamEngine, state: DecodeState, slot: int, count: int) -> list[int]:
+    """Tokens of one slot, as long as they are valid."""
+    found, before = [], int(state.generated[slot])
+    for _ in range(count):
+        state, result = engine.generate(engine.load_params(), state)
+        data = result.convert_to_numpy().get_result_at_slot(slot)
+        if not data.valid[0, 0]:
+            break
+        found.append(int(data.tokens[0, 0]))
+        assert data.lengths[0] == before + len(found)
+    return found
+
+
+def greedy(prompt: Sequence[int], tokens: int) -> list[int]:
+    """By the decoder's full forward pass."""
+    held = list(prompt)
+    for _ in range(tokens):
+        held.append(int(next_token_logits(decoder(), held)[-1].argmax()))
+    return held[len(prompt) :]
+
+
+def assert_nothing_is_held(engine: JetStreamEngine) -> None:
+    pages = engine._pages
+    assert pages.free + len(pages.cached()) == pages.count
+    held = {node.page for node in pages._nodes() if node.users}
+    assert not held
+
+
+@pytest.mark.parametrize(
+    "length", [1, 2, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, PAGE_TOKENS + 2, 3 * PAGE_TOKENS, 33]
+)
+def test_a_prompt_is_decoded_as_by_the_full_forward_on_both_sides_of_page_borders(length):
+    engine = JetStreamEngine(tiny(), GREEDY)
+    prompt = random_tokens(length, seed=length)
+    state = engine.insert(
+        prefilled(engine, prompt), engine.init_decode_state(), slot=1
+    )  # computed again, memory is empty
+    assert steps(engine, state, 1, 2 * PAGE_TOKENS + 1) == greedy(prompt, 2 * PAGE_TOKENS + 1)
+    state = engine.insert(prefilled(engine, prompt), state, slot=0)  # from pages
+    assert steps(engine, state, 0, 4) == greedy(prompt, 4)
+
+
+def test_a_prompt_goes_on_from_an_earlier_prefix_without_computing_it_again():
+    engine = countable(prefill_tokens=8)
+    computed: list[int] = []
+    prefill = engine.prefill
+    engine.prefill = lambda rows: (computed.extend(len(row.tokens) for row in rows), prefill(rows))[1]
+    jet = JetStreamEngine(engine, GREEDY)
+    state = jet.init_decode_state()
+    opening, ending = [*range(1, 19)], [7, 8, 9]
+    first = prefilled(jet, opening)
+    assert sum(computed) == 17 and max(computed) == 8, "in chunks; the last token is decoded"
+    second = prefilled(jet, ending, first)
+    assert sum(computed) == 17 + 3, "the last of the opening and two of the ending"
+    state = jet.insert(second, jet.insert(first, state, slot=0), slot=1)
+    assert sum(computed) == 20, "insert finds both in memory"
+    for slot, prompt in enumerate([opening, [*opening, *ending]]):
+        running = state.running[slot]
+        assert running.tokens == prompt
+    found: dict[int, list[int]] = {0: [], 1: []}
+    for _ in range(5):
+        state, result = jet.generate(jet.load_params(), state)
+        for slot, tokens in found.items():
+            tokens.append(int(result.get_result_at_slot(slot).tokens[0, 0]))
+    assert found[0] == engine.by_hand(opening, GREEDY)[0][:5]
+    assert found[1] == engine.by_hand([*opening, *ending], GREEDY)[0][:5]
+
+
+def test_slots_that_are_filled_again_and_again_leak_no_page():
+    engine = countable(slots=3, pages=3 * 16)
+    jet = JetStreamEngine(engine, GREEDY)
+    state = jet.init_decode_state()
+    draw = np.random.default_rng(0)
+    for number in range(60):
+        prompt = [1 + number % 3, *draw.integers(0, 20, draw.integers(1, 50)).tolist()]
+        slot = number % 2
+        state = jet.insert(prefilled(jet, prompt), state, slot=slot)
+        wanted = engine.by_hand(prompt, GREEDY)[0][:3][: 64 - len(prompt)]
+        assert steps(jet, state, slot, len(wanted)) == wanted
+    for slot in range(2):
+        state = jet.insert(Prefix(()), state, slot=slot)
+    assert_nothing_is_held(jet)
+
+
+def test_a_slot_that_stops_is_not_valid_any_more_and_gives_its_pages_back():
+    engine = countable()
+    prompt = next([token] for token in range(20) if 0 in engine.by_hand([token], GREEDY)[0][1:])
+    jet = JetStreamEngine(engine, GREEDY)
+    state = jet.insert(prefilled(jet, prompt), jet.init_decode_state(), slot=0)
+    expected = engine.by_hand(prompt, GREEDY)[0]
+    assert steps(jet, state, 0, 40) == expected and expected[-1] == 0
+    assert_nothing_is_held(jet)
+    assert jet.build_tokenizer(jet.get_tokenizer()).stop_tokens == {0}
+
+
+def test_a_slot_generates_no_more_than_it_may_and_than_there_are_positions():
+    engine = countable(positions=32)
+    engine.stop_token_ids = frozenset()
+    for params, prompt, expected in (
+        (GREEDY, [3] * 30, 2),
+        (SamplingParams(max_new_tokens=4, temperature=0.0, seed=0), [3], 4),
+    ):
+        jet = JetStreamEngine(engine, params)
+        state = jet.insert(prefilled(jet, prompt), jet.init_decode_state(), slot=0)
+        assert len(steps(jet, state, 0, 40)) == expected
+
+
+@pytest.mark.parametrize(
+    "tokens", [[], [3, 20], [3, -5], [3] * 63, [3] * 70], ids=["empty", "high", "low", "full", "cut"]
+)
+def test_a_prompt_that_cannot_be_served_is_answered_with_no_token(tokens):
+    """An exception would end JetStream's process."""
+    engine = countable(positions=63)
+    jet = JetStreamEngine(engine, GREEDY)
+    padded = np.asarray([NO_TOKEN, *tokens][-64:], float)
+    refused = jet.prefill(params=jet.load_params(), padded_tokens=padded, true_length=1 + len(tokens))
+    assert refused.tokens == ()
+    state = jet.insert(prefilled(jet, [3, 4]), jet.init_decode_state(), slot=0)
+    state = jet.insert(refused, state, slot=1)
+    assert prefilled(jet, [5], refused).tokens == ()
+    assert steps(jet, state, 1, 3) == []
+    assert steps(jet, state, 0, 3) == engine.by_hand([3, 4], GREEDY)[0][1:4], "the others go on"
+
+
+def test_what_is_not_finite_ends_its_slot_alone():
+    engine = countable()
+    engine.broken_seed = 1  # of the second request
+    jet = JetStreamEngine(engine, GREEDY)
+    state = jet.insert(prefilled(jet, [3, 4]), jet.init_decode_state(), slot=0)
+    state = jet.insert(prefilled(jet, [3, 4]), state, slot=1)
+    assert steps(jet, state, 1, 3) == []
+    assert steps(jet, state, 0, 3) == engine.by_hand([3, 4], GREEDY)[0][1:4]
+
+
+def test_a_prefix_is_nothing_to_delete_or_to_move():
+    jet = JetStreamEngine(countable(), GREEDY)
+    prefix = prefilled(jet, [3, 4])
+    assert jax.tree.leaves(prefix) == []
+    jax.tree_map(lambda leaf: leaf.delete(), prefix)  # as JetStream does: the alias stands
+    assert jax.device_put(prefix, jet.get_prefix_destination_sharding()).tokens == (3, 4)
+
+
+def test_sampled_requests_have_seeds_of_their_own():
+    engine = countable()
+    jet = JetStreamEngine(engine, SamplingParams(max_new_tokens=40, temperature=1.0, seed=5))
+    state = jet.init_decode_state()
+    for number in range(3):
+        state = jet.insert(prefilled(jet, [3, 4]), state, slot=0)
+        wanted = SamplingParams(max_new_tokens=4, temperature=1.0, seed=5 + number)
+        assert steps(jet, state, 0, 4) == engine.by_hand([3, 4], wanted)[0]
+
+
+@pytest.mark.parametrize(
+    "engine, params, options, sentence",
+    [
+        (lambda: CountableEngine(decode_steps=3), GREEDY, {}, "decodes 3 steps a call"),
+        (lambda: countable(slots=1), GREEDY, {}, "has 1 slot"),
+        (lambda: countable(pages=47), GREEDY, {}, "47 pages and its 3 slots need 48"),
+        (countable, SamplingParams(max_new_tokens=4, temperature=0.0, seed=0, stop_strings=("x",)), {}, "stop strings"),
+        (countable, GREEDY, {"max_prefill_length": 60}, "powers of two"),
+        (countable, GREEDY, {"max_prefill_length": 128}, "64 positions"),
+    ],
+)
+def test_settings_that_jetstream_cannot_work_with_are_refused(engine, params, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        JetStreamEngine(engine(), params, **options)
+
+
+def test_foreign_weights_and_states_are_refused():
+    jet = JetStreamEngine(countable(), GREEDY)
+    old = jet.init_decode_state()
+    jet.init_decode_state()
+    with pytest.raises(ValueError, match="what load_params gave"):
+        jet.generate({}, old)
+    with pytest.raises(ValueError, match="was replaced"):
+        jet.generate(jet.load_params(), old)
+
+
+def test_texts_are_encoded_as_prompts_and_decoded_token_by_token():
+    tokenizer = Tokenizer.train(iter(["plain"]), 300)
+    jet = JetStreamEngine(countable(), GREEDY, tokenizer=tokenizer)
+    wrapped = jet.build_tokenizer(jet.get_tokenizer())
+    padded, length = wrapped.encode("a é", is_bos=True, max_prefill_length=jet.max_prefill_length, jax_padding=False)
+    ids = tokenizer.encode_trusted("a é")
+    assert padded.tolist() == [NO_TOKEN, *ids, *[0] * (16 - length)] and length == 1 + len(ids)
+    pieces = [wrapped.decode([id]) for id in ids]
+    assert pieces[0] == "a" and pieces[-2:] == ["<0xC3>", "<0xA9>"]
+    assert JetStreamTokenizer(None, frozenset({0})).encode("a é", is_bos=True, max_prefill_length=16)[1] == 1
+
+
+def test_jetstreams_orchestrator_gives_the_tokens_of_our_generator():
+    """In a process of its own: JetStream's threads end theirs on any fault, and it takes over the logging."""
+    paths = os.pathsep.join([str(PROGRAM.parent), str(PROGRAM.parent.parent)])
+    environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    finished = subprocess.run(
+        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+    found = json.loads(finished.stdout.splitlines()[-1])
+    assert len(found["generator"]) == 8 and min(map(len, found["generator"])) > 1
+    assert found["orchestrator"] == found["generator"]
+    prompts, answers = found["prompts"], found["generator"]
+    best = [greedy(prompt, len(answer)) for prompt, answer in zip(prompts[:2], answers[:2], strict=True)]
+    assert best == answers[:2]
+    assert np.isfinite(log_probs_of(decoder(), prompts[0] + answers[0], len(answers[0]))).all()
+    assert found["refused"] == [], "a prompt that cannot be served has an empty answer"
