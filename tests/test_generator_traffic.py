@@ -127,15 +127,15 @@ def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behin
 
     async def main() -> None:
         nonlocal swaps
-        for action, given in actions:
+        for action, what in actions:
             if action == "ask":
-                wish = dict(given)
+                wish = dict(what)
                 turns = wish.pop("cancelled_after")
                 tasks.append(asyncio.create_task(ask(**wish, earliest=generator.policy_version)))
                 if turns is not None:
                     tasks.append(asyncio.create_task(cancel(tasks[-1], turns)))
             elif action == "wait":
-                for _ in range(given):
+                for _ in range(what):
                     await asyncio.sleep(0)
             elif action == "swap":
                 swaps += 1
@@ -563,13 +563,16 @@ def test_where_the_queue_is_full_a_stream_is_refused():
 def test_whoever_waits_before_a_full_queue_is_served_in_the_order_of_coming():
     finished: list[int] = []
 
+    def note(task: asyncio.Task, n: int) -> None:
+        task.add_done_callback(lambda _: finished.append(n))
+
     async def watch(generator: BatchedGenerator, tasks: list[asyncio.Task]) -> None:
         for n, task in enumerate(tasks):
-            task.add_done_callback(lambda _, n=n: finished.append(n))
+            note(task, n)
         while not tasks[1].done():  # newcomers all the while
             if len(tasks) < 30:
                 tasks.append(asyncio.create_task(generator.generate([3, len(tasks) % 19 + 1], params(1))))
-                tasks[-1].add_done_callback(lambda _, n=len(tasks) - 1: finished.append(n))
+                note(tasks[-1], len(tasks) - 1)
             await asyncio.sleep(0)
         del tasks[5:]
 
