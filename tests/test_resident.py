@@ -1,11 +1,23 @@
 """Rows and groups of the engine for CPU and GPU, where they change hands."""
 
+import dataclasses
+
 import numpy as np
-from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, decoder, log_probs_of, make_engine, pages_of_slot, random_tokens
+from tiny_engine import (
+    MODEL,
+    PAGE_TOKENS,
+    PAGES_A_SLOT,
+    decoder,
+    log_probs_of,
+    make_engine,
+    pages_of_slot,
+    random_tokens,
+)
 
 from mujica_jax.inference.engine import Engine, FlushRow, PrefillRow, SlotState
 
 EXACT = 1e-5  # float32, the same sums in another order
+ONE_LAYER = dataclasses.replace(MODEL, num_layers=1)
 BEGINNING_PAGES = 8  # as long as the shortest group
 
 
@@ -30,7 +42,7 @@ def pages_after(beginning: list[int], slot: int) -> list[int]:
 
 def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_the_place_of_its_own():
     """Its row goes on in the group of its beginning, no other row reads that group any more, and others form one in the same call."""
-    engine = make_engine(slots=12, pages=12 * PAGES_A_SLOT)
+    engine = make_engine(decoder(ONE_LAYER), slots=12, pages=12 * PAGES_A_SLOT)
     old, new = (random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=seed) for seed in (1, 2))
     for slot, beginning in ((10, old), (11, new)):
         engine.prefill([PrefillRow(slot, pages_of_slot(slot), 0, beginning)])
@@ -53,12 +65,12 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_th
     engine.prefill([returning, *others])
     prompts[0] = held
     for slot, (tokens, log_probs) in decoded(engine, prompts, 6).items():
-        expected = log_probs_of(decoder(), [*prompts[slot], *tokens], 6)
+        expected = log_probs_of(decoder(ONE_LAYER), [*prompts[slot], *tokens], 6)
         np.testing.assert_allclose(log_probs, expected, atol=EXACT, err_msg=f"slot {slot}")
 
 
 def test_a_conversation_that_comes_back_keeps_its_row_while_rows_become_narrower():
-    engine = make_engine(slots=12, pages=12 * PAGES_A_SLOT)
+    engine = make_engine(decoder(ONE_LAYER), slots=12, pages=12 * PAGES_A_SLOT)
     beginning, long = random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=2), random_tokens(170, seed=3)
     for slot, sequence in ((10, long), (11, beginning)):
         engine.prefill([PrefillRow(slot, pages_of_slot(slot), 0, sequence)])
@@ -70,5 +82,5 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_rows_become_narrower
     engine.prefill([*others, PrefillRow(10, pages_of_slot(10), len(long), [])])
     prompts[10] = [*long, 7]
     for slot, (tokens, log_probs) in decoded(engine, prompts, 6).items():
-        expected = log_probs_of(decoder(), [*prompts[slot], *tokens], 6)
+        expected = log_probs_of(decoder(ONE_LAYER), [*prompts[slot], *tokens], 6)
         np.testing.assert_allclose(log_probs, expected, atol=EXACT, err_msg=f"slot {slot}")
