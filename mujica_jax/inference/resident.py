@@ -191,8 +191,8 @@ class ResidentEngine(Engine):
     def _bring(self, rows: Sequence[PrefillRow]) -> None:
         """Make every row hold what its request has in pages."""
         fresh = []
-        for row in rows:  # those that hold it are taken before a group forms, which may empty or shorten rows that nobody has
-            if self._holds(row):
+        for row in rows:
+            if self._holds(row):  # taken before a group forms: that may empty or cut rows that nobody has
                 self._take(row)
             else:
                 fresh.append(row)
