@@ -634,10 +634,10 @@ def test_requests_that_are_given_up_make_room_in_the_queue_while_all_slots_are_b
 def test_weights_swap_under_traffic_what_runs_ends_with_the_old_what_waits_begins_with_the_new():
     engine = busy_engine(slots=2)
     generator = make_generator(engine, policy_version=3)
+    wanted = [([4, 5, n + 1], params(6 + 3 * n)) for n in range(5)]  # the first ends alone: its slot stays free
 
     async def main() -> list[Completion]:
-        prompts = [[4, 5, n + 1] for n in range(5)]
-        tasks = [asyncio.create_task(generator.generate(prompt, params(8))) for prompt in prompts]
+        tasks = [asyncio.create_task(generator.generate(*one)) for one in wanted]
         while len(generator._running) < 2:
             await asyncio.sleep(0)
         await generator.swap_weights(policy(1), 4)
@@ -645,8 +645,8 @@ def test_weights_swap_under_traffic_what_runs_ends_with_the_old_what_waits_begin
 
     completions = run(main())
     assert [completion.policy_version for completion in completions] == [3, 3, 4, 4, 4]
-    for n, completion in enumerate(completions):
-        assert list(completion.token_ids) == engine.by_hand([4, 5, n + 1], params(8), completion.policy_version - 3)[0]
+    for one, completion in zip(wanted, completions, strict=True):
+        assert list(completion.token_ids) == engine.by_hand(*one, completion.policy_version - 3)[0]
 
 
 def test_a_swap_whose_caller_leaves_happens_all_the_same():
