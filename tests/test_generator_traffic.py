@@ -56,7 +56,7 @@ requests = st.fixed_dictionaries(
             stop_token_ids=st.sets(st.integers(1, VOCABULARY - 1), max_size=1).map(tuple),
             deadline_seconds=st.sampled_from([None, None, None, 1e-9, 0.002]),
         ),
-        "continues": st.booleans(),
+        "continues": st.booleans(),  # then it comes back with its completion
         "streams": st.booleans(),
         "cancelled_after": st.none() | st.none() | st.integers(0, 40),  # turns of the loop
     }
@@ -109,6 +109,9 @@ def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behin
                 tokens, logprobs, reason = expected(engine, prompt, wanted, got.policy_version)
                 assert (list(got.token_ids), got.finish_reason) == (tokens, reason)
                 assert list(got.logprobs) == logprobs and list(got.sampling_logprobs) == [2 * one for one in logprobs]
+                longer = [*prompt, *tokens, 1]
+                if continues and len(longer) + wanted.max_new_tokens <= engine.positions:
+                    await ask(longer, wanted, continues, streams, generator.policy_version)
         except DeadlineError:
             assert wanted.deadline_seconds is not None
         except OverloadError:
