@@ -2,8 +2,8 @@
 
     python -m mujica_jax.train configs/two_wiki_text_v5e.py --init CHECKPOINT --task.data-dir DIR
 
-The training steps of Qwen2.5-7B, Qwen3-8B and Llama-3.1-8B compile for this topology and fit (`tests/test_tpu_compile.py`). A whole run
-there is still to come: the engine does not split its weights over chips, and a checkpoint is loaded to one device first. Questions,
+The training steps of Qwen2.5-7B, Qwen3-8B and Llama-3.1-8B compile for this topology and fit (`tests/test_tpu_compile.py`). A whole run there
+is still to come. The engine runs on four of the chips, for Qwen2.5-7B has four heads of keys. Questions,
 attempts and learning rates are those of the Mujica-MyGO paper. The `model` section is not read with --init.
 """
 
@@ -49,7 +49,7 @@ def get_config() -> Config:
             max_trajectory_tokens=4096,
             max_observation_tokens=1500,
         ),
-        engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=16_384),
+        engine=EngineConfig(slots=128, decode_steps_per_call=16, prefill_tokens=4096, tensor=4),
         trainer=TrainerConfig(row_tokens=4096, rows_per_step=32, dtype="bfloat16", fsdp=32),
         reading=ReadingConfig(documents=0, steps=0, learning_rate=0.0, learning_rate_floor=0.0),
         warmup=WarmupConfig(steps=100, learning_rate=1e-5, learning_rate_floor=1e-6, reading_share=0.0),

@@ -307,7 +307,9 @@ def test_no_copy_of_the_memory_is_made_by_a_step():
         assert analysis.temp_size_in_bytes < 0.25 * held, (analysis.temp_size_in_bytes, held)
 
 
-@pytest.mark.parametrize(("cache_dtype", "least", "most"), [(jnp.bfloat16, 1e-5, 0.01), (jnp.float8_e4m3fn, 1e-3, 0.05)])
+@pytest.mark.parametrize(
+    ("cache_dtype", "least", "most"), [(jnp.bfloat16, 1e-5, 0.01), (jnp.float8_e4m3fn, 1e-3, 0.05)]
+)
 def test_a_narrow_cache_is_smaller_and_a_little_less_exact(cache_dtype, least, most):
     """Seen: the log-probability of one token differs by 0.0011 and 0.0031."""
     engine, exact = make_engine(cache_dtype=cache_dtype), make_engine()

@@ -56,7 +56,7 @@ requests = st.fixed_dictionaries(
             stop_token_ids=st.sets(st.integers(1, VOCABULARY - 1), max_size=1).map(tuple),
             deadline_seconds=st.sampled_from([None, None, None, 1e-9, 0.002]),
         ),
-        "continues": st.booleans(),
+        "continues": st.booleans(),  # then it comes back with its completion
         "streams": st.booleans(),
         "cancelled_after": st.none() | st.none() | st.integers(0, 40),  # turns of the loop
     }
@@ -109,6 +109,9 @@ def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behin
                 tokens, logprobs, reason = expected(engine, prompt, wanted, got.policy_version)
                 assert (list(got.token_ids), got.finish_reason) == (tokens, reason)
                 assert list(got.logprobs) == logprobs and list(got.sampling_logprobs) == [2 * one for one in logprobs]
+                longer = [*prompt, *tokens, 1]
+                if continues and len(longer) + wanted.max_new_tokens <= engine.positions:
+                    await ask(longer, wanted, continues, streams, generator.policy_version)
         except DeadlineError:
             assert wanted.deadline_seconds is not None
         except OverloadError:
@@ -127,15 +130,15 @@ def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behin
 
     async def main() -> None:
         nonlocal swaps
-        for action, given in actions:
+        for action, what in actions:
             if action == "ask":
-                wish = dict(given)
+                wish = dict(what)
                 turns = wish.pop("cancelled_after")
                 tasks.append(asyncio.create_task(ask(**wish, earliest=generator.policy_version)))
                 if turns is not None:
                     tasks.append(asyncio.create_task(cancel(tasks[-1], turns)))
             elif action == "wait":
-                for _ in range(given):
+                for _ in range(what):
                     await asyncio.sleep(0)
             elif action == "swap":
                 swaps += 1
@@ -563,13 +566,16 @@ def test_where_the_queue_is_full_a_stream_is_refused():
 def test_whoever_waits_before_a_full_queue_is_served_in_the_order_of_coming():
     finished: list[int] = []
 
+    def note(task: asyncio.Task, n: int) -> None:
+        task.add_done_callback(lambda _: finished.append(n))
+
     async def watch(generator: BatchedGenerator, tasks: list[asyncio.Task]) -> None:
         for n, task in enumerate(tasks):
-            task.add_done_callback(lambda _, n=n: finished.append(n))
+            note(task, n)
         while not tasks[1].done():  # newcomers all the while
             if len(tasks) < 30:
                 tasks.append(asyncio.create_task(generator.generate([3, len(tasks) % 19 + 1], params(1))))
-                tasks[-1].add_done_callback(lambda _, n=len(tasks) - 1: finished.append(n))
+                note(tasks[-1], len(tasks) - 1)
             await asyncio.sleep(0)
         del tasks[5:]
 
@@ -631,10 +637,10 @@ def test_requests_that_are_given_up_make_room_in_the_queue_while_all_slots_are_b
 def test_weights_swap_under_traffic_what_runs_ends_with_the_old_what_waits_begins_with_the_new():
     engine = busy_engine(slots=2)
     generator = make_generator(engine, policy_version=3)
+    wanted = [([4, 5, n + 1], params(6 + 3 * n)) for n in range(5)]  # the first ends alone: its slot stays free
 
     async def main() -> list[Completion]:
-        prompts = [[4, 5, n + 1] for n in range(5)]
-        tasks = [asyncio.create_task(generator.generate(prompt, params(8))) for prompt in prompts]
+        tasks = [asyncio.create_task(generator.generate(*one)) for one in wanted]
         while len(generator._running) < 2:
             await asyncio.sleep(0)
         await generator.swap_weights(policy(1), 4)
@@ -642,8 +648,8 @@ def test_weights_swap_under_traffic_what_runs_ends_with_the_old_what_waits_begin
 
     completions = run(main())
     assert [completion.policy_version for completion in completions] == [3, 3, 4, 4, 4]
-    for n, completion in enumerate(completions):
-        assert list(completion.token_ids) == engine.by_hand([4, 5, n + 1], params(8), completion.policy_version - 3)[0]
+    for one, completion in zip(wanted, completions, strict=True):
+        assert list(completion.token_ids) == engine.by_hand(*one, completion.policy_version - 3)[0]
 
 
 def test_a_swap_whose_caller_leaves_happens_all_the_same():

@@ -1,14 +1,16 @@
-"""Drawing a token, against numpy's softmax in float64."""
+"""Drawing a token, against numpy's softmax in float64 and the logits warpers of transformers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mujica_jax.inference.sampling import BLOCK_TOKENS, sample, uniforms
+from mujica_jax.inference.sampling import BLOCK_TOKENS, Filters, Sampled, sample, uniforms
 
 sample_compiled = jax.jit(sample)
 uniforms_compiled = jax.jit(uniforms)
@@ -26,7 +28,7 @@ def draw(logits, temperature, uniform) -> tuple[np.ndarray, np.ndarray]:
     logits = np.broadcast_to(np.asarray(logits, np.float32), (rows, np.shape(logits)[-1]))
     temperature = np.broadcast_to(np.asarray(temperature, np.float32), rows)
     uniform = np.broadcast_to(np.asarray(uniform, np.float32), rows)
-    return tuple(map(np.asarray, sample_compiled(logits, temperature, uniform)))
+    return tuple(map(np.asarray, sample_compiled(logits, temperature, uniform)))[:2]
 
 
 def log_softmax(logits) -> np.ndarray:
@@ -164,3 +166,147 @@ def test_uniform_numbers_differ_between_seeds_and_between_positions():
     assert (drawn != drawn.T)[off_diagonal].all(), "seed 3 at position 5 is not seed 5 at position 3"
     for axis in (0, 1):
         assert (np.diff(drawn, axis=axis) != 0).all()
+
+
+# --- filters, against the logits warpers of transformers ---
+
+FILTERS = {
+    "top_k 1": {"top_k": 1},
+    "top_k 5": {"top_k": 5},
+    "top_k all": {"top_k": SMALL},
+    "top_k more than all": {"top_k": 10 * SMALL},
+    "top_p tiny": {"top_p": 1e-6},
+    "top_p half": {"top_p": 0.5},
+    "top_p nearly all": {"top_p": 0.999},
+    "min_p 0.05": {"min_p": 0.05},
+    "min_p 1": {"min_p": 1.0},
+    "top_k and top_p": {"top_k": 12, "top_p": 0.6},
+    "top_k and min_p": {"top_k": 8, "min_p": 0.2},
+    "top_p and min_p": {"top_p": 0.8, "min_p": 0.1},
+    "all three": {"top_k": 20, "top_p": 0.7, "min_p": 0.02},
+    "none": {},
+}
+
+
+def filters_of(rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Filters:
+    return Filters(np.full(rows, top_k, np.int32), np.full(rows, top_p, np.float32), np.full(rows, min_p, np.float32))
+
+
+def draw_filtered(logits: np.ndarray, temperature: float, uniform, filters: Filters) -> Sampled:
+    rows = len(logits)
+    temperatures = np.full(rows, temperature, np.float32)
+    return Sampled(*map(np.asarray, sample_compiled(logits, temperatures, np.asarray(uniform, np.float32), filters)))
+
+
+def warped(logits: np.ndarray, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+    """Logits after transformers' warpers, -inf where a token may not be drawn."""
+    warpers = [transformers.TemperatureLogitsWarper(float(temperature))]
+    warpers += [transformers.TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [transformers.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [transformers.MinPLogitsWarper(min_p)] if min_p else []
+    scores = torch.from_numpy(logits.astype(np.float64))
+    for warper in warpers:
+        scores = warper(None, scores)
+    return scores.numpy()
+
+
+def drawn_of_one(logits: np.ndarray, temperature: float, chosen: dict) -> set[int]:
+    """All tokens that evenly spaced uniform numbers draw; the logits make each likely enough to be hit."""
+    rows = np.broadcast_to(logits, (DRAWS * 16, len(logits)))
+    uniform = (np.arange(len(rows)) + 0.5) / len(rows)
+    return set(draw_filtered(rows, temperature, uniform, filters_of(len(rows), **chosen)).token.tolist())
+
+
+@pytest.mark.parametrize("chosen", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_tokens_that_filters_allow_are_those_of_transformers(temperature, chosen):
+    for seed in range(3):
+        logits = random_logits(SMALL, seed=seed, deviation=temperature)  # no token is less likely than one in 2,000
+        allowed = np.flatnonzero(np.isfinite(warped(logits[None], temperature, **chosen)[0]))
+        assert drawn_of_one(logits, temperature, chosen) == set(allowed.tolist())
+
+
+@pytest.mark.parametrize("chosen", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+def test_sampling_log_probabilities_are_the_log_softmax_of_the_filtered_logits(temperature, chosen):
+    logits = random_logits(SMALL, seed=4, rows=DRAWS, deviation=2.0)
+    drawn = draw_filtered(logits, temperature, EVENLY, filters_of(DRAWS, **chosen))
+    expected = log_softmax(warped(logits, temperature, **chosen))[np.arange(DRAWS), drawn.token]
+    assert np.isfinite(expected).all(), "a token was drawn that transformers would not draw"
+    np.testing.assert_allclose(drawn.sampling_logprob, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chosen", FILTERS.values(), ids=FILTERS)
+def test_log_probabilities_stay_those_of_the_policy_whatever_is_filtered(chosen):
+    logits = random_logits(SMALL, seed=5, rows=DRAWS, deviation=2.0)
+    drawn = draw_filtered(logits, 0.7, EVENLY, filters_of(DRAWS, **chosen))
+    np.testing.assert_allclose(drawn.logprob, log_softmax(logits)[np.arange(DRAWS), drawn.token], rtol=1e-6, atol=1e-5)
+
+
+@given(
+    logits=arrays.arrays(np.float32, SMALL, elements=st.sampled_from([-3.0, -1.0, 0.0, 0.5, 1.0, 1.5])),
+    top_k=st.integers(0, SMALL + 1),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_of_tokens_that_are_equally_likely_all_or_none_may_be_drawn(logits, top_k, top_p, min_p):
+    """transformers cuts a tie at top_p wherever its sort left it: what it allows is allowed, and what is as likely as the least of it."""
+    chosen = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    theirs = np.isfinite(warped(logits[None], 1.0, **chosen)[0])
+    found = drawn_of_one(logits, 1.0, chosen)
+    assert {float(one) for one in logits[sorted(found)]} == set(logits[theirs].tolist())
+    assert found == set(np.flatnonzero(logits >= logits[theirs].min()).tolist())
+
+
+@pytest.mark.parametrize("chosen", [{"top_k": 6}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.7}])
+def test_draws_of_many_requests_follow_the_filtered_distribution(chosen):
+    draws = 20_000
+    logits = random_logits(SMALL, seed=1)
+    rows = np.broadcast_to(logits, (draws, SMALL))
+    uniform = uniforms_compiled(np.arange(draws, dtype=np.uint32), np.full(draws, 17, np.int32))
+    tokens = draw_filtered(rows, 0.8, uniform, filters_of(draws, **chosen)).token
+    expected = draws * np.exp(log_softmax(warped(logits[None], 0.8, **chosen)[0]))
+    counts, allowed = np.bincount(tokens, minlength=SMALL), expected > 0
+    assert counts[~allowed].sum() == 0
+    freedom = allowed.sum() - 1
+    chi_square = ((counts - expected)[allowed] ** 2 / expected[allowed]).sum()
+    assert chi_square < freedom + 4.5 * np.sqrt(2 * freedom) + 6, "further than once in a thousand"
+
+
+def test_a_share_too_small_for_a_float_leaves_the_most_likely_token():
+    logits = random_logits(SMALL, rows=DRAWS)
+    drawn = draw_filtered(logits, 1.0, EVENLY, filters_of(DRAWS, top_p=1e-60))
+    np.testing.assert_array_equal(drawn.token, logits.argmax(axis=-1))
+    np.testing.assert_array_equal(drawn.sampling_logprob, 0.0)
+
+
+@pytest.mark.parametrize("temperature", [float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)])
+def test_the_smallest_and_the_largest_temperature_give_numbers(temperature):
+    logits = random_logits(SMALL, rows=DRAWS)
+    drawn = draw_filtered(logits, temperature, EVENLY, filters_of(DRAWS))
+    assert np.isfinite(drawn.logprob).all() and np.isfinite(drawn.sampling_logprob).all()
+    if temperature < 1:
+        np.testing.assert_array_equal(drawn.token, logits.argmax(axis=-1))
+    else:
+        np.testing.assert_allclose(drawn.sampling_logprob, -np.log(SMALL), rtol=1e-6)
+
+
+def test_filters_of_one_row_change_no_other():
+    logits = random_logits(SMALL, rows=DRAWS, deviation=2.0)
+    mixed = filters_of(DRAWS)
+    mixed.top_k[::3], mixed.top_p[::5], mixed.min_p[::7] = 2, 0.3, 0.5
+    untouched = (mixed.top_k == 0) & (mixed.top_p == 1) & (mixed.min_p == 0)
+    ours = draw_filtered(logits, 1.3, EVENLY, mixed)
+    theirs = Sampled(*map(np.asarray, sample_compiled(logits, np.full(DRAWS, 1.3, np.float32), np.float32(EVENLY))))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one[untouched], other[untouched])
+    assert (ours.token != theirs.token)[~untouched].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_not_finite_show_in_the_log_probability_of_their_row_alone(bad):
+    logits = random_logits(SMALL, rows=4)
+    logits[1, 7] = bad
+    drawn = draw_filtered(logits, 1.0, EVENLY[:4], filters_of(4, top_k=3, top_p=0.9))
+    assert np.isfinite(drawn.logprob).tolist() == [True, False, True, True]
