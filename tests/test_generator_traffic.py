@@ -501,6 +501,7 @@ def test_a_stream_that_is_left_frees_its_slot():
 
     run(main())
     assert_nothing_is_held(generator)
+    assert engine.decode_calls < 10, "nothing is spent on what nobody reads"
 
 
 def test_a_stream_whose_deadline_passes_shows_what_it_has_and_then_the_error():
