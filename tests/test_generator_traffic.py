@@ -556,7 +556,7 @@ def test_where_the_queue_is_full_callers_wait_and_all_are_served():
 def test_where_the_queue_is_full_a_stream_is_refused():
     async def stream(generator: BatchedGenerator, tasks: list[asyncio.Task]) -> int:
         before = generator.statistics.refused
-        with pytest.raises(OverloadError, match="the queue holds 1"):
+        with pytest.raises(OverloadError, match="there is room for 2: come back later"):
             async for _ in generator.stream([1], params()):
                 pass
         return generator.statistics.refused - before

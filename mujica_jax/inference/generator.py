@@ -169,11 +169,11 @@ class BatchedGenerator:
         """Tokens as they become final, at least one at a time. Raises OverloadError instead of waiting for room in the queue."""
         request = self._request(prompt, params, continues, shown=asyncio.Queue())
         self._leave_queue()
-        if len(self._running) + len(self._waiting) >= self.capacity:
+        waiting = len(self._waiting) + len(self._gate)
+        if len(self._running) + waiting >= self.capacity:
             self._counts["refused"] += 1
             raise OverloadError(
-                f"{len(self._running)} requests run and {len(self._waiting)} wait already, and there is room for {self.capacity}: "
-                "come back later"
+                f"{len(self._running)} requests run and {waiting} wait already, and there is room for {self.capacity}: come back later"
             )
         future = self._submit(request)
         assert request.shown is not None, "made above"
