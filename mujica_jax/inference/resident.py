@@ -213,9 +213,11 @@ class ResidentEngine(Engine):
         held = self._held[slot]
         held.active, held.last_used = False, self._clock
         if broken_pages:
+            # A request that was given up before its prompt was read has no row; -1 would be the last one, which is somebody else's.
+            row = held.row if held.row >= 0 else self._num_rows
             for some in _parts([(page,) for page in broken_pages]):
                 (pages,) = _padded(some, (self.num_pages,))
-                self._memory = _clear(self._memory, np.int32(held.row), pages)
+                self._memory = _clear(self._memory, np.int32(row), pages)
             self._lose(held)
 
     @property
@@ -490,9 +492,9 @@ def _shift(memory: Memory, place: Int[Array, ""], tokens: Int[Array, ""]) -> Mem
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
-def _clear(memory: Memory, slot: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
+def _clear(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
     return memory._replace(
-        rows=jax.tree.map(lambda layer: layer.at[slot].set(0), memory.rows),
+        rows=jax.tree.map(lambda layer: layer.at[place].set(0, mode="drop"), memory.rows),
         pages=jax.tree.map(lambda layer: layer.at[pages].set(0, mode="drop"), memory.pages),
     )
 
