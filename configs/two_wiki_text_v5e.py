@@ -2,8 +2,8 @@
 
     python -m mujica_jax.train configs/two_wiki_text_v5e.py --init CHECKPOINT --task.data-dir DIR
 
-The training steps of Qwen2.5-7B, Qwen3-8B and Llama-3.1-8B compile for this topology and fit (`tests/test_tpu_compile.py`). A whole run there
-is still to come. The engine runs on four of the chips, for Qwen2.5-7B has four heads of keys. Questions,
+The training steps of Qwen2.5-7B, Qwen3-8B and Llama-3.1-8B compile for this topology and fit (`tests/test_tpu_compile.py`). A whole
+run there is still to come. The engine runs on four of the chips, for Qwen2.5-7B has four heads of keys. Questions,
 attempts and learning rates are those of the Mujica-MyGO paper. The `model` section is not read with --init.
 """
 
