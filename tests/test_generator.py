@@ -274,22 +274,6 @@ def test_requests_that_were_cancelled_while_they_waited_take_no_room_from_others
     assert run(main()) == engine.by_hand([5, 6], params(4))[0]
 
 
-def test_a_caller_that_is_cancelled_when_its_turn_comes_hands_it_on():
-    engine = CountableEngine(slots=1)
-    generator = make_generator(engine, queue_size=1)
-
-    async def main() -> Completion:
-        tasks = [asyncio.ensure_future(generator.generate([4, seed], params(5))) for seed in range(4)]
-        while len(generator._gate) != 2:
-            await asyncio.sleep(0)
-        generator._gate[0].add_done_callback(lambda _: tasks[2].cancel())  # between its call and its turn
-        await asyncio.gather(*tasks[:3], return_exceptions=True)
-        assert tasks[2].cancelled()
-        return await tasks[3]
-
-    assert_by_hand(engine, run(main()), [4, 3], params(5))
-
-
 @pytest.mark.parametrize("fails_at_call", [1, 3])
 def test_a_fault_of_the_engine_reaches_everyone_who_waits(fails_at_call):
     engine = CountableEngine(slots=2)

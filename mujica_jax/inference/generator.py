@@ -169,11 +169,13 @@ class BatchedGenerator:
         """Tokens as they become final, at least one at a time. Raises OverloadError instead of waiting for room in the queue."""
         request = self._request(prompt, params, continues, shown=asyncio.Queue())
         self._leave_queue()
-        if len(self._running) + len(self._waiting) >= self.capacity:
+        waiting = len(self._waiting) + len(
+            self._gate
+        )  # slots may be free although all these wait: memory is short, or a call is due
+        if len(self._running) + waiting >= self.capacity:
             self._counts["refused"] += 1
             raise OverloadError(
-                f"{len(self._running)} requests run and {len(self._waiting)} wait already, and there is room for {self.capacity}: "
-                "come back later"
+                f"{len(self._running)} requests run and {waiting} wait already, and there is room for {self.capacity}: come back later"
             )
         future = self._submit(request)
         assert request.shown is not None, "made above"
@@ -266,15 +268,17 @@ class BatchedGenerator:
             # A fault of the engine concerns everyone who waits: they get it instead of waiting for ever.
             for future in self._abandon():
                 future.set_exception(error)
+            self.forget()  # last: an engine that has failed may fail here again
         except asyncio.CancelledError:
             # The event loop ends; another one may begin. What is in memory stays, unless requests were under way.
             if self._waiting or self._running:
                 for future in self._abandon():
                     future.cancel()
+                self.forget()
             raise
 
     def _abandon(self) -> list[asyncio.Future]:
-        """Give up every request; what is in memory is not known any more. Returns the futures that still wait."""
+        """Give up every request. Returns the futures that still wait; what is in memory is not known any more and must be forgotten."""
         futures = [request.future for _, _, request in self._waiting]
         futures += [request.future for request in (*self._running.values(), *self._gate)]
         if self._swap is not None:
@@ -283,7 +287,6 @@ class BatchedGenerator:
         self._waiting.clear()
         self._gate.clear()
         self._running.clear()
-        self.forget()
         return [future for future in futures if not future.done()]
 
     def _start_empty(self) -> None:
@@ -293,8 +296,8 @@ class BatchedGenerator:
     def _swap_if_idle(self) -> None:
         if self._swap is not None and not self._running:
             weights, version, swapped = self._swap
-            self._swap = None
             self.set_weights(weights, version)
+            self._swap = None  # only now: whoever waits for a swap that fails is told
             if not swapped.done():
                 swapped.set_result(None)
 
