@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traffic import assert_by_hand, assert_nothing_is_held, complete_all, make_generator, params, run, settle
 
+from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import BatchedGenerator
 from mujica_jax.inference.requests import Completion, DeadlineError, OverloadError, RequestError, SamplingParams
 
@@ -542,6 +543,11 @@ def crowded(meanwhile: Callable[[BatchedGenerator, list[asyncio.Task]], Any], ca
             assert list(outcome.token_ids) == engine.by_hand([3, n + 1], params(6, seed=n))[0]
     assert_nothing_is_held(generator)
     return outcomes, found
+
+
+def test_a_queue_without_places_is_refused():
+    with pytest.raises(UserError, match="queue_size is 0"):
+        make_generator(CountableEngine(), queue_size=0)
 
 
 def test_where_the_queue_is_full_callers_wait_and_all_are_served():

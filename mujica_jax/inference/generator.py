@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 from flax import nnx
 
+from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import Decoded, Engine, FlushRow, PrefillRow, SlotState
 from mujica_jax.inference.pages import Lease, Pages
 from mujica_jax.inference.requests import (
@@ -94,6 +95,8 @@ class BatchedGenerator:
         policy_version: int = 0,
     ) -> None:
         """`token_bytes` gives a token's text, which stop strings are looked for in."""
+        if queue_size < 1:  # whoever waits before the queue would never enter it
+            raise UserError(f"queue_size is {queue_size}: give the queue at least 1 place")
         self._engine, self._reuse, self._token_bytes = engine, prefix_reuse, token_bytes
         self._queue_size = queue_size
         self.policy_version = policy_version
