@@ -8,7 +8,9 @@ what the generated and prefilled tokens cost at the speed of this machine's larg
 
     2 x weights of the layers x all tokens + 2 x weights of the head x generated tokens
     + 4 x layers x heads x head_dim x sum over tokens of the tokens before it          operations, and
-    keys and values read once a generated token, those that all share once a step      bytes
+    keys and values that are a session's own, read once a generated token              bytes
+
+What all share and the weights are read once a step, whatever the number of sessions: the floor leaves them out.
 """
 
 import argparse
