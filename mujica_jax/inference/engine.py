@@ -193,6 +193,14 @@ def filtered(state: SlotState) -> bool:
     return bool(np.any((state.remaining > 0) & ((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0))))
 
 
+def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its range would become NaN."""
+    if jnp.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        values = jnp.clip(values, -largest, largest)
+    return values.astype(dtype)
+
+
 def bucket(needed: int, smallest: int, largest: int) -> int:
     """The least of `smallest` x 1, 1.5, 2, 3, 4, 6, ... that holds `needed`, at most `largest`."""
     size = smallest

@@ -27,7 +27,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.inference import sampling
-from mujica_jax.inference.engine import Decoded, Engine, FlushRow, PrefillRow, SlotState, advance, bucket, filtered
+from mujica_jax.inference.engine import (
+    Decoded,
+    Engine,
+    FlushRow,
+    PrefillRow,
+    SlotState,
+    advance,
+    bucket,
+    filtered,
+    narrowed,
+)
 from mujica_jax.models.decoder import Decoder
 
 SMALLEST_WIDTH_TOKENS = 128
@@ -554,8 +564,8 @@ def _prefill(
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
         row = tiles.row[:, None]
-        keys[layer] = keys[layer].at[row, :, :, targets].set(key.astype(keys[layer].dtype), mode="drop")
-        values[layer] = values[layer].at[row, :, targets].set(value.astype(values[layer].dtype), mode="drop")
+        keys[layer] = keys[layer].at[row, :, :, targets].set(narrowed(key, keys[layer].dtype), mode="drop")
+        values[layer] = values[layer].at[row, :, targets].set(narrowed(value, values[layer].dtype), mode="drop")
         groups = memory.groups.keys[layer], memory.groups.values[layer]
         return _attention(query, keys[layer][mine], values[layer][mine], readable, *groups, visible)
 
@@ -591,9 +601,9 @@ def _decode(
         readable = jnp.arange(width)[None, None, :] <= in_row[:, None, None]
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-            keys[layer] = keys[layer].at[every, :, :, write_at].set(key[:, 0].astype(keys[layer].dtype), mode="drop")
+            keys[layer] = keys[layer].at[every, :, :, write_at].set(narrowed(key[:, 0], keys[layer].dtype), mode="drop")
             values[layer] = (
-                values[layer].at[every, :, write_at].set(value[:, 0].astype(values[layer].dtype), mode="drop")
+                values[layer].at[every, :, write_at].set(narrowed(value[:, 0], values[layer].dtype), mode="drop")
             )
             groups = memory.groups.keys[layer], memory.groups.values[layer]
             return _attention(query, keys[layer], values[layer], readable, *groups, visible)
