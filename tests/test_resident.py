@@ -52,7 +52,7 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_th
 
     prompts = {slot: [*old, *random_tokens(5, seed=slot)] for slot in range(5)}
     engine.prefill([PrefillRow(slot, pages_after(old_pages, slot), 64, prompts[slot][64:-1]) for slot in prompts])
-    assert engine._rows[0].group == 0 and engine._rows[0].offset == 64
+    assert engine._held[0].group == 0 and engine._held[0].offset == 64
     first = decoded(engine, prompts, 4)
     held = [*prompts[0], *first[0][0]]
     for slot in prompts:
