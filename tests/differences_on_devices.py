@@ -18,6 +18,7 @@ from mujica_jax.inference.resident import ResidentEngine
 from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models import attention
 from mujica_jax.models.encoder import Encoder, EncoderConfig, _program
+from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.trajectories.packing import pack
 
@@ -67,10 +68,11 @@ def embedded(data: int) -> np.ndarray:
     return np.asarray(_program("mean", True)(graph, weights, *batch))
 
 
-def sampled(tensor: int) -> np.ndarray:
+def sampled(tensor: int, storage: Storage = "compute") -> np.ndarray:
     """Tokens and log-probabilities of six conversations that begin alike, by an engine whose heads are split."""
+    decoder = tiny_decoder(WIDE)
     engine = ResidentEngine(
-        tiny_decoder(WIDE),
+        decoder,
         slots=6,
         positions=128,
         page_tokens=8,
@@ -80,6 +82,7 @@ def sampled(tensor: int) -> np.ndarray:
         stop_token_ids=[WIDE.vocab_size],
         mesh=make_mesh(1, 1, tensor) if tensor > 1 else None,
     )
+    engine.set_weights(engine_weights(nnx.state(decoder), WIDE, storage, decoder.dtype))
     generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=6)
     shared = [token % WIDE.vocab_size for token in range(3, 73)]
 
@@ -121,6 +124,7 @@ def main() -> None:
     for axes in ((2, 1, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)):
         found[f"splash {axes}"] = apart(one, splash(axes))
     found["engine tensor 2"] = apart(sampled(1), sampled(2))
+    found["engine tensor 2, int8"] = apart(sampled(1, "int8"), sampled(2, "int8"))
     found["encoder data 8"] = apart(embedded(1), embedded(8))
     print(json.dumps(found))
 

@@ -25,6 +25,7 @@ from mujica_jax.config import Config
 from mujica_jax.config_checks import check
 from mujica_jax.config_files import load_config
 from mujica_jax.errors import UserError
+from mujica_jax.inference import engines
 from mujica_jax.methods import start, warmup
 from mujica_jax.methods.run import make_agent
 from mujica_jax.models.families import DecoderConfig
@@ -233,6 +234,26 @@ def test_more_devices_than_there_are_are_refused(refused, tmp_path):
     devices = len(jax.devices())
     message = refused(train, SMOKE, "--run", "run", "--trainer.tensor", str(4 * devices))
     assert f"needs {4 * devices} devices and {devices} are available" in message
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--engine.tensor", "64"], "engine.tensor is 64 and 1 devices are available: use at most 1"),
+        (["--engine.cache-gigabytes", "1e-6"], "1e-06 GB engine.cache_gigabytes allows"),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused_before_the_run_is_begun(refused, tmp_path, flags, sentence):
+    assert sentence in refused(train, SMOKE, "--run", "run", *flags)
+    assert written(tmp_path) == []
+
+
+def test_heads_that_the_engines_devices_cannot_share_are_refused(refused, tmp_path, monkeypatch):
+    devices = np.array(jax.devices() * 3)
+    monkeypatch.setattr(engines, "_mesh", lambda engine: Mesh(devices.reshape(1, 1, 3), MESH_AXES))
+    message = refused(train, SMOKE, "--run", "run", "--engine.tensor", "3")
+    assert "key and value heads cannot be split over engine.tensor 3: use a divisor of" in message
     assert written(tmp_path) == []
 
 

@@ -73,3 +73,23 @@ def test_under_overload_every_request_is_answered_or_refused_and_memory_is_bound
     assert 0 < middle <= slowest < 60
     assert found["first_token_seconds_p50_p99"][1] <= slowest
     assert found["memory_growth_mebibytes"] < 100
+
+
+def test_rollouts_are_measured_and_their_work_is_counted_by_the_formula(tmp_path):
+    wide = dataclasses.replace(MODEL, vocab_size=400, max_position_embeddings=1024)
+    save_checkpoint(tiny_decoder(wide), tmp_path / "model")
+    sizes = ["--sessions", "3", "--turns", "2", "--slots", "2", "--runs", "1"]
+    found = json.loads(printed("rollout.py", "--checkpoint", str(tmp_path / "model"), *sizes))
+    program = runpy.run_path(str(ROOT / "benchmarks" / "rollout.py"))
+    sessions = program["workload"](400, sessions=3, turns=2, seed=0)
+    assert found["generated_tokens"] == sum(turn.generated_tokens for one in sessions for turn in one.turns)
+    assert found["saved_tokens"] >= 3 * 384, "the second turn of each begins as the first did"
+    assert found["recompiles"][0] > 0 == found["recompiles"][1]
+    refused = printed("rollout.py", "--checkpoint", str(tmp_path / "nowhere"), status=2)
+    assert "nowhere/config.json is missing" in refused
+    # One session, one turn of 1 token after 24 questions: a layer has 4 x 256 + 3 x 384 weights, the head 400 x 16.
+    turn = program["Turn"](1, [])
+    operations, read = program["work"](wide, [program["Session"]([], [turn])])
+    in_layers, tokens, pairs = 4 * 256 + 3 * 384, 384 + 25, 384**2 / 2 + sum(range(384, 409))
+    assert operations == 2 * in_layers * tokens + 2 * 400 * 16 + 4 * 2 * 8 * pairs
+    assert read == 8 * 2 * 8 * 24

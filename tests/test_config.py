@@ -235,7 +235,7 @@ def test_every_field_of_the_engine_reaches_it(smoke, monkeypatch):
             self.options = options
 
     monkeypatch.setattr(engines, "ResidentEngine", Told)
-    monkeypatch.setattr(engines, "make_mesh", lambda *shape: shape)
+    monkeypatch.setattr(engines, "_mesh", lambda engine: engine.tensor)
     monkeypatch.setattr(run, "BatchedGenerator", lambda engine, **options: (engine.options, options))
     tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,), token_bytes=None)
     decoder = tiny_decoder()

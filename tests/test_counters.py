@@ -5,6 +5,7 @@ import urllib.request
 
 import pytest
 
+from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters, exposition, serve_metrics
 from mujica_jax.inference.generator import GeneratorStatistics
 
@@ -81,3 +82,12 @@ def test_metrics_are_served_over_http():
         close()
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1)
+
+
+def test_a_port_in_use_is_explained():
+    port, close = serve_metrics(Told().counters, port=0)
+    try:
+        with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be opened .*choose another port"):
+            serve_metrics(Told().counters, port=port)
+    finally:
+        close()

@@ -59,5 +59,5 @@ def test_every_mesh_computes_what_one_device_does():
     shown = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert shown.returncode == 0, shown.stderr
     found = json.loads(shown.stdout)
-    assert len(found) == 14
+    assert len(found) == 15
     assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}

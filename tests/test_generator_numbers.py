@@ -156,3 +156,27 @@ def test_a_prompt_that_is_not_finite_and_is_cancelled_before_anybody_knows_leave
     outcome, completion = beside_a_lost_one(fragile, [*[9] * 40, BROKEN, *[9] * 68], cancelled_at=48)
     assert isinstance(outcome, asyncio.CancelledError)
     assert_same([completion], expected)
+
+
+def test_a_request_that_is_cancelled_before_its_prompt_is_read_takes_nobodys_row():
+    """The second prompt takes the whole call, so the third is given up while it has a slot and no row."""
+    wanted = [(random_tokens(5, seed=1), params(40)), (random_tokens(33, seed=2), params(20))]
+    settings = {"slots": 4, "prefill_tokens": 16, "decode_steps": 1, "num_pages": 4 * PAGES_A_SLOT}
+    expected = [complete_all(make_generator(engine_of(decoder(), **settings)), [one])[0] for one in wanted]
+    engine = engine_of(decoder(), **settings)
+    generator = make_generator(engine)
+
+    async def main() -> list[Completion]:
+        first = asyncio.create_task(generator.generate(*wanted[0]))
+        while not any(request.tokens for request in generator._running.values()):
+            await asyncio.sleep(0)
+        second = asyncio.create_task(generator.generate(*wanted[1]))
+        await asyncio.sleep(0)
+        third = asyncio.create_task(generator.generate(random_tokens(60, seed=3), params(20)))
+        while len(generator._running) < 3:
+            await asyncio.sleep(0)
+        assert engine._held[2].row == -1 and engine._held[1].row == engine._num_rows - 1
+        third.cancel()
+        return [await first, await second]
+
+    assert_same(run(main()), expected)

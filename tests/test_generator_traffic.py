@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traffic import assert_by_hand, assert_nothing_is_held, complete_all, make_generator, params, run, settle
 
+from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import BatchedGenerator
 from mujica_jax.inference.requests import Completion, DeadlineError, OverloadError, RequestError, SamplingParams
 
@@ -544,6 +545,11 @@ def crowded(meanwhile: Callable[[BatchedGenerator, list[asyncio.Task]], Any], ca
     return outcomes, found
 
 
+def test_a_queue_without_places_is_refused():
+    with pytest.raises(UserError, match="queue_size is 0"):
+        make_generator(CountableEngine(), queue_size=0)
+
+
 def test_where_the_queue_is_full_callers_wait_and_all_are_served():
     async def look(generator: BatchedGenerator, tasks: list[asyncio.Task]) -> tuple[int, int]:
         return len(generator._waiting), generator.statistics.waiting
@@ -556,7 +562,7 @@ def test_where_the_queue_is_full_callers_wait_and_all_are_served():
 def test_where_the_queue_is_full_a_stream_is_refused():
     async def stream(generator: BatchedGenerator, tasks: list[asyncio.Task]) -> int:
         before = generator.statistics.refused
-        with pytest.raises(OverloadError, match="there is room for 2: come back later"):
+        with pytest.raises(OverloadError, match="1 requests run and 4 wait already, and there is room for 2"):
             async for _ in generator.stream([1], params()):
                 pass
         return generator.statistics.refused - before
@@ -632,7 +638,63 @@ def test_requests_that_are_given_up_make_room_in_the_queue_while_all_slots_are_b
     assert_nothing_is_held(generator)
 
 
+def test_streams_are_refused_also_while_slots_are_free_because_memory_is_short():
+    generator = make_generator(CountableEngine(slots=3, pages=16), queue_size=2)  # each request needs 13 pages
+    refused: list[int] = []
+
+    async def stream(n: int) -> None:
+        try:
+            async for _ in generator.stream([7, n], params(50, seed=n)):
+                pass
+        except OverloadError:
+            refused.append(n)
+
+    async def main() -> None:
+        tasks = []
+        for n in range(15):
+            tasks.append(asyncio.create_task(stream(n)))
+            await asyncio.sleep(0)
+            counted = generator.statistics
+            assert counted.running + counted.waiting <= generator.capacity
+        await asyncio.gather(*tasks)
+
+    run(main())
+    assert refused
+
+
 # --- weights under traffic ---
+
+
+class Failing(CountableEngine):
+    """Refuses other weights, and once `broken` also to begin anew."""
+
+    broken = False
+
+    def set_weights(self, weights: nnx.State) -> None:
+        raise RuntimeError("these weights do not fit")
+
+    def forget(self) -> None:
+        if self.broken:
+            raise RuntimeError("no memory is left")
+        super().forget()
+
+
+def test_a_swap_that_fails_tells_its_caller():
+    engine = Failing(slots=1)
+    engine.stop_token_ids = frozenset()
+    generator = make_generator(engine)
+
+    async def main() -> None:
+        running = asyncio.create_task(generator.generate([3], params(9)))
+        while not generator._running:
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="do not fit"):
+            await generator.swap_weights(policy(1), 1)
+        assert list((await running).token_ids) == engine.by_hand([3], params(9))[0]
+        assert list((await generator.generate([4], params(5))).token_ids) == engine.by_hand([4], params(5))[0]
+
+    run(main())
+    assert generator.policy_version == 0
 
 
 def test_weights_swap_under_traffic_what_runs_ends_with_the_old_what_waits_begins_with_the_new():
@@ -669,3 +731,19 @@ def test_a_swap_whose_caller_leaves_happens_all_the_same():
 
     run(main())
     assert (generator.policy_version, engine.policy) == (1, 1)
+
+
+def test_an_engine_that_fails_and_cannot_begin_anew_leaves_nobody_waiting():
+    engine = Failing(slots=1)
+    engine.fails_at_call = 1
+    generator = make_generator(engine)
+    engine.broken = True
+
+    async def main() -> list:
+        outcomes = await asyncio.gather(*(generator.generate([n], params(5)) for n in (3, 4)), return_exceptions=True)
+        assert generator._driver is not None
+        with pytest.raises(RuntimeError, match="no memory is left"):
+            await generator._driver
+        return outcomes
+
+    assert [str(outcome) for outcome in run(main())] == ["the device is gone"] * 2

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from countable_engine import CountableEngine
+from countable_engine import UNWRITTEN, CountableEngine
 from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, decoder, log_probs_of, make_engine, next_token_logits, random_tokens
 
 from mujica_jax.inference.engine import Engine
@@ -172,6 +172,19 @@ def test_what_is_not_finite_ends_its_slot_alone():
     state = jet.insert(prefilled(jet, [3, 4]), state, slot=1)
     assert steps(jet, state, 1, 3) == []
     assert steps(jet, state, 0, 3) == engine.by_hand([3, 4], GREEDY)[0][1:4]
+
+
+def test_a_prompt_that_is_not_finite_leaves_no_page_that_others_could_read():
+    """Prefill leaves its pages to everybody before anyone has seen a logit."""
+    engine = countable()
+    engine.broken_seed = 0
+    jet = JetStreamEngine(engine, GREEDY)
+    prompt = [*range(1, 15)]  # three whole pages and a part
+    state = jet.init_decode_state()
+    state = jet.insert(prefilled(jet, prompt), state, slot=0)
+    assert state.running[0].lease.cached_tokens == len(prompt) - 1
+    assert steps(jet, state, 0, 3) == []
+    assert jet._pages.cached() == [] and (engine.memory == UNWRITTEN).all()
 
 
 def test_a_prefix_is_nothing_to_delete_or_to_move():

@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 from tiny_engine import MODEL, NO_STOP, decoder, log_probs_of, make_engine, random_tokens
 
 from mujica_jax.inference import ragged
-from mujica_jax.inference.engine import PrefillRow, SlotState
+from mujica_jax.inference.engine import PrefillRow, SlotState, page_bytes
 from mujica_jax.inference.generator import BatchedGenerator
 from mujica_jax.inference.ragged import RaggedEngine
 from mujica_jax.inference.requests import Completion, SamplingParams
@@ -159,6 +159,12 @@ def test_pages_that_are_broken_are_emptied_in_every_layer(kernel):
 def test_small_heads_are_filled_up_for_the_kernel():
     assert MODEL.head_dim < ragged.LANES
     assert make_ragged()._pages.shape == (2 * SLOTS * PAGES_A_SLOT, PAGE_TOKENS, 2 * MODEL.num_kv_heads, ragged.LANES)
+
+
+def test_the_size_of_a_page_counts_what_heads_are_filled_up_with():
+    engine = make_ragged()
+    size = page_bytes(MODEL, PAGE_TOKENS, jnp.float32, ragged.LANES)
+    assert engine.num_pages * size == engine._pages.nbytes
 
 
 def test_a_wide_model_needs_no_filling():

@@ -48,6 +48,11 @@ def test_few_key_heads_are_replicated():
     assert partition_spec(("embed", "kv_heads", "head_dim"), (64, 2, 16), MESH) == PartitionSpec("fsdp", None, None)
 
 
+def test_an_axis_of_size_one_is_whole_everywhere():
+    """As in the scales of kernels in eight bits."""
+    assert partition_spec(("layers", "mlp", "embed"), (3, 1, 64), MESH) == PartitionSpec(None, None, "fsdp")
+
+
 def test_an_indivisible_axis_is_refused_with_what_would_work():
     with pytest.raises(
         UserError, match=r"axis heads of size 12 .* tensor of size 8: use tensor of 1, 2, 3, 4, 6 or 12"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import GeneratorStatistics
 
 WINDOW_SECONDS = 10.0  # tokens a second are counted over this time, or since the reading before it
@@ -85,7 +86,10 @@ def serve_metrics(counters: LiveCounters, *, port: int, host: str = "127.0.0.1")
     """Answer /metrics from a thread; port 0 takes any. Returns the port and what ends it."""
     from prometheus_client import start_http_server
 
-    server, thread = start_http_server(port, host, _registry(counters))
+    try:
+        server, thread = start_http_server(port, host, _registry(counters))
+    except OSError as error:
+        raise UserError(f"{host}:{port} cannot be opened ({error.strerror}): choose another port") from error
 
     def close() -> None:
         server.shutdown()

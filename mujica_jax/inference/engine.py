@@ -104,11 +104,8 @@ class Engine(abc.ABC):
     ) -> None:
         """With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys and values are kept in the compute type
         unless `cache_dtype` says otherwise; they are computed with in the compute type."""
-        if mesh is not None and decoder.config.num_kv_heads % mesh.shape["tensor"]:
-            raise UserError(
-                f"{decoder.config.num_kv_heads} key and value heads cannot be split over engine.tensor {mesh.shape['tensor']}: "
-                f"use a divisor of {decoder.config.num_kv_heads}"
-            )
+        if mesh is not None:
+            check_heads(decoder.config, mesh)
         self.config = decoder.config
         self.slots, self.positions = slots, positions
         self.page_tokens, self.num_pages = page_tokens, num_pages
@@ -196,6 +193,14 @@ def filtered(state: SlotState) -> bool:
     return bool(np.any((state.remaining > 0) & ((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0))))
 
 
+def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its range would become NaN."""
+    if jnp.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        values = jnp.clip(values, -largest, largest)
+    return values.astype(dtype)
+
+
 def bucket(needed: int, smallest: int, largest: int) -> int:
     """The least of `smallest` x 1, 1.5, 2, 3, 4, 6, ... that holds `needed`, at most `largest`."""
     size = smallest
@@ -204,6 +209,16 @@ def bucket(needed: int, smallest: int, largest: int) -> int:
     return min(size, largest)
 
 
-def page_bytes(config: DecoderConfig, page_tokens: int, dtype: DTypeLike) -> int:
-    """Keys and values of one page, all layers."""
-    return 2 * config.num_layers * page_tokens * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
+    """Every device has key and value heads of its own."""
+    if config.num_kv_heads % mesh.shape["tensor"]:
+        raise UserError(
+            f"{config.num_kv_heads} key and value heads cannot be split over engine.tensor {mesh.shape['tensor']}: "
+            f"use a divisor of {config.num_kv_heads}"
+        )
+
+
+def page_bytes(config: DecoderConfig, page_tokens: int, dtype: DTypeLike, lanes: int = 1) -> int:
+    """Keys and values of one page, all layers; heads are filled up to a multiple of `lanes`."""
+    head_dim = -(-config.head_dim // lanes) * lanes
+    return 2 * config.num_layers * page_tokens * config.num_kv_heads * head_dim * jnp.dtype(dtype).itemsize

@@ -4,16 +4,19 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from mujica_jax.config import EngineConfig
 from mujica_jax.errors import UserError
-from mujica_jax.inference.engine import Engine, page_bytes
-from mujica_jax.inference.ragged import RaggedEngine
+from mujica_jax.inference.engine import Engine, check_heads, page_bytes
+from mujica_jax.inference.ragged import LANES, RaggedEngine
 from mujica_jax.inference.resident import ResidentEngine
 from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.host_memory import available_bytes
-from mujica_jax.models.sharding import make_mesh
+from mujica_jax.models.sharding import make_mesh, shardings_of
 
 DEVICE_SHARE = 0.9  # of the accelerator memory that is free: the rest is for a step's temporaries
 HOST_SHARE = 0.5
@@ -23,24 +26,42 @@ CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
 def make_engine(decoder: Decoder, engine: EngineConfig, *, positions: int, stop_token_ids: Sequence[int]) -> Engine:
     """An engine for requests of up to `positions` tokens, on this platform and over `engine.tensor` devices."""
     kind = RaggedEngine if jax.default_backend() == "tpu" else ResidentEngine
+    dtype = _cache_dtype(decoder.dtype, engine)
     return kind(
         decoder,
         slots=engine.slots,
         positions=positions,
         page_tokens=engine.page_tokens,
-        num_pages=_num_pages(decoder, engine, positions),
+        num_pages=_num_pages(decoder.config, engine, positions, dtype),
         prefill_tokens=engine.prefill_tokens,
         decode_steps=engine.decode_steps_per_call,
         stop_token_ids=stop_token_ids,
-        mesh=make_mesh(1, 1, engine.tensor) if engine.tensor > 1 else None,
-        cache_dtype=_cache_dtype(decoder, engine),
+        mesh=_mesh(engine),
+        cache_dtype=dtype,
     )
 
 
-def _num_pages(decoder: Decoder, engine: EngineConfig, positions: int) -> int:
+def check_engine(model: DecoderConfig, engine: EngineConfig, *, positions: int, dtype: DTypeLike) -> None:
+    """What `make_engine` would refuse of a model that computes in `dtype`, before there is one. Raises UserError."""
+    mesh = _mesh(engine)
+    if mesh is not None:
+        check_heads(model, mesh)
+        shardings_of(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), mesh)
+    _num_pages(model, engine, positions, _cache_dtype(dtype, engine))
+
+
+def _mesh(engine: EngineConfig) -> Mesh | None:
+    if engine.tensor > jax.device_count():
+        raise UserError(
+            f"engine.tensor is {engine.tensor} and {jax.device_count()} devices are available: use at most {jax.device_count()}"
+        )
+    return make_mesh(1, 1, engine.tensor) if engine.tensor > 1 else None
+
+
+def _num_pages(model: DecoderConfig, engine: EngineConfig, positions: int, dtype: DTypeLike) -> int:
     """Pages for all slots at full length, or as many as fit."""
-    dtype = _cache_dtype(decoder, engine)
-    size = page_bytes(decoder.config, engine.page_tokens, dtype) // engine.tensor  # on each device
+    lanes = LANES if jax.default_backend() == "tpu" else 1
+    size = page_bytes(model, engine.page_tokens, dtype, lanes) // engine.tensor  # on each device
     one = -(-positions // engine.page_tokens)
     if engine.cache_gigabytes:
         memory, whose = engine.cache_gigabytes * 1e9, "engine.cache_gigabytes allows"
@@ -57,8 +78,8 @@ def _num_pages(decoder: Decoder, engine: EngineConfig, positions: int) -> int:
     return count
 
 
-def _cache_dtype(decoder: Decoder, engine: EngineConfig) -> DTypeLike:
-    return decoder.dtype if engine.cache_dtype == "compute" else CACHE_DTYPES[engine.cache_dtype]
+def _cache_dtype(compute: DTypeLike, engine: EngineConfig) -> DTypeLike:
+    return compute if engine.cache_dtype == "compute" else CACHE_DTYPES[engine.cache_dtype]
 
 
 def _free_bytes() -> float:

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 from flax import nnx
 
+from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import Decoded, Engine, FlushRow, PrefillRow, SlotState
 from mujica_jax.inference.pages import Lease, Pages
 from mujica_jax.inference.requests import (
@@ -94,6 +95,8 @@ class BatchedGenerator:
         policy_version: int = 0,
     ) -> None:
         """`token_bytes` gives a token's text, which stop strings are looked for in."""
+        if queue_size < 1:  # whoever waits before the queue would never enter it
+            raise UserError(f"queue_size is {queue_size}: give the queue at least 1 place")
         self._engine, self._reuse, self._token_bytes = engine, prefix_reuse, token_bytes
         self._queue_size = queue_size
         self.policy_version = policy_version
@@ -169,6 +172,7 @@ class BatchedGenerator:
         """Tokens as they become final, at least one at a time. Raises OverloadError instead of waiting for room in the queue."""
         request = self._request(prompt, params, continues, shown=asyncio.Queue())
         self._leave_queue()
+        # Slots may be free although all these wait: memory is short, or a call is due.
         waiting = len(self._waiting) + len(self._gate)
         if len(self._running) + waiting >= self.capacity:
             self._counts["refused"] += 1
@@ -266,15 +270,17 @@ class BatchedGenerator:
             # A fault of the engine concerns everyone who waits: they get it instead of waiting for ever.
             for future in self._abandon():
                 future.set_exception(error)
+            self.forget()  # last: an engine that has failed may fail here again
         except asyncio.CancelledError:
             # The event loop ends; another one may begin. What is in memory stays, unless requests were under way.
             if self._waiting or self._running:
                 for future in self._abandon():
                     future.cancel()
+                self.forget()
             raise
 
     def _abandon(self) -> list[asyncio.Future]:
-        """Give up every request; what is in memory is not known any more. Returns the futures that still wait."""
+        """Give up every request. Returns the futures that still wait; what is in memory is not known any more and must be forgotten."""
         futures = [request.future for _, _, request in self._waiting]
         futures += [request.future for request in (*self._running.values(), *self._gate)]
         if self._swap is not None:
@@ -283,7 +289,6 @@ class BatchedGenerator:
         self._waiting.clear()
         self._gate.clear()
         self._running.clear()
-        self.forget()
         return [future for future in futures if not future.done()]
 
     def _start_empty(self) -> None:
@@ -293,8 +298,8 @@ class BatchedGenerator:
     def _swap_if_idle(self) -> None:
         if self._swap is not None and not self._running:
             weights, version, swapped = self._swap
-            self._swap = None
             self.set_weights(weights, version)
+            self._swap = None  # only now: whoever waits for a swap that fails is told
             if not swapped.done():
                 swapped.set_result(None)
 

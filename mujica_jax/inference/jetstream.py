@@ -249,7 +249,7 @@ class JetStreamEngine(engine_api.Engine):
             if not finite[slot]:
                 logger.warning("the policy gave a log-probability that is not finite: check its weights")
                 valid[slot] = False
-                self._engine.retire(slot, broken_pages=running.lease.pages[len(running.lease.shared) :])
+                self._engine.retire(slot, broken_pages=self._pages.withdraw(running.lease))
                 self._pages.release(running.lease, np.zeros(0, np.int32))
             elif state.slots.remaining[slot] == 0:
                 self._end(slot, running)

@@ -22,7 +22,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mujica_jax.inference import sampling
-from mujica_jax.inference.engine import Decoded, Engine, FlushRow, PrefillRow, SlotState, advance, bucket, filtered
+from mujica_jax.inference.engine import (
+    Decoded,
+    Engine,
+    FlushRow,
+    PrefillRow,
+    SlotState,
+    advance,
+    bucket,
+    filtered,
+    narrowed,
+)
 from mujica_jax.models.decoder import Decoder
 
 SMALLEST_PREFILL_TOKENS = 256
@@ -262,7 +272,7 @@ def _attend(layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences
         both = both.reshape(key.shape[0], -1, pages.shape[3])
         flat = pages.reshape(-1, *pages.shape[2:])
         place = jnp.where(targets < layer_tokens, layer * layer_tokens + targets, flat.shape[0])
-        pages = flat.at[place].set(both.astype(pages.dtype), mode="drop").reshape(pages.shape)
+        pages = flat.at[place].set(narrowed(both, pages.dtype), mode="drop").reshape(pages.shape)
         mixed = ragged_paged_attention(
             jnp.pad(query, filling),
             pages,

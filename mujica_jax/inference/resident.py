@@ -27,7 +27,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.inference import sampling
-from mujica_jax.inference.engine import Decoded, Engine, FlushRow, PrefillRow, SlotState, advance, bucket, filtered
+from mujica_jax.inference.engine import (
+    Decoded,
+    Engine,
+    FlushRow,
+    PrefillRow,
+    SlotState,
+    advance,
+    bucket,
+    filtered,
+    narrowed,
+)
 from mujica_jax.models.decoder import Decoder
 
 SMALLEST_WIDTH_TOKENS = 128
@@ -213,9 +223,11 @@ class ResidentEngine(Engine):
         held = self._held[slot]
         held.active, held.last_used = False, self._clock
         if broken_pages:
+            # A request that was given up before its prompt was read has no row; -1 would be the last one, which is somebody else's.
+            row = held.row if held.row >= 0 else self._num_rows
             for some in _parts([(page,) for page in broken_pages]):
                 (pages,) = _padded(some, (self.num_pages,))
-                self._memory = _clear(self._memory, np.int32(held.row), pages)
+                self._memory = _clear(self._memory, np.int32(row), pages)
             self._lose(held)
 
     @property
@@ -490,9 +502,9 @@ def _shift(memory: Memory, place: Int[Array, ""], tokens: Int[Array, ""]) -> Mem
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
-def _clear(memory: Memory, slot: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
+def _clear(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
     return memory._replace(
-        rows=jax.tree.map(lambda layer: layer.at[slot].set(0), memory.rows),
+        rows=jax.tree.map(lambda layer: layer.at[place].set(0, mode="drop"), memory.rows),
         pages=jax.tree.map(lambda layer: layer.at[pages].set(0, mode="drop"), memory.pages),
     )
 
@@ -552,8 +564,8 @@ def _prefill(
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
         row = tiles.row[:, None]
-        keys[layer] = keys[layer].at[row, :, :, targets].set(key.astype(keys[layer].dtype), mode="drop")
-        values[layer] = values[layer].at[row, :, targets].set(value.astype(values[layer].dtype), mode="drop")
+        keys[layer] = keys[layer].at[row, :, :, targets].set(narrowed(key, keys[layer].dtype), mode="drop")
+        values[layer] = values[layer].at[row, :, targets].set(narrowed(value, values[layer].dtype), mode="drop")
         groups = memory.groups.keys[layer], memory.groups.values[layer]
         return _attention(query, keys[layer][mine], values[layer][mine], readable, *groups, visible)
 
@@ -589,9 +601,9 @@ def _decode(
         readable = jnp.arange(width)[None, None, :] <= in_row[:, None, None]
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-            keys[layer] = keys[layer].at[every, :, :, write_at].set(key[:, 0].astype(keys[layer].dtype), mode="drop")
+            keys[layer] = keys[layer].at[every, :, :, write_at].set(narrowed(key[:, 0], keys[layer].dtype), mode="drop")
             values[layer] = (
-                values[layer].at[every, :, write_at].set(value[:, 0].astype(values[layer].dtype), mode="drop")
+                values[layer].at[every, :, write_at].set(narrowed(value[:, 0], values[layer].dtype), mode="drop")
             )
             groups = memory.groups.keys[layer], memory.groups.values[layer]
             return _attention(query, keys[layer], values[layer], readable, *groups, visible)

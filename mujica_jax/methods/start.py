@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
+from mujica_jax.inference.engines import check_engine
 from mujica_jax.methods.run import Run
 from mujica_jax.models.attention import check_platform
 from mujica_jax.models.decoder import Decoder
@@ -52,6 +53,9 @@ def open_training(config: Config, directory: Path) -> Iterator[Run]:
     if mesh.size > 1:  # the model can be split over it
         shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
     check_rank(size, config.trainer.lora_rank)
+    check_engine(
+        size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
+    )
     store = open_run(directory, dataclasses.asdict(config), ignore=("run",))
     progress = Progress()
     progress.line(f"run directory: {directory}")

@@ -71,7 +71,7 @@ def partition_spec(
         rule = Rule() if axis is None else RULES[axis]
         parts = math.prod(sizes[name] for name in rule.mesh_axes)
         if size % parts:
-            if rule.may_replicate:
+            if rule.may_replicate or size == 1:  # the scale of a kernel in eight bits has one number for all its inputs
                 spec.append(None)
                 continue
             divisors = [count for count in range(1, size + 1) if size % count == 0 and count <= mesh.size]
