@@ -49,7 +49,7 @@ def get_config() -> Config:
             max_trajectory_tokens=4096,
             max_observation_tokens=1500,
         ),
-        engine=EngineConfig(slots=128, decode_steps_per_call=16, prefill_tokens=4096, tensor=4),
+        engine=EngineConfig(slots=128, decode_steps_per_call=16, prefill_tokens=4096, tensor=4, cache_gigabytes=1.5),
         trainer=TrainerConfig(row_tokens=4096, rows_per_step=32, dtype="bfloat16", fsdp=32),
         reading=ReadingConfig(documents=0, steps=0, learning_rate=0.0, learning_rate_floor=0.0),
         warmup=WarmupConfig(steps=100, learning_rate=1e-5, learning_rate_floor=1e-6, reading_share=0.0),

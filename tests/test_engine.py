@@ -23,7 +23,9 @@ from tiny_engine import (
 )
 
 from mujica_jax.inference.engine import Engine, FlushRow, PrefillRow, SlotState, bucket
-from mujica_jax.inference.resident import Places, Tiles, _decode, _prefill
+from mujica_jax.inference.resident_programs import Places, Tiles
+from mujica_jax.inference.resident_programs import decode as decode_program
+from mujica_jax.inference.resident_programs import prefill as prefill_program
 from mujica_jax.inference.sampling import sample, uniforms
 from mujica_jax.learning.losses import token_log_probs
 from mujica_jax.trajectories.packing import pack
@@ -276,7 +278,7 @@ def test_widths_are_few_and_hold_what_they_may():
 
 def lowered_decode(engine: Engine) -> Any:
     whole = np.zeros(engine._num_rows, np.int32)
-    lowered = _decode.lower(
+    lowered = decode_program.lower(
         engine._graph,
         engine._weights,
         engine._memory,
@@ -293,7 +295,7 @@ def lowered_decode(engine: Engine) -> Any:
 def lowered_prefill(engine: Engine) -> Any:
     whole = np.zeros(4, np.int32)
     tiles = Tiles(np.zeros((4, 16), np.int32), whole, whole, whole, Places(whole, whole - 1))
-    lowered = _prefill.lower(engine._graph, engine._weights, engine._memory, tiles, engine._group_lengths())
+    lowered = prefill_program.lower(engine._graph, engine._weights, engine._memory, tiles, engine._group_lengths())
     return lowered.compile().memory_analysis()
 
 

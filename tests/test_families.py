@@ -3,12 +3,17 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from mujica_jax.config import TrainerConfig
 from mujica_jax.errors import UserError
+from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.trainer import Trainer
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import Llama3RopeScaling, from_hugging_face, to_hugging_face
+from mujica_jax.trajectories.packing import Batch
 
 QWEN2_5_7B = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -79,6 +84,18 @@ def test_published_models_have_their_published_number_of_parameters(published, p
     config = from_hugging_face(published)
     decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(decoder))) == parameters
+
+
+@pytest.mark.parametrize("published", [QWEN2_5_7B, QWEN3_8B, LLAMA3_1_8B])
+def test_a_training_step_of_a_published_model_keeps_the_shapes_of_its_state(published):
+    """Without an array: the state of Qwen2.5-7B alone takes 91 GB."""
+    trainer = Trainer(from_hugging_face(published), TrainerConfig(row_tokens=256, rows_per_step=2, dtype="bfloat16"))
+    state = trainer.abstract_state()
+    integers, mask = (jax.ShapeDtypeStruct((2, 256), dtype) for dtype in (jnp.int32, jnp.bool_))
+    rate = schedule(peak=1.0, floor=1.0, total_steps=1)
+    after, metrics = jax.eval_shape(trainer._program.train_step, state, Batch(integers, integers, integers, mask), rate)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    assert {value.shape for value in metrics.values()} == {()}
 
 
 @pytest.mark.parametrize("published", [QWEN2_5_7B, QWEN3_8B, LLAMA3_1_8B])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tiny_engine import MODEL, POSITIONS, SLOTS, decoder, log_probs_of, make_engine, random_tokens
 from traffic import assert_by_hand, complete_all, make_generator, params, run
 
-from mujica_jax.inference import resident
+from mujica_jax.inference import resident_programs
 from mujica_jax.inference.generator import BatchedGenerator
 from mujica_jax.inference.requests import Completion, OverloadError, RequestError, SamplingParams
 
@@ -452,11 +452,11 @@ def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothi
     lengths = [*range(1, POSITIONS - 4, 7), POSITIONS - 4]
     requests = [(random_tokens(length, seed=length), params(4, seed=length)) for length in lengths]
     copied = jax.tree.map(jnp.copy, nnx.state(of))
-    before = resident._prefill._cache_size() + resident._decode._cache_size()
+    before = resident_programs.prefill._cache_size() + resident_programs.decode._cache_size()
     with counting_compilations() as compiled:
         first = make_generator(make_engine(of))
         completions = complete_all(first, requests)
-        programs = resident._prefill._cache_size() + resident._decode._cache_size() - before
+        programs = resident_programs.prefill._cache_size() + resident_programs.decode._cache_size() - before
         # Rows of 128 and of 192 tokens; for each of them one program that decodes, and one that prefills 4 tiles of 16 tokens.
         assert programs == 2 + 2
         assert first.statistics.compiled_programs >= programs, "and a few that move pages"

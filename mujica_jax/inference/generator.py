@@ -70,6 +70,7 @@ class _Request:
     shown: asyncio.Queue | None  # whole tokens, as they become final; None where nobody watches
     matcher: StopMatcher | None
     lease: Lease | None = None
+    blocks: list[int] | None = None  # a name for every full page of the prompt
     computed: int = 0  # tokens of the prompt whose keys and values are in memory
     flushed: int = 0  # tokens of the sequence that the pages hold
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -311,6 +312,8 @@ class BatchedGenerator:
         self._leave_queue()
 
     def _leave_queue(self) -> None:
+        """Whoever was cancelled or has expired while waiting makes room for others."""
+        self._gate = collections.deque(request for request in self._gate if not request.future.done())
         if any(request.future.done() for _, _, request in self._waiting):
             self._waiting = [entry for entry in self._waiting if not entry[2].future.done()]
             heapq.heapify(self._waiting)
@@ -331,17 +334,15 @@ class BatchedGenerator:
             entry = heapq.heappop(self._waiting)
             request = entry[2]
             prompt = request.prompt
+            blocks = self._uncached_blocks(request) if self._reuse else []
+            if blocks and blocks[0] in being_computed:  # it waits for what another one computes
+                later.append(entry)
+                continue
             lease = self._pages.lease(prompt, len(prompt) + request.params.max_new_tokens, reuse=self._reuse)
             if lease is None:  # memory is short: what runs gives some back
                 later.append(entry)
                 break
             request.lease = lease
-            blocks = self._uncached_blocks(request) if self._reuse else []
-            if blocks and blocks[0] in being_computed:
-                self._pages.release(lease, prompt[:0])
-                request.lease = None
-                later.append(entry)
-                continue
             being_computed.update(blocks)
             request.computed = request.flushed = lease.cached_tokens
             slot = self._engine.choose(free, lease.pages, lease.cached_tokens)
@@ -357,11 +358,14 @@ class BatchedGenerator:
         return len(self._running) > already
 
     def _uncached_blocks(self, request: _Request) -> list[int]:
-        """A name for every full page of the prompt that is not in memory yet, which stands for all tokens up to its end."""
-        assert request.lease is not None, "asked of admitted requests"
-        size, prompt = self._engine.page_tokens, request.prompt
-        first = request.lease.cached_tokens // size
-        return [hash(prompt[: (index + 1) * size].tobytes()) for index in range(first, (len(prompt) - 1) // size)]
+        """A name for every full page of the prompt that is not in memory, which stands for all tokens up to its end."""
+        if request.blocks is None:
+            size, prompt, name, request.blocks = self._engine.page_tokens, request.prompt, 0, []
+            for start in range(0, (len(prompt) - 1) // size * size, size):
+                name = hash((name, prompt[start : start + size].tobytes()))
+                request.blocks.append(name)
+        cached = self._pages.cached_pages(request.prompt) if request.lease is None else len(request.lease.shared)
+        return request.blocks[cached:]
 
     def _open_gate(self, held_back: int = 0) -> None:
         """Fill the queue; so many of its places belong to requests that are held in hand."""

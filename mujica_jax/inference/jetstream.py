@@ -122,10 +122,16 @@ class JetStreamEngine(engine_api.Engine):
         with self._prefilling:
             with self._lock:
                 lease = self._lease(sequence, len(sequence))
-            if lease.cached_tokens < len(sequence) - 1:
-                for row in self._chunks(self._spare, lease, sequence):
-                    with self._lock:
-                        self._engine.prefill([row])
+            try:
+                if lease.cached_tokens < len(sequence) - 1:
+                    for row in self._chunks(self._spare, lease, sequence):
+                        with self._lock:
+                            self._engine.prefill([row])
+            except Exception:
+                with self._lock:
+                    self._engine.retire(self._spare)
+                    self._pages.release(lease, sequence[:0])
+                raise
             with self._lock:
                 self._end(self._spare, _Running(lease, sequence.tolist(), lease.cached_tokens))
         return Prefix(tuple(sequence.tolist()))

@@ -100,6 +100,10 @@ class Pages:
         cached_tokens = len(path) * self.page_tokens + tail_tokens
         return Lease([node.page for node in path] + new, path, cached_tokens, copied, self._age)
 
+    def cached_pages(self, prompt: Int[np.ndarray, " prompt"]) -> int:
+        """Full pages that a lease of this prompt would find; nothing is used or kept by asking."""
+        return len(self._match(prompt[:-1])[0])
+
     def share(self, lease: Lease, tokens: Int[np.ndarray, " tokens"]) -> None:
         """The lease's pages hold these tokens now: let others read the full ones."""
         if lease.age != self._age:

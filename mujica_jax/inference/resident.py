@@ -15,77 +15,37 @@ t - offset of its row, where offset is the length of its group.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
-from mujica_jax.inference import sampling
+from mujica_jax.inference import resident_memory as memory
+from mujica_jax.inference import resident_programs as programs
 from mujica_jax.inference.engine import (
     Decoded,
     Engine,
     FlushRow,
     PrefillRow,
     SlotState,
-    advance,
     bucket,
     filtered,
-    narrowed,
 )
 from mujica_jax.models.decoder import Decoder
 
 SMALLEST_WIDTH_TOKENS = 128
 GROUPS = 2  # planner and worker have one beginning each
 SMALLEST_GROUP_TOKENS, SMALLEST_GROUP_ROWS = 64, 4  # below, a product of its own costs more than it saves
-TILE_TOKENS = {
-    "cpu": 16
-}  # a prefill call is cut into tiles of one request each: the padding is less than one tile a request
+# A prefill call is cut into tiles of one request each: the padding is less than one tile a request.
+TILE_TOKENS = {"cpu": 16}
 OTHER_TILE_TOKENS = 64
 CALL_TILES = (4, 16, 64, 256)  # tiles in one prefill call: few programs, and with two or three calls little is padded
 ROW_LEVELS = (1, 2, 4)  # rows there may be: slots divided by one of these
 CALLS_BEFORE_FEWER_ROWS = 2  # few requests in this many decode calls: not only between a turn and the next
-NEVER = -1e30  # finite, so that a fully masked row gives numbers and no NaN
-
-
-class KeysValues(NamedTuple):
-    """One array a layer."""
-
-    keys: tuple[Float[Array, "rows kv_heads head_dim tokens"], ...]
-    values: tuple[Float[Array, "rows kv_heads tokens head_dim"], ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, tokens in each)."""
-        return self.values[0].shape[0], self.values[0].shape[2]
-
-
-class Memory(NamedTuple):
-    pages: KeysValues
-    rows: KeysValues
-    groups: KeysValues  # length 0 where nothing is shared
-
-
-class Places(NamedTuple):
-    """Where the sequences of a call begin: one entry a row, or a tile."""
-
-    offset: Int[np.ndarray | Array, " rows"]  # tokens before it are in the group
-    group: Int[np.ndarray | Array, " rows"]  # -1: none
-
-
-class Tiles(NamedTuple):
-    """A prefill call. A tile that is not used has row = rows and length 0."""
-
-    tokens: Int[np.ndarray | Array, "tiles time"]
-    row: Int[np.ndarray | Array, " tiles"]
-    start: Int[np.ndarray | Array, " tiles"]
-    length: Int[np.ndarray | Array, " tiles"]
-    places: Places
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -93,9 +53,8 @@ class _Held:
     """What a slot has in a row."""
 
     row: int = -1  # -1: nothing
-    pages: list[tuple[int, int]] = dataclasses.field(
-        default_factory=list
-    )  # (page, its version) of the request, from the front
+    # (page, its version) of the request, from the front
+    pages: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     tokens: int = 0  # of the sequence, computed or loaded
     offset: int = 0
     group: int = -1
@@ -128,10 +87,10 @@ class ResidentEngine(Engine):
             pages = self._empty(self.num_pages, self.page_tokens)
         self._start(pages)
 
-    def _start(self, pages: KeysValues) -> None:
+    def _start(self, pages: memory.KeysValues) -> None:
         """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of one that was never killed."""
         rows = self._empty(self._row_levels[0], min(self._smallest_width, self._largest_width))
-        self._memory = Memory(pages, rows, self._empty(1, 0))
+        self._memory = memory.Memory(pages, rows, self._empty(1, 0))
         self._held = [_Held() for _ in range(self.slots)]
         self._slot_of_row = [-1] * self._row_levels[0]
         self._groups: list[_Group | None] = []
@@ -152,7 +111,7 @@ class ResidentEngine(Engine):
         for some in _parts(pairs):
             sources, targets = _padded(some, (0, self.num_pages))
             self._count("copy", len(sources))
-            self._memory = _copy(self._memory, sources, targets)
+            self._memory = memory.copy_pages(self._memory, sources, targets)
         for _, target in pairs:
             self._version[target] += 1
 
@@ -173,7 +132,7 @@ class ResidentEngine(Engine):
         self._give_up_rows(len(slots))
         rows = np.asarray([self._held[slot].row for slot in slots])
         held = [self._held[slot] for slot in slots]
-        places = Places(np.zeros(self._num_rows, np.int32), np.full(self._num_rows, -1, np.int32))
+        places = programs.Places(np.zeros(self._num_rows, np.int32), np.full(self._num_rows, -1, np.int32))
         places.offset[rows] = [one.offset for one in held]
         places.group[rows] = [one.group for one in held]
         in_rows = SlotState.idle(self._num_rows)
@@ -183,7 +142,7 @@ class ResidentEngine(Engine):
         self._widen(int(written[rows].max(initial=1)))
         self._count("decode", filtered(state))
         with self._over_mesh():
-            self._memory, after, found = _decode(
+            self._memory, after, found = programs.decode(
                 self._graph,
                 self._weights,
                 self._memory,
@@ -217,7 +176,7 @@ class ResidentEngine(Engine):
         for some in _parts(moves):
             places, indices, pages = _padded(some, (0, 0, self.num_pages))
             self._count("flush", len(places))
-            self._memory = _store(self._memory, places, indices, pages)
+            self._memory = memory.store_pages(self._memory, places, indices, pages)
 
     def retire(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         held = self._held[slot]
@@ -227,7 +186,8 @@ class ResidentEngine(Engine):
             row = held.row if held.row >= 0 else self._num_rows
             for some in _parts([(page,) for page in broken_pages]):
                 (pages,) = _padded(some, (self.num_pages,))
-                self._memory = _clear(self._memory, np.int32(row), pages)
+                self._count("clear", len(pages))
+                self._memory = memory.clear(self._memory, np.int32(row), pages)
             self._lose(held)
 
     @property
@@ -265,7 +225,7 @@ class ResidentEngine(Engine):
         for some in _parts(moves):
             places, indices, pages = _padded(some, (self._num_rows, 0, 0))
             self._count("load", len(places))
-            self._memory = _load(self._memory, places, indices, pages)
+            self._memory = memory.load_pages(self._memory, places, indices, pages)
 
     def _holds(self, row: PrefillRow) -> bool:
         held, count = self._held[row.slot], -(-row.start // self.page_tokens)
@@ -280,7 +240,10 @@ class ResidentEngine(Engine):
         needed = sum(held.active for held in self._held)
         if needed > self._num_rows:
             count = next(level for level in self._row_levels if level >= needed)
-            self._memory = self._memory._replace(rows=_larger(self._memory.rows, count, self._memory.rows.shape[1]))
+            self._count("more rows", count)
+            self._memory = self._memory._replace(
+                rows=memory.larger(self._memory.rows, count, self._memory.rows.shape[1])
+            )
             self._slot_of_row += [-1] * (count - self._num_rows)
         without = [row.slot for row in rows if self._held[row.slot].row < 0]
         free = [place for place, slot in enumerate(self._slot_of_row) if slot < 0]
@@ -308,7 +271,8 @@ class ResidentEngine(Engine):
                 self._lose(held)
         kept = [held for held in self._held if held.active]
         places = np.asarray([held.row for held in kept] + [0] * (count - len(kept)), np.int32)
-        self._memory = self._memory._replace(rows=_pick(self._memory.rows, places))
+        self._count("fewer rows", count)
+        self._memory = self._memory._replace(rows=memory.pick_rows(self._memory.rows, places))
         self._slot_of_row = [-1] * count
         slot_of = {id(held): slot for slot, held in enumerate(self._held)}
         for place, held in enumerate(kept):
@@ -339,7 +303,7 @@ class ResidentEngine(Engine):
         for held in others:
             if held.pages[: len(common)] == common and held.tokens >= tokens > held.offset:
                 self._count("shift")
-                self._memory = _shift(self._memory, np.int32(held.row), np.int32(tokens - held.offset))
+                self._memory = memory.shift_row(self._memory, np.int32(held.row), np.int32(tokens - held.offset))
                 held.group, held.offset = place, tokens
         self._narrow(others)
 
@@ -348,14 +312,17 @@ class ResidentEngine(Engine):
             self._groups.append(None)
         self._groups[place] = group
         longest = max(one.tokens for one in self._groups if one is not None)
-        length = bucket(longest, SMALLEST_GROUP_TOKENS, self._largest_width)
+        length = bucket(longest, max(SMALLEST_GROUP_TOKENS, 2 * self.page_tokens), self._largest_width)
         count, held = self._memory.groups.shape
         if len(self._groups) > count or length > held:
-            groups = _larger(self._memory.groups, max(len(self._groups), count), max(length, held))
+            self._count("larger groups", len(self._groups), length)
+            groups = memory.larger(self._memory.groups, max(len(self._groups), count), max(length, held))
             self._memory = self._memory._replace(groups=groups)
-        pages = np.asarray([page for page, _ in group.pages], np.int32)
-        self._count("group", len(pages))
-        self._memory = _hold(self._memory, np.int32(place), pages)
+        # Filled up with its last page, which lies beyond its length there: one program whatever the group.
+        pages = np.full(self._memory.groups.shape[1] // self.page_tokens, group.pages[-1][0], np.int32)
+        pages[: len(group.pages)] = [page for page, _ in group.pages]
+        self._count("group")
+        self._memory = memory.hold_group(self._memory, np.int32(place), pages)
 
     def _best_group(self, pages: Sequence[tuple[int, int]], start: int) -> int:
         """The longest group that these pages begin with, -1 if there is none."""
@@ -380,20 +347,21 @@ class ResidentEngine(Engine):
         tokens = np.zeros((count, self._tile_tokens), np.int32)
         rows = np.full(count, self._num_rows, np.int32)  # tiles that are not used write nowhere
         starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        places = Places(np.zeros(count, np.int32), np.full(count, -1, np.int32))
+        places = programs.Places(np.zeros(count, np.int32), np.full(count, -1, np.int32))
         for index, (held, start, ids) in enumerate(tiles):
             tokens[index, : len(ids)] = ids
             rows[index], starts[index], lengths[index] = held.row, start, len(ids)
             places.offset[index], places.group[index] = held.offset, held.group
         self._count("prefill", count)
-        call = Tiles(tokens, rows, starts, lengths, places)
+        call = programs.Tiles(tokens, rows, starts, lengths, places)
         with self._over_mesh():
-            self._memory = _prefill(self._graph, self._weights, self._memory, call, self._group_lengths())
+            self._memory = programs.prefill(self._graph, self._weights, self._memory, call, self._group_lengths())
 
     def _widen(self, tokens: int) -> None:
         if tokens > self._memory.rows.shape[1]:
             width = bucket(tokens, self._smallest_width, self._largest_width)
-            self._memory = self._memory._replace(rows=_larger(self._memory.rows, self._num_rows, width))
+            self._count("wider rows", width)
+            self._memory = self._memory._replace(rows=memory.larger(self._memory.rows, self._num_rows, width))
 
     def _narrow(self, active: Sequence[_Held]) -> None:
         """Give up width that no active row needs."""
@@ -401,19 +369,20 @@ class ResidentEngine(Engine):
         width = bucket(needed, self._smallest_width, self._largest_width)
         if width >= self._memory.rows.shape[1]:
             return
-        self._memory = self._memory._replace(rows=_narrower(self._memory.rows, width))
+        self._count("narrower rows", width)
+        self._memory = self._memory._replace(rows=memory.narrower(self._memory.rows, width))
         for held in self._held:
             if held.tokens - held.offset > width:
                 self._lose(held)
 
-    def _empty(self, rows: int, tokens: int) -> KeysValues:
+    def _empty(self, rows: int, tokens: int) -> memory.KeysValues:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         sharding = self.mesh and NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
 
         def layers(*shape: int) -> tuple[Array, ...]:
             return tuple(jnp.zeros(shape, self._dtype, device=sharding) for _ in range(self.config.num_layers))
 
-        return KeysValues(layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim))
+        return memory.KeysValues(layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim))
 
     def _count(self, *program: Any) -> None:
         self._programs.add((*program, self._memory.rows.shape, self._memory.groups.shape))
@@ -453,224 +422,3 @@ def _padded(moves: Sequence[tuple[int, ...]], filling: tuple[int, ...]) -> list[
     """The columns of the moves, filled up to 4, 16, 64 or 256 with moves that do nothing."""
     size = next(size for size in (4, 16, 64, 256) if size >= len(moves))
     return list(np.asarray([*moves, *[filling] * (size - len(moves))], np.int32).T)
-
-
-@functools.partial(jax.jit, donate_argnames=("memory",))
-def _copy(memory: Memory, sources: Int[Array, " moves"], targets: Int[Array, " moves"]) -> Memory:
-    pages = jax.tree.map(lambda layer: layer.at[targets].set(layer[sources], mode="drop"), memory.pages)
-    return memory._replace(pages=pages)
-
-
-@functools.partial(jax.jit, donate_argnames=("memory",))
-def _load(
-    memory: Memory, places: Int[Array, " moves"], indices: Int[Array, " moves"], pages: Int[Array, " moves"]
-) -> Memory:
-    def load(axis: int, rows: Array, layer: Array) -> Array:
-        paged, index = _paged(rows, axis, layer.shape[axis]), _page_of_row(places, indices, axis)
-        return paged.at[index].set(layer[pages], mode="drop").reshape(rows.shape)
-
-    return memory._replace(rows=_both(load, memory.rows, memory.pages))
-
-
-@functools.partial(jax.jit, donate_argnames=("memory",))
-def _store(
-    memory: Memory, places: Int[Array, " moves"], indices: Int[Array, " moves"], pages: Int[Array, " moves"]
-) -> Memory:
-    def store(axis: int, layer: Array, rows: Array) -> Array:
-        paged, index = _paged(rows, axis, layer.shape[axis]), _page_of_row(places, indices, axis)
-        return layer.at[pages].set(paged[index], mode="drop")
-
-    return memory._replace(pages=_both(store, memory.pages, memory.rows))
-
-
-@functools.partial(jax.jit, donate_argnames=("memory",))
-def _hold(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
-    def hold(axis: int, groups: Array, layer: Array) -> Array:
-        found = jnp.moveaxis(layer[pages], 0, axis - 1)  # the pages beside the tokens of each
-        found = found.reshape(1, *found.shape[: axis - 1], -1, *found.shape[axis + 1 :])
-        return jax.lax.dynamic_update_slice(groups, found, (place, 0, 0, 0))
-
-    return memory._replace(groups=_both(hold, memory.groups, memory.pages))
-
-
-@functools.partial(jax.jit, donate_argnames=("memory",))
-def _shift(memory: Memory, place: Int[Array, ""], tokens: Int[Array, ""]) -> Memory:
-    def shift(axis: int, rows: Array) -> Array:
-        return rows.at[place].set(jnp.roll(rows[place], -tokens, axis=axis - 1))
-
-    return memory._replace(rows=_both(shift, memory.rows))
-
-
-@functools.partial(jax.jit, donate_argnames=("memory",))
-def _clear(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
-    return memory._replace(
-        rows=jax.tree.map(lambda layer: layer.at[place].set(0, mode="drop"), memory.rows),
-        pages=jax.tree.map(lambda layer: layer.at[pages].set(0, mode="drop"), memory.pages),
-    )
-
-
-@jax.jit
-def _pick(rows: KeysValues, places: Int[Array, " rows"]) -> KeysValues:
-    return jax.tree.map(lambda layer: layer[places], rows)
-
-
-@functools.partial(jax.jit, static_argnames=("count", "tokens"))
-def _larger(rows: KeysValues, count: int, tokens: int) -> KeysValues:
-    def pad(axis: int, layer: Array) -> Array:
-        filling = [(0, 0)] * 4
-        filling[0], filling[axis] = (0, count - layer.shape[0]), (0, tokens - layer.shape[axis])
-        return jnp.pad(layer, filling)
-
-    return _both(pad, rows)
-
-
-@functools.partial(jax.jit, static_argnames=("tokens",))
-def _narrower(rows: KeysValues, tokens: int) -> KeysValues:
-    return _both(lambda axis, layer: jax.lax.slice_in_dim(layer, 0, tokens, axis=axis), rows)
-
-
-def _both(function: Callable[..., Array], *memories: KeysValues) -> KeysValues:
-    """`function(axis of the tokens, layer of each memory)` for the keys and for the values of every layer."""
-    keys = (function(3, *layers) for layers in zip(*(memory.keys for memory in memories), strict=True))
-    values = (function(2, *layers) for layers in zip(*(memory.values for memory in memories), strict=True))
-    return KeysValues(tuple(keys), tuple(values))
-
-
-def _paged(rows: Array, axis: int, page_tokens: int) -> Array:
-    """The tokens of a row as pages of tokens."""
-    return rows.reshape(*rows.shape[:axis], -1, page_tokens, *rows.shape[axis + 1 :])
-
-
-def _page_of_row(places: Array, indices: Array, axis: int) -> tuple:
-    return (places, *[slice(None)] * (axis - 1), indices)
-
-
-@functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("memory",))
-def _prefill(
-    graph: nnx.GraphDef, weights: nnx.State, memory: Memory, tiles: Tiles, group_lengths: Int[Array, " groups"]
-) -> Memory:
-    decoder = nnx.merge(graph, weights)
-    keys, values = list(memory.rows.keys), list(memory.rows.values)
-    rows, width = memory.rows.shape
-    offsets = jnp.arange(tiles.tokens.shape[1])[None, :]
-    positions = tiles.start[:, None] + offsets
-    in_row = positions - tiles.places.offset[:, None]
-    targets = jnp.where(
-        offsets < tiles.length[:, None], in_row, width
-    )  # padding is written out of bounds, that is nowhere
-    readable = jnp.arange(width)[None, None, :] <= in_row[:, :, None]
-    visible = _visible(tiles.places.group, group_lengths, memory.groups)
-    mine = jnp.minimum(tiles.row, rows - 1)
-
-    def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-        row = tiles.row[:, None]
-        keys[layer] = keys[layer].at[row, :, :, targets].set(narrowed(key, keys[layer].dtype), mode="drop")
-        values[layer] = values[layer].at[row, :, targets].set(narrowed(value, values[layer].dtype), mode="drop")
-        groups = memory.groups.keys[layer], memory.groups.values[layer]
-        return _attention(query, keys[layer][mine], values[layer][mine], readable, *groups, visible)
-
-    decoder(tiles.tokens, positions, attend, scan=False)
-    return memory._replace(rows=KeysValues(tuple(keys), tuple(values)))
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "steps", "filtered"), donate_argnames=("memory",))
-def _decode(
-    graph: nnx.GraphDef,
-    weights: nnx.State,
-    memory: Memory,
-    state: SlotState,
-    places: Places,
-    group_lengths: Int[Array, " groups"],
-    stops: Int[Array, " stops"],
-    *,
-    steps: int,
-    filtered: bool,
-) -> tuple[Memory, SlotState, Decoded]:
-    decoder = nnx.merge(graph, weights)
-    rows, width = memory.rows.shape
-    every = jnp.arange(rows)
-    visible = _visible(places.group, group_lengths, memory.groups)
-    filters = sampling.Filters(state.top_k, state.top_p, state.min_p) if filtered else None
-
-    def step(carry: tuple[KeysValues, SlotState], _: None) -> tuple:
-        rows, state = carry
-        keys, values = list(rows.keys), list(rows.values)
-        running = state.remaining > 0
-        in_row = state.position - places.offset
-        write_at = jnp.where(running, in_row, width)  # a slot that does not run writes nowhere
-        readable = jnp.arange(width)[None, None, :] <= in_row[:, None, None]
-
-        def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-            keys[layer] = keys[layer].at[every, :, :, write_at].set(narrowed(key[:, 0], keys[layer].dtype), mode="drop")
-            values[layer] = (
-                values[layer].at[every, :, write_at].set(narrowed(value[:, 0], values[layer].dtype), mode="drop")
-            )
-            groups = memory.groups.keys[layer], memory.groups.values[layer]
-            return _attention(query, keys[layer], values[layer], readable, *groups, visible)
-
-        hidden = decoder(state.token[:, None], state.position[:, None], attend, scan=False)
-        state, decoded = advance(decoder.logits(hidden[:, 0]), state, stops, filters)
-        return (KeysValues(tuple(keys), tuple(values)), state), decoded
-
-    (rows, state), decoded = jax.lax.scan(step, (memory.rows, state), None, length=steps)
-    return memory._replace(rows=rows), state, decoded
-
-
-def _visible(
-    group: Int[np.ndarray | Array, " rows"], lengths: Int[Array, " groups"], groups: KeysValues
-) -> Bool[Array, "rows groups tokens"]:
-    count, tokens = groups.shape
-    inside = jnp.arange(tokens)[None, :] < lengths[:, None]
-    return (group[:, None, None] == jnp.arange(count)[None, :, None]) & inside[None]
-
-
-def _attention(
-    query: Float[Array, "rows time heads head_dim"],
-    keys: Float[Array, "rows kv_heads head_dim width"],
-    values: Float[Array, "rows kv_heads width head_dim"],
-    readable: Bool[Array, "rows time width"],
-    group_keys: Float[Array, "groups kv_heads head_dim length"],
-    group_values: Float[Array, "groups kv_heads length head_dim"],
-    visible: Bool[Array, "rows groups length"],
-) -> Float[Array, "rows time heads head_dim"]:
-    """Softmax attention over a row and, together with it, over the row's group. Scores and weights are float32."""
-    keys, values, group_keys, group_values = (
-        held.astype(query.dtype) for held in (keys, values, group_keys, group_values)
-    )
-    rows, time, heads, head_dim = query.shape
-    kv_heads, width = keys.shape[1], keys.shape[3]
-    queries = heads // kv_heads * time  # of one head of keys
-    grouped = query.reshape(rows, time, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(rows, kv_heads, queries, head_dim)
-    if time == 1 and keys.dtype == jnp.float32:
-        # A few queries a row: XLA on CPU runs this sum on all cores and the product on one.
-        scores = jnp.sum(grouped[..., None] * keys[:, :, None], axis=3)
-    else:
-        scores = jnp.einsum("rkqd,rkdw->rkqw", grouped, keys).astype(jnp.float32)
-    by_time = (scores * head_dim**-0.5).reshape(rows, kv_heads, -1, time, width)
-    scores = jnp.where(readable[:, None, None], by_time, NEVER).reshape(scores.shape)
-    peak = jnp.max(scores, axis=-1, keepdims=True)
-    length = group_keys.shape[0] * group_keys.shape[3]
-    if length:
-        # One product for all rows: [kv_heads, rows x queries, head_dim] with [kv_heads, head_dim, groups x length].
-        together = grouped.transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, head_dim)
-        flat_keys = group_keys.transpose(1, 2, 0, 3).reshape(kv_heads, head_dim, length)
-        flat_values = group_values.transpose(1, 0, 2, 3).reshape(kv_heads, length, head_dim)
-        group_scores = jnp.einsum("kqd,kds->kqs", together, flat_keys).astype(jnp.float32) * head_dim**-0.5
-        group_scores = group_scores.reshape(kv_heads, rows, queries, length).transpose(1, 0, 2, 3)
-        group_scores = jnp.where(visible.reshape(rows, 1, 1, length), group_scores, NEVER)
-        peak = jnp.maximum(peak, jnp.max(group_scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores - peak)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = jnp.einsum("rkqw,rkwd->rkqd", weights.astype(values.dtype), values)
-    if length:
-        group_weights = jnp.exp(group_scores - peak)
-        total = total + jnp.sum(group_weights, axis=-1, keepdims=True)
-        flat_weights = (
-            group_weights.astype(values.dtype).transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, length)
-        )
-        group_mixed = jnp.einsum("kqs,ksd->kqd", flat_weights, flat_values)
-        mixed = mixed + group_mixed.reshape(kv_heads, rows, queries, head_dim).transpose(1, 0, 2, 3)
-    mixed = (mixed.astype(jnp.float32) / total).astype(query.dtype)
-    mixed = mixed.reshape(rows, kv_heads, -1, time, head_dim).transpose(0, 3, 1, 2, 4)
-    return mixed.reshape(rows, time, heads, head_dim)
