@@ -166,13 +166,14 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint) -> None:
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.methods.run import make_agent
     from mujica_jax.methods.scoring import score_policy
-    from mujica_jax.methods.start import build_task, require_packages, use_compilation_cache
+    from mujica_jax.methods.start import build_task, check_dtypes, require_packages, use_compilation_cache
     from mujica_jax.models.host_memory import keep_freed_memory
     from mujica_jax.report import Progress, score_table
     from mujica_jax.trajectories.objects import write_over
 
     _require_writable(policy.out)
     require_packages(config)
+    check_dtypes(config)
     keep_freed_memory()
     use_compilation_cache()
     task = build_task(config)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -466,3 +467,32 @@ def test_a_run_without_its_configuration_is_refused(refused, tmp_path):
     shutil.rmtree(run)
     run.mkdir()
     assert "run is no run directory" in refused(evaluation, "--checkpoint", "run")
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "named"),
+    [
+        ("trainer", "dtype", "bfloat16", "trainer.dtype needs bfloat16"),
+        ("engine", "cache_dtype", "fp8", "engine.cache_dtype needs float8_e4m3fn"),
+        ("engine", "weights", "int8", "engine.weights needs int8"),
+    ],
+)
+def test_a_type_that_the_platform_does_not_compute_with_is_refused(monkeypatch, section, field, value, named):
+    """CPUs compute with all of them: here one of them raises as XLA does where it is not implemented."""
+    plain = load_config(SMOKE)
+    start.check_dtypes(plain)
+    config = dataclasses.replace(plain, **{section: dataclasses.replace(getattr(plain, section), **{field: value})})
+    start.check_dtypes(config)
+    possible = start._product_in
+
+    def product_in(dtype):
+        if dtype != jnp.float32:
+            raise NotImplementedError(f"no {dtype.name} here")
+        return possible(dtype)
+
+    monkeypatch.setattr(start, "_product_in", product_in)
+    start.check_dtypes(plain)
+    with pytest.raises(
+        UserError, match=rf"{named} and cpu does not compute with it \(no .* here\): choose another one"
+    ):
+        start.check_dtypes(config)

@@ -53,6 +53,7 @@ def test_eight_devices_equal_one(trainer, on_one_device, processes, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), on_eight, on_one_device)
 
 
+@pytest.mark.slow
 def test_every_mesh_computes_what_one_device_does():
     """fsdp 8, fsdp 4 x tensor 2 and data 2 x tensor 4 in training; LoRA, splash attention, embedder and engine on others."""
     command = [sys.executable, str(ROOT / "tests" / "differences_on_devices.py")]

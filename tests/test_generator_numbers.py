@@ -69,6 +69,7 @@ def test_log_probabilities_of_prompts_around_page_borders_are_those_of_the_full_
         np.testing.assert_allclose(completion.logprobs, expected, atol=EXACT)
 
 
+@pytest.mark.slow
 def test_a_request_among_64_gets_what_it_gets_alone(alone):
     others = [(random_tokens(3 + n, seed=1000 + n), params(5 + n % 9, seed=n)) for n in range(64 - len(MIXED))]
     generator = make_generator(make_engine(slots=64, pages=16 * PAGES_A_SLOT))

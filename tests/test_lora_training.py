@@ -54,6 +54,7 @@ def assert_same(left, right, tolerance: float = 0.0) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), left, right)
 
 
+@pytest.mark.slow
 def test_a_step_is_adamw_on_the_gradient_through_merged_weights(trainer, decoder):
     """The gradient by the chain rule through W + (alpha / rank) A B, without qwix."""
     batch = ROWS.batch(slice(0, TRAINER.rows_per_step))

@@ -10,8 +10,8 @@ instead of a read for each, and the rows hold only what follows. With a shared p
 and there are as many as run: all slots, half or a quarter of them.
 
 Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim], where n counts pages, rows or groups:
-both products then run along what lies together (on CPU half the time of keys laid out like values). Token t of a sequence lies at
-t - offset of its row, where offset is the length of its group.
+both products then run along what lies together (on CPU a fifth to a half faster with 48 rows than keys laid out like values, and as fast
+with 256). Token t of a sequence lies at t - offset of its row, where offset is the length of its group.
 """
 
 import dataclasses

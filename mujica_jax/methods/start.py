@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
-from mujica_jax.inference.engines import check_engine
+from mujica_jax.inference.engines import CACHE_DTYPES, check_engine
 from mujica_jax.methods.run import Run
+from mujica_jax.models import quantization
 from mujica_jax.models.attention import check_platform
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -148,9 +149,33 @@ def require_packages(config: Config) -> None:
         import_qwix(f"engine.weights {config.engine.weights}")
 
 
+def check_dtypes(config: Config) -> None:
+    """This platform computes in the types that the configuration names: each is tried, for no table of platforms stays true."""
+    named = {
+        "trainer.dtype": config.trainer.dtype,
+        "engine.cache_dtype": CACHE_DTYPES.get(config.engine.cache_dtype, config.trainer.dtype),
+        "engine.weights": quantization.TYPES.get(config.engine.weights, config.trainer.dtype),
+    }
+    for field, dtype in named.items():
+        try:
+            _product_in(jnp.dtype(dtype)).block_until_ready()
+        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+            platform, reason = jax.default_backend(), str(error).splitlines()[0]
+            raise UserError(
+                f"{field} needs {jnp.dtype(dtype).name} and {platform} does not compute with it ({reason}): choose another one"
+            ) from error
+
+
+def _product_in(dtype: jnp.dtype) -> jax.Array:
+    """A product of values that were stored in this type, as the engine and the trainer make them."""
+    wide = jnp.float32 if dtype.itemsize == 1 else dtype
+    return jax.jit(lambda matrix: matrix.astype(dtype).astype(wide) @ matrix.astype(wide))(jnp.ones((8, 8)))
+
+
 def _mesh(config: Config) -> Mesh:
     """The machine has the devices, and they run the attention kernel that is asked for. Known before a checkpoint is read."""
     check_platform(config.trainer.attention)
+    check_dtypes(config)
     return make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
 
 
