@@ -2,11 +2,14 @@
 
 import asyncio
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_engine import (
     DECODE_STEPS,
     MODEL,
@@ -181,3 +184,52 @@ def test_a_request_that_is_cancelled_before_its_prompt_is_read_takes_nobodys_row
         return [await first, await second]
 
     assert_same(run(main()), expected)
+
+
+BEGINNINGS = (
+    [],
+    random_tokens(8 * PAGE_TOKENS + 3, seed=50),
+    random_tokens(19, seed=51),
+)  # the second is long enough for a group
+TRAFFIC = st.lists(
+    st.tuples(st.sampled_from(BEGINNINGS), st.integers(1, 30), st.integers(1, 6), st.none() | st.integers(0, 4)),
+    min_size=1,
+    max_size=9,
+)
+
+
+@functools.cache
+def busy_engine() -> Engine:
+    """One for all examples: it compiles once."""
+    return engine_of(decoder(), slots=6, num_pages=3 * PAGES_A_SLOT, prefill_tokens=48)
+
+
+@pytest.mark.slow
+@given(waves=st.lists(TRAFFIC, min_size=1, max_size=3))
+@settings(max_examples=12, deadline=None)
+def test_random_traffic_on_rows_and_groups_gives_everyone_the_numbers_of_a_full_forward_pass(waves):
+    """Few pages, prompts in chunks, conversations that come back, requests that are cancelled after some turns of the loop."""
+    generator = make_generator(busy_engine())
+    generator.forget()
+
+    async def one(number: int, beginning: list[int], own: int, new: int, cancelled_after: int | None) -> None:
+        prompt = [*beginning, *random_tokens(own, seed=number)]
+        task = asyncio.ensure_future(generator.generate(prompt, params(new, seed=number)))
+        if cancelled_after is not None:
+            for _ in range(3 * cancelled_after):
+                await asyncio.sleep(0)
+            task.cancel()
+        outcome = await settle(task)
+        if not isinstance(outcome, asyncio.CancelledError):
+            assert isinstance(outcome, Completion) and len(outcome.token_ids) == new
+            expected = log_probs_of(decoder(), [*prompt, *outcome.token_ids], new)
+            np.testing.assert_allclose(outcome.logprobs, expected, atol=EXACT)
+
+    async def main() -> None:
+        for wave in waves:
+            await asyncio.gather(*(one(number, *asked) for number, asked in enumerate(wave)))
+        while generator._running:
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert_nothing_is_held(generator)
