@@ -61,6 +61,7 @@ def test_the_training_step_is_measured(tmp_path):
     assert "nowhere/config.json is missing" in refused
 
 
+@pytest.mark.slow
 def test_under_overload_every_request_is_answered_or_refused_and_memory_is_bounded(tmp_path):
     save_checkpoint(tiny_decoder(), tmp_path / "model")
     sizes = ["--slots", "3", "--queue-size", "5", "--rounds", "3", "--prompt-tokens", "24", "--new-tokens", "6"]
@@ -75,6 +76,7 @@ def test_under_overload_every_request_is_answered_or_refused_and_memory_is_bound
     assert found["memory_growth_mebibytes"] < 100
 
 
+@pytest.mark.slow
 def test_rollouts_are_measured_and_their_work_is_counted_by_the_formula(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # a cache of compiled programs that is empty at first
     wide = dataclasses.replace(MODEL, vocab_size=400, max_position_embeddings=1024)
