@@ -10,7 +10,7 @@ from mujica_jax.inference.engine import Engine
 from mujica_jax.inference.generator import BatchedGenerator
 from mujica_jax.inference.requests import Completion, SamplingParams
 
-PATIENCE_SECONDS = 20.0  # a request that is forgotten would wait for ever
+PATIENCE_SECONDS = 90.0  # a request that is forgotten would wait for ever
 
 
 def params(max_new_tokens: int = 8, temperature: float = 1.0, seed: int = 0, **others: Any) -> SamplingParams:
