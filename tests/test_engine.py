@@ -14,6 +14,7 @@ from tiny_engine import (
     PAGES_A_SLOT,
     POSITIONS,
     SLOTS,
+    decoded,
     decoder,
     log_probs_of,
     make_engine,
@@ -57,18 +58,6 @@ def started(engine: Engine, prompts: dict[int, list[int]], new_tokens: int, **ch
         state.token[slot], state.position[slot] = prompt[-1], len(prompt) - 1
         state.remaining[slot] = new_tokens
     return state
-
-
-def decoded(engine: Engine, state: SlotState) -> dict[int, tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities of each slot until nothing runs."""
-    found = {int(slot): ([], []) for slot in np.flatnonzero(state.remaining)}
-    while state.remaining.any():
-        state, decoded = engine.decode(state)
-        for slot, (of_slot, log_probs) in found.items():
-            valid = decoded.valid[:, slot]
-            of_slot += decoded.tokens[valid, slot].tolist()
-            log_probs += decoded.logprobs[valid, slot].tolist()
-    return found
 
 
 @jax.jit
@@ -300,7 +289,7 @@ def lowered_prefill(engine: Engine) -> Any:
 
 
 def test_no_copy_of_the_memory_is_made_by_a_step():
-    """The memory goes in and comes out in the same place: a step allocates less than a tenth of it."""
+    """The memory goes in and comes out in the same place: a step allocates less than a quarter of it."""
     engine = make_engine(slots=8, pages=40 * PAGES_A_SLOT)
     engine._widen(POSITIONS)
     held = sum(array.nbytes for array in jax.tree.leaves(engine._memory))

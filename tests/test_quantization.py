@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_engine import MODEL, SLOTS, decoder, make_engine, next_token_logits, pages_of_slot, random_tokens
+from tiny_engine import MODEL, SLOTS, decoded, decoder, make_engine, next_token_logits, pages_of_slot, random_tokens
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import PrefillRow, SlotState
@@ -105,10 +105,7 @@ def test_an_engine_samples_greedily_what_the_rounded_model_would(storage, weight
     engine.prefill([PrefillRow(0, pages_of_slot(0), 0, TOKENS[:-1])])
     state = SlotState.idle(SLOTS)
     state.token[0], state.position[0], state.remaining[0] = TOKENS[-1], len(TOKENS) - 1, 12
-    found = []
-    while state.remaining.any():
-        state, decoded = engine.decode(state)
-        found += decoded.tokens[decoded.valid[:, 0], 0].tolist()
+    found, _ = decoded(engine, state)[0]
     sequence = [*TOKENS, *found]
     logits = next_token_logits(dequantised_model(storage), sequence)
     assert found == logits[len(TOKENS) - 1 : -1].argmax(axis=-1).tolist()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
-from tiny_engine import MODEL, NO_STOP, decoder, log_probs_of, make_engine, random_tokens
+from tiny_engine import MODEL, NO_STOP, decoded, decoder, log_probs_of, make_engine, random_tokens
 
 from mujica_jax.inference import ragged
 from mujica_jax.inference.engine import PrefillRow, SlotState, page_bytes
@@ -111,14 +111,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_full_forward(kernel):
     for slot, prompt in prompts.items():
         state.token[slot], state.position[slot], state.temperature[slot] = prompt[-1], len(prompt) - 1, 1.0
         state.remaining[slot] = 5 + slot
-    found: dict[int, tuple[list[int], list[float]]] = {slot: ([], []) for slot in prompts}
-    while state.remaining.any():
-        state, decoded = engine.decode(state)
-        for slot, (tokens, log_probs) in found.items():
-            valid = decoded.valid[:, slot]
-            tokens += decoded.tokens[valid, slot].tolist()
-            log_probs += decoded.logprobs[valid, slot].tolist()
-    for slot, (tokens, log_probs) in found.items():
+    for slot, (tokens, log_probs) in decoded(engine, state).items():
         assert len(tokens) == 5 + slot
         expected = log_probs_of(decoder(), prompts[slot] + tokens, len(tokens))
         np.testing.assert_allclose(log_probs, expected, atol=1e-5)

@@ -7,6 +7,7 @@ from tiny_engine import (
     MODEL,
     PAGE_TOKENS,
     PAGES_A_SLOT,
+    decoded,
     decoder,
     log_probs_of,
     make_engine,
@@ -21,19 +22,14 @@ ONE_LAYER = dataclasses.replace(MODEL, num_layers=1)
 BEGINNING_PAGES = 8  # as long as the shortest group
 
 
-def decoded(engine: Engine, prompts: dict[int, list[int]], new_tokens: int) -> dict[int, tuple[list[int], list[float]]]:
+def decoded_after(
+    engine: Engine, prompts: dict[int, list[int]], new_tokens: int
+) -> dict[int, tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of slots whose prompts are in memory."""
     state = SlotState.idle(engine.slots)
     for slot, prompt in prompts.items():
         state.token[slot], state.position[slot], state.remaining[slot] = prompt[-1], len(prompt) - 1, new_tokens
-    found = {slot: ([], []) for slot in prompts}
-    while state.remaining.any():
-        state, call = engine.decode(state)
-        for slot, (tokens, log_probs) in found.items():
-            valid = call.valid[:, slot]
-            tokens += call.tokens[valid, slot].tolist()
-            log_probs += call.logprobs[valid, slot].tolist()
-    return found
+    return decoded(engine, state)
 
 
 def pages_after(beginning: list[int], slot: int) -> list[int]:
@@ -53,7 +49,7 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_th
     prompts = {slot: [*old, *random_tokens(5, seed=slot)] for slot in range(5)}
     engine.prefill([PrefillRow(slot, pages_after(old_pages, slot), 64, prompts[slot][64:-1]) for slot in prompts])
     assert engine._held[0].group == 0 and engine._held[0].offset == 64
-    first = decoded(engine, prompts, 4)
+    first = decoded_after(engine, prompts, 4)
     held = [*prompts[0], *first[0][0]]
     for slot in prompts:
         engine.flush([FlushRow(slot, pages_after(old_pages, slot), 64, len(prompts[slot]) + 3)])
@@ -64,7 +60,7 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_th
     others = [PrefillRow(slot, pages_after(new_pages, slot), 64, prompts[slot][64:-1]) for slot in prompts]
     engine.prefill([returning, *others])
     prompts[0] = held
-    for slot, (tokens, log_probs) in decoded(engine, prompts, 6).items():
+    for slot, (tokens, log_probs) in decoded_after(engine, prompts, 6).items():
         expected = log_probs_of(decoder(ONE_LAYER), [*prompts[slot], *tokens], 6)
         np.testing.assert_allclose(log_probs, expected, atol=EXACT, err_msg=f"slot {slot}")
 
@@ -81,6 +77,6 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_rows_become_narrower
     others = [PrefillRow(slot, pages_after(pages, slot), 64, prompts[slot][64:-1]) for slot in prompts]
     engine.prefill([*others, PrefillRow(10, pages_of_slot(10), len(long), [])])
     prompts[10] = [*long, 7]
-    for slot, (tokens, log_probs) in decoded(engine, prompts, 6).items():
+    for slot, (tokens, log_probs) in decoded_after(engine, prompts, 6).items():
         expected = log_probs_of(decoder(ONE_LAYER), [*prompts[slot], *tokens], 6)
         np.testing.assert_allclose(log_probs, expected, atol=EXACT, err_msg=f"slot {slot}")

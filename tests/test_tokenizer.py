@@ -1,5 +1,7 @@
 """Conversations are token-true to the chat templates of three families, and no text can smuggle a token in."""
 
+import functools
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -305,3 +307,33 @@ def test_years_in_the_training_text_become_few_tokens():
 def test_a_directory_without_tokenizer_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no tokenizer.json"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "trained"])
+@given(text=st.text(max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_the_bytes_of_tokens_are_those_of_their_text(kind, text):
+    """Characters that are spread over several tokens too: stop strings are looked for in these bytes."""
+    tokenizer = Tokenizer(WRAPPED[kind]) if kind in FAMILIES else _trained()
+    ids = tokenizer.encode_trusted(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    end = tokenizer.end_of_turn_id
+    assert tokenizer.token_bytes(end) == tokenizer.decode([end]).encode()
+
+
+def test_the_bytes_of_tokens_of_another_kind_of_vocabulary():
+    """SentencePiece's way: a space is U+2581, and a byte outside the alphabet has a token of its own. Ids that nobody has add nothing."""
+    vocabulary = {"<unk>": 0, "\u2581Paris": 1, "s": 2, "<0x0A>": 3, "<0xC3>": 4, "<0xA9>": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+    ids = [1, 2, 3, 4, 5]
+    assert b"".join(map(tokenizer.token_bytes, ids)) == " Pariss\n\u00e9".encode() == tokenizer.decode(ids).encode()
+    assert tokenizer.token_bytes(99) == b""
+
+
+@functools.cache
+def _trained() -> Tokenizer:
+    return Tokenizer.train(iter(CORPUS), 400)

@@ -12,7 +12,7 @@ from flax import nnx
 from packed_rows import MODEL as ONE_LAYER
 from tiny_models import filled_decoder
 
-from mujica_jax.inference.engine import Engine
+from mujica_jax.inference.engine import Engine, SlotState
 from mujica_jax.inference.resident import ResidentEngine
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
@@ -55,6 +55,18 @@ def make_engine(
 def pages_of_slot(slot: int) -> range:
     """Pages of its own for a slot, where no tree hands them out."""
     return range(slot * PAGES_A_SLOT, (slot + 1) * PAGES_A_SLOT)
+
+
+def decoded(engine: Engine, state: SlotState) -> dict[int, tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of each slot until nothing runs."""
+    found = {int(slot): ([], []) for slot in np.flatnonzero(state.remaining)}
+    while state.remaining.any():
+        state, call = engine.decode(state)
+        for slot, (of_slot, log_probs) in found.items():
+            valid = call.valid[:, slot]
+            of_slot += call.tokens[valid, slot].tolist()
+            log_probs += call.logprobs[valid, slot].tolist()
+    return found
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

@@ -151,7 +151,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (from, to); all are read before any is written."""
+        """Copy pages (from, to), in the order of their leases: a page may be copied from and then copied to, never the other way."""
 
     @abc.abstractmethod
     def prefill(self, rows: Sequence[PrefillRow]) -> None:

@@ -203,6 +203,7 @@ class ResidentEngine(Engine):
     def _bring(self, rows: Sequence[PrefillRow]) -> None:
         """Make every row hold what its request has in pages."""
         fresh = [row for row in rows if not self._holds(row)]
+        to_load = {row.slot for row in fresh}
         for row in fresh:
             held = self._held[row.slot]
             held.pages, held.tokens, held.group, held.offset = [], 0, -1, 0
@@ -212,7 +213,7 @@ class ResidentEngine(Engine):
         for row in rows:
             held = self._held[row.slot]
             pages = self._versions(row.pages)
-            if row in fresh:
+            if row.slot in to_load:
                 group = self._best_group(pages, row.start)
                 offset = 0 if group < 0 else self._groups[group].tokens  # pyright: ignore[reportOptionalMemberAccess]
                 held.group, held.offset = group, offset

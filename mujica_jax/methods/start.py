@@ -156,13 +156,17 @@ def check_dtypes(config: Config) -> None:
         "engine.cache_dtype": CACHE_DTYPES.get(config.engine.cache_dtype, config.trainer.dtype),
         "engine.weights": quantization.TYPES.get(config.engine.weights, config.trainer.dtype),
     }
+    tried: set[jnp.dtype] = set()  # each costs a compilation at the start
     for field, dtype in named.items():
+        if (kind := jnp.dtype(dtype)) in tried:
+            continue
+        tried.add(kind)
         try:
-            _product_in(jnp.dtype(dtype)).block_until_ready()
+            _product_in(kind).block_until_ready()
         except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
             platform, reason = jax.default_backend(), str(error).splitlines()[0]
             raise UserError(
-                f"{field} needs {jnp.dtype(dtype).name} and {platform} does not compute with it ({reason}): choose another one"
+                f"{field} needs {kind.name} and {platform} does not compute with it ({reason}): choose another one"
             ) from error
 
 

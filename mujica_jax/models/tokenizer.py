@@ -258,7 +258,7 @@ def _bytes_of(token: str | None, byte_level: bool) -> bytes:
     as U+2581 and bytes outside their alphabet as <0x0A>."""
     if token is None:  # a gap in the ids
         return b""
-    if byte_level:
+    if byte_level and all(character in _byte_of_character() for character in token):  # a stray entry stands for itself
         return bytes(_byte_of_character()[character] for character in token)
     if BYTE_TOKEN.fullmatch(token):
         return bytes([int(token[3:5], 16)])
