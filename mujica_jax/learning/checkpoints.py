@@ -19,7 +19,6 @@ import jax
 from jax.experimental import multihost_utils
 
 from mujica_jax.errors import UserError
-from mujica_jax.interrupts import interrupts_deferred
 from mujica_jax.learning.optimizer import path_name
 from mujica_jax.trajectories.objects import explained, file_description, require_space, sync
 
@@ -49,11 +48,7 @@ class Checkpoints:
         with explained(folder):
             self.directory.mkdir(parents=True, exist_ok=True)
         require_space(self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES)
-        with (
-            interrupts_deferred(),
-            explained(folder),
-            orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer,
-        ):
+        with explained(folder), orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
             checkpointer.save(folder / "arrays", args=orbax.args.StandardSave(arrays))
         if jax.process_index() == 0:
             shapes = {name: list(array.shape) for name, array in arrays.items()}
