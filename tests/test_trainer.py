@@ -19,9 +19,9 @@ from mujica_jax.learning.trainer import (
     Trainer,
     TrainState,
     fit,
-    rows_of_step,
     steps_of_epochs,
 )
+from mujica_jax.trajectories.batches import rows_of_step
 from mujica_jax.trajectories.packing import pack
 
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
@@ -89,12 +89,13 @@ def test_resumed_equals_uninterrupted_bit_for_bit(trainer, decoder, tmp_path):
         trainer,
         trainer.initial_state(decoder),
         on_step=whole.append,
-        save=lambda state, step: checkpoints.save(state, {"step": step}),
+        save=lambda state, step, place: checkpoints.save(state, {"step": step, "input": place}),
         save_every_steps=5,
     )
+    checkpoints.finish()
     state, loop_state = Checkpoints(tmp_path, keep=2).restore_latest(trainer.abstract_state())
-    assert loop_state == {"step": 5} and int(state.step) == 5
-    resumed = run(trainer, state, on_step=after.append)
+    assert loop_state["step"] == int(state.step) == 5
+    resumed = run(trainer, state, input_state=loop_state["input"], on_step=after.append)
     assert_same(resumed.state, uninterrupted.state)
     assert after == whole[5:]
 
@@ -106,7 +107,7 @@ def test_stopped_and_continued_equals_uninterrupted(trainer, decoder):
         trainer,
         trainer.initial_state(decoder),
         should_stop=lambda: next(stops),
-        save=lambda state, step: saved.append(step),
+        save=lambda state, step, place: saved.append(step),
         save_every_steps=2,
     )
     assert (first.steps, first.stopped, saved) == (3, True, [2, 3])
@@ -121,7 +122,7 @@ def test_a_stop_right_after_a_save_does_not_save_again(trainer, decoder):
         trainer,
         trainer.initial_state(decoder),
         should_stop=lambda: next(stops),
-        save=lambda state, step: saved.append(step),
+        save=lambda state, step, place: saved.append(step),
         save_every_steps=2,
     )
     assert saved == [2]
@@ -141,7 +142,7 @@ def test_the_order_of_the_loop(trainer, decoder, monkeypatch):
         trainer.initial_state(decoder),
         4,
         on_step=lambda metrics: events.append(f"read {metrics.step}"),
-        save=lambda state, step: events.append(f"save {step}"),
+        save=lambda state, step, place: events.append(f"save {step}"),
         save_every_steps=3,
     )
     assert events == ["dispatch", "dispatch", "read 1", "dispatch", "read 2", "read 3", "save 3", "dispatch", "read 4"]
@@ -152,7 +153,7 @@ def test_nan_ends_the_run_before_anything_is_saved(trainer, decoder):
     state.params["final_norm"][...] = state.params["final_norm"][...].at[0].set(jnp.nan)
     saved = []
     with pytest.raises(NotFinite, match="step 3 has loss nan"):
-        run(trainer, state, save=lambda state, step: saved.append(step), save_every_steps=1)
+        run(trainer, state, save=lambda state, step, place: saved.append(step), save_every_steps=1)
     assert saved == []
 
 
@@ -170,7 +171,7 @@ def test_an_infinite_loss_or_gradient_ends_the_run_at_its_step(trainer, decoder,
         run(
             trainer,
             trainer.initial_state(decoder),
-            save=lambda state, step: saved.append(step),
+            save=lambda state, step, place: saved.append(step),
             save_every_steps=1,
         )
     assert saved == [1]
