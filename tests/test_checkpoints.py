@@ -141,7 +141,7 @@ def slow_disk(monkeypatch) -> threading.Event:
 
 def test_a_save_goes_on_beside_steps_that_reuse_its_buffers(tmp_path, slow_disk):
     step = jax.jit(lambda now: jax.tree.map(lambda leaf: leaf * 2, now), donate_argnums=0)
-    now, expected = state(1, width=4096), state(1, width=4096)
+    now, expected = state(1, width=1 << 20), state(1, width=1 << 20)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(now, {"round": 1})
         for _ in range(5):
@@ -149,7 +149,7 @@ def test_a_save_goes_on_beside_steps_that_reuse_its_buffers(tmp_path, slow_disk)
         jax.block_until_ready(now)
         assert not (tmp_path / "000001" / COMMITTED).exists(), "the steps went on before the save was done"
         slow_disk.set()
-    assert_same(Checkpoints(tmp_path, keep=1).restore_latest(state(0, width=4096))[0], expected)
+    assert_same(Checkpoints(tmp_path, keep=1).restore_latest(state(0, width=1 << 20))[0], expected)
 
 
 def test_one_save_is_under_way_at_a_time(tmp_path, slow_disk):

@@ -8,9 +8,10 @@ A checkpoint without COMMITTED, or whose files are not what it lists, is ignored
 before Orbax opens them, because Orbax restores most flipped bits without a word. Numbers only count up, so nothing is ever
 overwritten; the last `keep` stay, and the one with the highest metric where saves are given one.
 
-A save holds the loop while the arrays are copied to the host, so that the next step may reuse their buffers; a thread writes, checks and
-commits them. One save is under way at a time: the next one, a restore, `finish` and the end of a `with` block wait for it and raise what
-went wrong in it. Called by the methods around `learning.trainer.fit`. Orbax is imported on first use: 0.3 s.
+A save holds the loop while the arrays are copied to the host; a thread writes, checks and commits them. (On CPU there is no copy: a step
+does not reuse a buffer that the writer still looks at.) One save is under way at a time: the next one, a restore, `finish` and the end of a
+`with` block wait for it and raise what went wrong in it. Called by the methods around `learning.trainer.fit`. Orbax is imported on
+first use: 0.3 s.
 """
 
 import json
@@ -23,7 +24,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from mujica_jax.errors import UserError
@@ -93,7 +93,7 @@ class Checkpoints:
         json.dumps(manifest, allow_nan=False)  # what JSON does not hold is refused here, not in the thread
         with explained(folder):
             writer = orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())
-            writer.save(folder / "arrays", args=orbax.args.StandardSave(_of_their_own(arrays)))
+            writer.save(folder / "arrays", args=orbax.args.StandardSave(arrays))
             self._under_way = self._thread.submit(self._commit_when_written, writer, folder, manifest)
 
     def _commit_when_written(self, writer: Any, folder: Path, manifest: dict[str, Any]) -> None:
@@ -162,13 +162,6 @@ def _flatten(state: Any) -> dict[str, Any]:
     flat = {path_name(path): leaf for path, leaf in leaves}
     assert len(flat) == len(leaves), "every leaf has a path of its own"
     return flat
-
-
-def _of_their_own(arrays: dict[str, Any]) -> dict[str, Any]:
-    """On CPU the host's copy of an array is the array itself, which the next step would overwrite while it is being written."""
-    if any(device.platform == "cpu" for array in arrays.values() for device in array.devices()):
-        return jax.tree.map(jnp.copy, arrays)
-    return arrays
 
 
 def _commit(folder: Path, manifest: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ static shapes. Called by `learning.trainer`.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +101,10 @@ def _token_scores(
     deep = decoder.config.num_layers > UNROLLED_LAYERS
     kept: Remat = ("full" if deep else "none") if remat == "auto" else remat
     hidden = decoder(tokens, positions, causal_self_attention(segments, attention), scan=deep, remat=kept)
-    found = _target_scores(decoder.head_table(), hidden, targets, predicted, normalized)
-    return TokenScores(*(jnp.roll(scored, 1, axis=1) for scored in found))  # column 0 receives the last position's 0
+    log_probs, normalizers = _target_scores(decoder.head_table(), hidden, targets, predicted, normalized)
+    return TokenScores(
+        jnp.roll(log_probs, 1, axis=1), jnp.roll(normalizers, 1, axis=1)
+    )  # column 0 receives the last position's 0
 
 
 def _target_scores(
@@ -111,13 +113,13 @@ def _target_scores(
     targets: Int[Array, "rows time"],
     wanted: Bool[Array, "rows time"],
     normalized: bool,
-) -> TokenScores:
+) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     """log p of `targets` under the logits of `hidden`, and the normalizers of these logits; 0 where not wanted.
 
     Each device walks through the rows it holds: the head is gathered once and its gradient summed once, where the compiler, left
     alone, would do both in every chunk. The tensor axis stays the compiler's.
     """
-    walk = functools.partial(_chunked_scores, normalized=normalized)
+    walk: Any = functools.partial(_chunked_scores, normalized=normalized)
     mesh = jax.sharding.get_abstract_mesh()
     split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     if not split:
@@ -126,7 +128,7 @@ def _target_scores(
     return jax.shard_map(
         walk,
         in_specs=(whole, rows, rows, rows),
-        out_specs=TokenScores(rows, rows),
+        out_specs=(rows, rows),
         axis_names=set(split),
         check_vma=False,
     )(table, hidden, targets, wanted)
@@ -139,7 +141,7 @@ def _chunked_scores(
     wanted: Bool[Array, "rows time"],
     *,
     normalized: bool,
-) -> TokenScores:
+) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     rows, time = targets.shape
     chunk = min(time, max(1, CHUNK_POSITIONS // rows))
     chunks = -(-time // chunk)
@@ -153,12 +155,13 @@ def _chunked_scores(
         padded = jnp.pad(moved, ((0, 0), (0, chunks * chunk - time), *[(0, 0)] * (array.ndim - 2)))
         return jnp.moveaxis(padded.reshape(rows, chunks, chunk, *array.shape[2:]), 1, 0)
 
-    def in_rows(walked: Float[Array, "chunks rows chunk"]) -> Float[Array, "rows time"]:
+    def in_rows(walked: Array) -> Float[Array, "rows time"]:
         moved = jnp.moveaxis(walked, 0, 1).reshape(rows, chunks * chunk)[:, :time]
         return jnp.where(wanted, jnp.take_along_axis(moved, place, axis=1), 0.0)
 
-    log_probs, normalizers = _walk(normalized, table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
-    return TokenScores(in_rows(log_probs), in_rows(normalizers) if normalized else jnp.zeros_like(wanted, jnp.float32))
+    walked: Any = _walk(normalized, table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
+    log_probs, normalizers = walked
+    return in_rows(log_probs), in_rows(normalizers) if normalized else jnp.zeros_like(wanted, jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,7 +213,7 @@ def _walk_backward(
     table, *chunks = kept
     narrow = table.astype(chunks[0].dtype)
 
-    def one_chunk(head: Array, chunk_of: tuple[Array, Array, Array, tuple[Array, Array | None]]) -> tuple[Array, Array]:
+    def one_chunk(head: Array, chunk_of: Any) -> tuple[Array, Array]:
         hidden, targets, wanted, (of_log_probs, of_normalizers) = chunk_of
 
         def some(head: Array) -> tuple[Array, Array]:

@@ -80,8 +80,8 @@ class _RowsOfSteps:
     def __len__(self) -> int:
         return sys.maxsize  # the epochs never end
 
-    def __getitem__(self, step: SupportsIndex) -> Int[np.ndarray, "rows"]:
-        chosen = rows_of_step(self.num_rows, self.rows_per_step, seed=self.seed, step=int(step))
+    def __getitem__(self, index: SupportsIndex) -> Int[np.ndarray, "rows"]:
+        chosen = rows_of_step(self.num_rows, self.rows_per_step, seed=self.seed, step=int(index))
         share = self.rows_per_step // self.process_count
         return chosen[self.process_index * share : (self.process_index + 1) * share]
 
