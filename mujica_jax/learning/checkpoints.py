@@ -27,7 +27,6 @@ import jax
 from jax.experimental import multihost_utils
 
 from mujica_jax.errors import UserError
-from mujica_jax.interrupts import interrupts_deferred
 from mujica_jax.learning.optimizer import path_name
 from mujica_jax.trajectories.objects import explained, file_description, require_space, sync
 
@@ -68,8 +67,7 @@ class Checkpoints:
         if self._under_way is None:
             return
         under_way, self._under_way = self._under_way, None
-        with interrupts_deferred():
-            under_way.result()
+        under_way.result()
         _meet_other_processes("the checkpoint is committed")
 
     def save(self, state: Any, loop_state: dict[str, Any], *, metric: float | None = None) -> None:
@@ -93,7 +91,7 @@ class Checkpoints:
             "types": {name: str(array.dtype) for name, array in arrays.items()},
         }
         json.dumps(manifest, allow_nan=False)  # what JSON does not hold is refused here, not in the thread
-        with interrupts_deferred(), explained(folder):
+        with explained(folder):
             writer = orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())
             writer.save(folder / "arrays", args=orbax.args.StandardSave(arrays))
             self._under_way = self._thread.submit(self._commit_when_written, writer, folder, manifest)
