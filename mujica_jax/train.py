@@ -9,7 +9,6 @@ import shlex
 import signal
 import sys
 import time
-from pathlib import Path
 
 from mujica_jax.config import Config
 from mujica_jax.config_checks import check
@@ -29,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = command_line(words, default=DEFAULT_CONFIG)
         check(config)
         directory = config.run or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        train(config, Path(directory))
+        train(config, directory)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def train(config: Config, directory: Path) -> None:
+def train(config: Config, directory: str) -> None:
     """The whole run. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.methods.control import run_control
@@ -48,8 +47,9 @@ def train(config: Config, directory: Path) -> None:
     from mujica_jax.methods.start import open_training
     from mujica_jax.methods.warmup import warm_up
     from mujica_jax.report import Summary, closing_table, question_tree, summary_dict
+    from mujica_jax.trajectories.run_directory import run_path
 
-    with open_training(config, directory) as run:
+    with open_training(config, run_path(directory)) as run:
         state, warmed, demonstrations = warm_up(run)
         _, rounds = run_mygo(run, state, demonstrations.rewarded)
         control = [run_control(run, state, demonstrations.rows, rounds)] if config.eval.control else []

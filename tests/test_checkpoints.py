@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -5,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_bucket import FakeBucket, use
 from flax import nnx
 
 from mujica_jax.errors import UserError
 from mujica_jax.learning.checkpoints import COMMITTED, Checkpoints
+from mujica_jax.trajectories.run_directory import RunPath, run_path
 
 
 class State(NamedTuple):
@@ -30,30 +35,40 @@ def folders(checkpoints: Checkpoints) -> list[str]:
     return sorted(path.name for path in checkpoints.directory.iterdir())
 
 
-def largest_file(folder: Path) -> Path:
-    return max(
-        (path for path in (folder / "arrays").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
+def largest_file(folder: RunPath) -> RunPath:
+    if isinstance(folder, Path):
+        paths = [path for path in (folder / "arrays").rglob("*") if path.is_file()]
+        return max(paths, key=lambda path: path.stat().st_size)
+    return folder / max(folder.description("arrays"), key=lambda file: file["bytes"])["name"]
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def place(request, tmp_path, monkeypatch) -> RunPath:
+    """A folder for checkpoints, on local disk and in a bucket."""
+    if request.param == "disk":
+        return tmp_path / "run"
+    use(monkeypatch)
+    return run_path("gs://bucket/run/learning/warm-up")
 
 
 @pytest.fixture
-def three_saved(tmp_path) -> Checkpoints:
-    checkpoints = Checkpoints(tmp_path, keep=3)
+def three_saved(place) -> Checkpoints:
+    checkpoints = Checkpoints(place, keep=3)
     for step in (1, 2, 3):
         checkpoints.save(state(step), {"round": step})
     return checkpoints
 
 
-def test_a_state_comes_back_bit_for_bit_with_its_loop_state(tmp_path):
+def test_a_state_comes_back_bit_for_bit_with_its_loop_state(place):
     loop_state = {"phase": "round", "round": 3, "k": 0.1 + 0.2, "done": [1, 2]}
-    Checkpoints(tmp_path / "run", keep=1).save(state(7), loop_state)
-    restored, loop_restored = Checkpoints(tmp_path / "run", keep=1).restore_latest(jax.eval_shape(lambda: state(0)))
+    Checkpoints(place, keep=1).save(state(7), loop_state)
+    restored, loop_restored = Checkpoints(place, keep=1).restore_latest(jax.eval_shape(lambda: state(0)))
     assert_same(restored, state(7))
     assert loop_restored == loop_state
 
 
-def test_nothing_saved_restores_nothing(tmp_path):
-    assert Checkpoints(tmp_path / "run", keep=1).restore_latest(state(0)) is None
+def test_nothing_saved_restores_nothing(place):
+    assert Checkpoints(place, keep=1).restore_latest(state(0)) is None
 
 
 def test_the_newest_is_restored_whatever_its_step(three_saved):
@@ -106,6 +121,70 @@ def test_another_model_is_refused_with_both_shapes(three_saved):
         three_saved.restore_latest(state(0, width=5))
     with pytest.raises(UserError, match=r"params/bias is absent there and of shape \[2\] in this run"):
         three_saved.restore_latest(state(0, bias=nnx.Param(jnp.zeros(2))))
+
+
+def test_what_a_checkpoint_costs_is_counted(place):
+    checkpoints = Checkpoints(place, keep=1)
+    checkpoints.save(state(1), {})
+    checkpoints.restore_latest(state(0))
+    found = checkpoints.costs.summary()
+    assert found["writes"] == found["reads"] == 1
+    assert found["write_bytes"] == found["read_bytes"] > 3 * 4 * 4
+    assert min(found["write_seconds"], found["read_seconds"]) > 0
+
+
+@pytest.fixture
+def fake(monkeypatch) -> FakeBucket:
+    return use(monkeypatch)
+
+
+def test_a_save_that_meets_faults_is_whole(fake):
+    whole = Checkpoints("gs://bucket/undisturbed", keep=1)
+    whole.save(state(7), {})
+    # TensorStore waits a second before it repeats a request, so that it meets one fault of each kind.
+    left = {"media": ["503", "lost answer"], "multipart": ["429", "cut upload", "lost answer", "503"]}
+
+    def faults(request):
+        waiting = left.get(request.query.get("uploadType", ""), [])
+        return waiting.pop() if waiting else None
+
+    fake.faults = faults
+    disturbed = Checkpoints("gs://bucket/run", keep=1)
+    disturbed.save(state(7), {"round": 7})
+    assert left == {"media": [], "multipart": []}
+    fake.faults = lambda request: "503" if request.kind == "download" and request.nth % 7 == 0 else None
+    restored, loop_state = Checkpoints("gs://bucket/run", keep=1).restore_latest(state(0))
+    assert_same(restored, state(7))
+    assert loop_state == {"round": 7}
+
+
+def test_a_save_that_was_killed_before_its_mark_is_not_used_and_is_removed_by_the_next_one(fake):
+    checkpoints = Checkpoints("gs://bucket/run", keep=1)
+    checkpoints.save(state(1), {"round": 1})
+    for name in fake.names("bucket", "run/000001/arrays/"):
+        fake.put("bucket", name.replace("000001", "000002"), fake.content("bucket", name))
+    again = Checkpoints("gs://bucket/run", keep=1)
+    assert_same(again.restore_latest(state(0))[0], state(1))
+    again.save(state(3), {"round": 3})
+    assert folders(again) == ["000003"]
+
+
+def test_saving_to_a_bucket_loads_neither_tensorflow_nor_gcsfs(fake):
+    program = (
+        "import sys, jax.numpy as jnp\n"
+        "from mujica_jax.learning.checkpoints import Checkpoints\n"
+        "Checkpoints('gs://bucket/run', keep=1).save({'x': jnp.ones(3)}, {})\n"
+        "print({'tensorflow', 'gcsfs'} & sys.modules.keys())"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | fake.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout == "set()\n", shown.stderr
+    assert "run/000001/COMMITTED" in fake.names("bucket")
 
 
 def test_a_disk_that_cannot_be_used_is_one_sentence(tmp_path):

@@ -1,10 +1,11 @@
 """Checkpoints of training: parameters, optimiser state, step, and a small dictionary of the loop around them.
 
     directory/000007/arrays/      Orbax, one array a leaf
-    directory/000007/COMMITTED    JSON: loop state, shapes, size and SHA-256 of every file of the arrays; written last, by rename
+    directory/000007/COMMITTED    JSON: loop state, shapes, size and checksum of every file of the arrays; written last, whole or not at all
 
 A checkpoint without COMMITTED, or whose files are not what it lists, is ignored, and the one before it is used. The files are checked
-before Orbax opens them, because Orbax restores most flipped bits without a word. Numbers only count up, so nothing is ever
+before Orbax opens them, because Orbax restores most flipped bits without a word: their SHA-256 on local disk, in a bucket the CRC32C
+that the service keeps of what it has stored, for which nothing is read. Numbers only count up, so nothing is ever
 overwritten; the last `keep` stay. A save of 0.3 million parameters takes about 60 ms on two cores, so saving is synchronous: what was
 saved is what the step left. Called by the methods around `learning.trainer.fit`. Orbax is imported on first use: 0.3 s.
 """
@@ -12,7 +13,7 @@ saved is what the step left. Called by the methods around `learning.trainer.fit`
 import json
 import logging
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import jax
@@ -21,9 +22,10 @@ from jax.experimental import multihost_utils
 from mujica_jax.errors import UserError
 from mujica_jax.interrupts import interrupts_deferred
 from mujica_jax.learning.optimizer import path_name
-from mujica_jax.trajectories.objects import explained, file_description, require_space, sync
+from mujica_jax.trajectories.costs import Costs
+from mujica_jax.trajectories.objects import COMMITTED, explained, file_description, require_space, sync
+from mujica_jax.trajectories.run_directory import RunPath, run_path
 
-COMMITTED = "COMMITTED"
 FILES_BYTES = 500_000  # what the small files of a checkpoint take on disk at most
 State = TypeVar("State")
 _log = logging.getLogger(__name__)
@@ -32,10 +34,11 @@ _log = logging.getLogger(__name__)
 class Checkpoints:
     """The checkpoints of one directory. Every process of a multi-host run sees the same directory and calls every method."""
 
-    def __init__(self, directory: str | Path, *, keep: int) -> None:
+    def __init__(self, directory: str | PurePath, *, keep: int, costs: Costs | None = None) -> None:
         assert keep >= 1, "keep at least one checkpoint"
-        self.directory = Path(directory).absolute()
+        self.directory = _absolute(run_path(directory))
         self.keep = keep
+        self.costs = Costs() if costs is None else costs
         self._number = max(self._numbers(), default=0)
         _meet_other_processes("checkpoints are listed")
 
@@ -48,9 +51,11 @@ class Checkpoints:
         arrays = _flatten(state)
         with explained(folder):
             self.directory.mkdir(parents=True, exist_ok=True)
-        require_space(self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES)
+        if isinstance(self.directory, Path):
+            require_space(self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES)
         with (
             interrupts_deferred(),
+            self.costs.writing(),
             explained(folder),
             orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer,
         ):
@@ -58,7 +63,9 @@ class Checkpoints:
         if jax.process_index() == 0:
             shapes = {name: list(array.shape) for name, array in arrays.items()}
             with explained(folder):
-                _commit(folder, {"loop_state": loop_state, "shapes": shapes, "files": _files(folder)})
+                files = _files(folder)
+                self.costs.add_bytes(written=sum(file["bytes"] for file in files))
+                _commit(folder, {"loop_state": loop_state, "shapes": shapes, "files": files})
                 self._remove_old()
         _meet_other_processes("the checkpoint is committed")
 
@@ -74,7 +81,10 @@ class Checkpoints:
                 _log.warning("checkpoint %s is incomplete or damaged and is ignored", folder)
                 continue
             _refuse_other_shapes(folder, manifest["shapes"], template)
-            return _restore(folder, template), manifest["loop_state"]
+            with self.costs.reading():
+                state = _restore(folder, template)
+            self.costs.add_bytes(read=sum(file["bytes"] for file in manifest["files"]))
+            return state, manifest["loop_state"]
         return None
 
     def _numbers(self) -> list[int]:
@@ -84,7 +94,7 @@ class Checkpoints:
         with explained(self.directory):
             return [int(folder.name) for folder in self.directory.iterdir() if folder.name.isdigit()]
 
-    def _folder(self, number: int) -> Path:
+    def _folder(self, number: int) -> RunPath:
         return self.directory / f"{number:06d}"
 
     def _remove_old(self) -> None:
@@ -95,7 +105,7 @@ class Checkpoints:
             if complete and kept < self.keep:
                 kept += 1
             else:
-                shutil.rmtree(self._folder(number))
+                _remove(self._folder(number))
 
 
 def _flatten(state: Any) -> dict[str, Any]:
@@ -106,21 +116,44 @@ def _flatten(state: Any) -> dict[str, Any]:
     return flat
 
 
-def _commit(folder: Path, manifest: dict[str, Any]) -> None:
+def _absolute(directory: RunPath) -> RunPath:
+    if isinstance(directory, Path):
+        return directory.absolute()
+    from mujica_jax.trajectories.bucket_path import limit_tensorstore
+
+    limit_tensorstore()
+    return directory
+
+
+def _remove(folder: RunPath) -> None:
+    if isinstance(folder, Path):
+        shutil.rmtree(folder)
+    else:  # without its mark first: what a kill leaves of it is an incomplete checkpoint
+        (folder / COMMITTED).unlink(missing_ok=True)
+        folder.rmtree()
+
+
+def _commit(folder: RunPath, manifest: dict[str, Any]) -> None:
+    content = json.dumps(manifest, sort_keys=True, allow_nan=False)
+    if not isinstance(folder, Path):
+        (folder / COMMITTED).write_over(content.encode())
+        return
     unfinished = folder / f"{COMMITTED}.unfinished"
-    unfinished.write_text(json.dumps(manifest, sort_keys=True, allow_nan=False))
+    unfinished.write_text(content)
     sync(unfinished)
     unfinished.rename(folder / COMMITTED)
     sync(folder)
 
 
-def _files(folder: Path) -> list[dict[str, Any]]:
+def _files(folder: RunPath) -> list[dict[str, Any]]:
     """Every file of the arrays, with its size and checksum."""
+    if not isinstance(folder, Path):
+        return folder.description("arrays")
     paths = sorted(path for path in (folder / "arrays").rglob("*") if path.is_file())
     return [file_description(path, str(path.relative_to(folder))) for path in paths]
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
+def _manifest(folder: RunPath) -> dict[str, Any] | None:
     """What COMMITTED says, or None if the checkpoint is not complete and as it was written."""
     try:
         manifest = json.loads((folder / COMMITTED).read_text())
@@ -129,7 +162,7 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if manifest["files"] == _files(folder) else None
 
 
-def _refuse_other_shapes(folder: Path, saved: dict[str, list[int]], template: Any) -> None:
+def _refuse_other_shapes(folder: RunPath, saved: dict[str, list[int]], template: Any) -> None:
     wanted = {name: list(leaf.shape) for name, leaf in _flatten(template).items()}
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
@@ -143,7 +176,7 @@ def _words(shape: list[int] | None) -> str:
     return "absent" if shape is None else f"of shape {shape}"
 
 
-def _restore(folder: Path, template: State) -> State:
+def _restore(folder: RunPath, template: State) -> State:
     import orbax.checkpoint as orbax
 
     wanted = _flatten(template)

@@ -177,7 +177,7 @@ class Run:
         warmup_steps: int = 0,
     ) -> TrainState:
         """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase."""
-        checkpoints = Checkpoints(self.store.root / "learning" / name.replace(" ", "-"), keep=1)
+        checkpoints = Checkpoints(self.store.root / "learning" / name.replace(" ", "-"), keep=1, costs=self.store.costs)
         found = checkpoints.restore_latest(self.trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
@@ -213,6 +213,7 @@ class Run:
                 )
                 state, done = result.state, result.steps
                 if done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS:
+                    self.metrics.flush()  # a resumed run does not come past these steps again
                     checkpoints.save(state, {"phase": name, "steps": steps})
                     last_save = time.monotonic()
         return state
@@ -259,9 +260,16 @@ class Run:
             )
             result = PhaseResult(phase=phase, forward_tokens=forward_tokens, trained_slots=trained_slots)
             self._write_scores(name, scores)
+            self.metrics.flush()
             self.store.write_json_once(file, dataclasses.asdict(result))
         found = self.store.read_json(file)
+        self._write_costs(name)
         return PhaseResult(**{**found, "phase": Phase(**found["phase"])})
+
+    def _write_costs(self, name: str) -> None:
+        """What the run directory took since the phase before, in seconds and bytes; once for each phase."""
+        if self.metrics.write(f"{name}/store", 0, self.store.costs.summary()):
+            self.store.costs.forget()
 
     def _write_scores(self, name: str, scores: Scores) -> None:
         folder = f"eval/{name.replace(' ', '-')}"
