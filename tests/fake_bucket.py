@@ -22,6 +22,7 @@ import itertools
 import json
 import re
 import socket
+import sys
 import threading
 import urllib.parse
 import uuid
@@ -373,3 +374,14 @@ def serving() -> Iterator[FakeBucket]:
         bucket.server.shutdown()
         bucket.server.server_close()
         thread.join()
+
+
+def main() -> None:
+    """Serves until its input ends; its first line is the environment that leads to it."""
+    with serving() as bucket:
+        print(json.dumps(bucket.environment), flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -270,6 +270,7 @@ class Run:
         """What the run directory took since the phase before, in seconds and bytes; once for each phase."""
         if self.metrics.write(f"{name}/store", 0, self.store.costs.summary()):
             self.store.costs.forget()
+            self.metrics.flush()
 
     def _write_scores(self, name: str, scores: Scores) -> None:
         folder = f"eval/{name.replace(' ', '-')}"
