@@ -45,8 +45,9 @@ with MetricsLog(store.root) as metrics:
         metrics.flush()
 state = {"x": jnp.arange(5.0), "n": jnp.int32(7)}
 checkpoints = Checkpoints(store.root / "learning" / "warm-up", keep=1)
-checkpoints.save({"x": jnp.zeros(5), "n": jnp.int32(0)}, {"step": 1})
-checkpoints.save(state, {"step": 2})
+with checkpoints:
+    checkpoints.save({"x": jnp.zeros(5), "n": jnp.int32(0)}, {"step": 1})
+    checkpoints.save(state, {"step": 2})
 restored, loop_state = Checkpoints(store.root / "learning" / "warm-up", keep=1).restore_latest(state)
 assert loop_state == {"step": 2} and jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, restored))
 print(json.dumps({

@@ -28,6 +28,7 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import MetricsLog, Phase, Progress
 from mujica_jax.rewards import f1_reward
@@ -37,6 +38,7 @@ from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.store import ShardEntry, Store, shard_name
 
 SAVE_EVERY_SECONDS = 15.0  # of training: what a kill may cost; a save takes about 60 ms for the tiny models
+KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,9 +63,10 @@ class Run:
         decoder: Decoder,
         progress: Progress,
         metrics: MetricsLog,
+        preemption: Preemption,
     ) -> None:
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
-        self.progress, self.metrics = progress, metrics
+        self.progress, self.metrics, self.preemption = progress, metrics, preemption
         self.agent = make_agent(config, task, tokenizer)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer)
@@ -77,6 +80,7 @@ class Run:
 
     def commit_policy(self, state: TrainState, version: int) -> None:
         """Write the policy as a Hugging Face directory."""
+        self.preemption.enter(f"committing policy {version}")
 
         def write(directory: Path) -> None:
             save_checkpoint(self.trainer.decoder(state), directory / "model")
@@ -113,8 +117,9 @@ class Run:
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
         """A unit of work whose attempts depend on those before: `wave(trajectories so far)` gives the next ones, or none.
 
-        The engine's slots are emptied first, so that a unit is a function of its attempts and the policy alone. What is returned is
-        what the store holds: another process may have been first. None if there was nothing to play.
+        The engine's slots are emptied first, so that a unit is a function of its attempts and the policy alone. For the same reason
+        a preemption keeps nothing of the unit under way: its rest, played without the others, would be rounded differently. What is
+        returned is what the store holds: another process may have been first. None if there was nothing to play.
         """
         entry = self._intact_shard(round_number, shard)
         if entry is not None:
@@ -134,6 +139,7 @@ class Run:
                     policy_version=self.generator.policy_version,
                     concurrency=self.config.engine.slots,
                     on_episode=on_episode,
+                    poll=self.preemption.check,
                 )
             )
         if not trajectories:
@@ -176,20 +182,27 @@ class Run:
         floor: float,
         warmup_steps: int = 0,
     ) -> TrainState:
-        """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase."""
-        checkpoints = Checkpoints(self.store.root / "learning" / name.replace(" ", "-"), keep=1, costs=self.store.costs)
+        """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase.
+
+        A preemption saves the step it comes at.
+        """
+        folder = self.store.root / "learning" / name.replace(" ", "-")
+        checkpoints = Checkpoints(folder, keep=self.config.trainer.keep_checkpoints, costs=self.store.costs)
         found = checkpoints.restore_latest(self.trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
+        input_state = None if found is None else found[1]["input"]
         done = int(state.step)
         if done >= steps:
             return state
+        self.preemption.enter(f"{name}: learning", kept=f"step {done} of {steps} is kept")
         packed = rows()
         slots = self.config.trainer.rows_per_step * packed.row_tokens
         began, begun_at = time.monotonic(), done
-        last_save = began
+        last_save, saved = began, done
 
-        with self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage:
+        # A save goes on beside the steps and is finished before the phase ends, however it ends.
+        with checkpoints, self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage:
 
             def on_step(metrics: StepMetrics) -> None:
                 speed = slots * packed.efficiency * (metrics.step - begun_at) / (time.monotonic() - began)
@@ -209,13 +222,19 @@ class Run:
                     schedule=schedule(peak=peak, floor=floor, total_steps=steps, warmup_steps=warmup_steps),
                     steps=stretch,
                     seed=self.config.seed,
+                    input_state=input_state,
                     on_step=on_step,
+                    should_stop=self.preemption.at_step,
                 )
-                state, done = result.state, result.steps
-                if done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS:
+                state, done, input_state = result.state, result.steps, result.input_state
+                due = result.stopped or done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS
+                if due and done > saved:
                     self.metrics.flush()  # a resumed run does not come past these steps again
-                    checkpoints.save(state, {"phase": name, "steps": steps})
-                    last_save = time.monotonic()
+                    checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
+                    last_save, saved = time.monotonic(), done
+                if result.stopped:
+                    checkpoints.finish()
+                    raise self.preemption.ended(f"step {saved} of {steps} is saved")
         return state
 
     _steps_a_stretch = 25
@@ -244,6 +263,7 @@ class Run:
                 config=self.config,
                 progress=self.progress,
                 concurrency=self.config.engine.slots,
+                preemption=self.preemption,
             )
             phase = Phase(
                 name=name,

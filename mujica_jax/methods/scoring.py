@@ -10,6 +10,7 @@ from mujica_jax.agents.evaluation import Evaluation, evaluate
 from mujica_jax.agents.mujica import EnginePolicy, Mujica
 from mujica_jax.config import Config
 from mujica_jax.inference.requests import Generator
+from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import Progress
 from mujica_jax.tasks.task import Task
@@ -48,6 +49,7 @@ def score_policy(
     config: Config,
     progress: Progress,
     concurrency: int,
+    preemption: Preemption,
 ) -> Scores:
     """Scores of the generator's policy, `concurrency` episodes at a time; `name` is shown with the progress."""
     questions = held_out_questions(task, config)
@@ -57,9 +59,10 @@ def score_policy(
         )
 
     def evaluated(temperature: float) -> Evaluation:
+        kind = "greedy" if temperature == 0 else "sampled"
+        preemption.enter(f"{name}: evaluating, {kind}")
         generator.forget()  # so that a score does not depend on what was decoded before
         right = done = 0
-        kind = "greedy" if temperature == 0 else "sampled"
         with progress.stage(f"{name}: evaluating, {kind}", total=len(questions), unit="episodes") as stage:
 
             def on_episode(trajectory: Trajectory) -> None:
@@ -80,6 +83,7 @@ def score_policy(
                     seed=config.seed,
                     concurrency=concurrency,
                     on_episode=on_episode,
+                    poll=preemption.check,
                 )
             )
 

@@ -27,6 +27,7 @@ from mujica_jax.models.qwix_package import import_qwix
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
+from mujica_jax.preemption import Preemption
 from mujica_jax.report import MetricsLog, Progress
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.objects import COMMITTED
@@ -40,7 +41,7 @@ SCRIPT_REPEATS = 200  # how often the scripts' own words are shown to the tokeni
 
 
 @contextlib.contextmanager
-def open_training(config: Config, directory: RunPath) -> Iterator[Run]:
+def open_training(config: Config, directory: RunPath, preemption: Preemption) -> Iterator[Run]:
     """The run in `directory`, new or begun before; its metrics files are closed at the end.
 
     What can be refused is refused before the directory is made, which remembers the configuration it was begun with.
@@ -71,6 +72,7 @@ def open_training(config: Config, directory: RunPath) -> Iterator[Run]:
             decoder=decoder,
             progress=progress,
             metrics=metrics,
+            preemption=preemption,
         )
 
 
