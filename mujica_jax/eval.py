@@ -42,7 +42,9 @@ WANTED = "give --checkpoint a run directory or a Hugging Face directory"
 class EvalArguments:
     """Evaluate a policy on held-out questions: what is evaluated, and the parts of a configuration that matter to it."""
 
-    checkpoint: str | None  # a run directory, or a Hugging Face directory together with a configuration name
+    checkpoint: (
+        str | None
+    )  # a run directory (local or gs://BUCKET/PREFIX), or a Hugging Face directory together with a configuration name
     policy: int | None = None  # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
     task: TaskConfig

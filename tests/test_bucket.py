@@ -18,6 +18,7 @@ import pytest
 from fake_bucket import FakeBucket, Fault, Request, use
 from test_store import trajectory, write_weights
 
+from mujica_jax import eval
 from mujica_jax.errors import StoreError, StoreUnavailable, UserError
 from mujica_jax.report import MetricsLog
 from mujica_jax.trajectories import bucket, run_directory
@@ -173,6 +174,19 @@ def test_a_bucket_that_hangs_for_ever_is_one_sentence_within_the_deadline(
     assert time.monotonic() - began < 4
 
 
+def test_repetitions_are_in_the_costs_and_many_on_the_console(
+    fake: FakeBucket, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.faults = once("upload", "503", "429")
+    store.create("x", b"")
+    assert store.costs.summary()["repeated_requests"] == 2 and not caplog.text
+    store.costs.forget()
+    fake.faults = once("upload", "503", "429", "503")
+    store.create("y", b"")
+    assert store.costs.summary()["repeated_requests"] == 3
+    assert "gs://bucket/run/y is asked again after 3 attempts" in caplog.text
+
+
 def test_attempts_are_bounded(fake: FakeBucket, store: Store) -> None:
     fake.faults = lambda request: "503"
     with pytest.raises(StoreUnavailable, match=rf"x could not be read in {bucket.MOST_ATTEMPTS} attempts .*try again"):
@@ -201,6 +215,23 @@ def test_an_unreachable_store_is_no_damaged_shard(fake: FakeBucket, store: Store
     with pytest.raises(StoreUnavailable) as said:
         store.find_shard(0, 0)
     assert not isinstance(said.value, StoreError)
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("gs://bucket/nothing", "there is no directory gs://bucket/nothing"),
+        ("gs://bucket/model", "gs://bucket/model is no run directory"),
+        ("gs://no-such-bucket/run", "there is no bucket no-such-bucket"),
+        ("s3://bucket/run", "s3://bucket/run is neither a local directory nor"),
+    ],
+)
+def test_eval_answers_what_is_no_run_in_one_sentence(
+    fake: FakeBucket, capsys: pytest.CaptureFixture[str], address: str, sentence: str
+) -> None:
+    fake.put("bucket", "model/config.json", b"{}")
+    assert eval.main(["--checkpoint", address]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 # Folders

@@ -13,7 +13,7 @@ import pytest
 from fake_bucket import FakeBucket, use
 from flax import nnx
 
-from mujica_jax.errors import UserError
+from mujica_jax.errors import StoreUnavailable, UserError
 from mujica_jax.learning import checkpoints as checkpoints_module
 from mujica_jax.learning.checkpoints import COMMITTED, Checkpoints
 from mujica_jax.trajectories.run_directory import RunPath, run_path
@@ -283,6 +283,23 @@ def test_a_save_that_meets_faults_is_whole(fake):
     restored, loop_state = Checkpoints("gs://bucket/run", keep=1).restore_latest(state(0))
     assert_same(restored, state(7))
     assert loop_state == {"round": 7}
+
+
+def test_a_bucket_that_tensorstore_gave_up_is_one_sentence(fake):
+    import tensorstore
+
+    fake.faults = lambda request: "503"
+    patience = {"max_retries": 2, "initial_delay": "1ms", "max_delay": "1ms"}  # Orbax's context takes 15 minutes
+    store = tensorstore.KvStore.open(
+        {"driver": "gcs", "bucket": "bucket", "path": "run/"},
+        context=tensorstore.Context({"gcs_request_retries": patience}),
+    ).result()
+    folder = run_path("gs://bucket/run/000007")
+    said = r"^gs://bucket/run/000007 could not be .*503.* start the same command"
+    with pytest.raises(StoreUnavailable, match=said), checkpoints_module._explained(folder):
+        store.write("x", b"").result()
+    with pytest.raises(ValueError, match="no shape"), checkpoints_module._explained(folder):
+        raise ValueError("no shape")
 
 
 def test_a_save_that_was_killed_before_its_mark_is_not_used_and_is_removed_by_the_next_one(fake):

@@ -15,10 +15,11 @@ does not reuse a buffer that the writer still looks at.) One save is under way a
 first use: 0.3 s.
 """
 
+import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from types import TracebackType
@@ -96,13 +97,13 @@ class Checkpoints:
             "types": {name: str(array.dtype) for name, array in arrays.items()},
         }
         json.dumps(manifest, allow_nan=False)  # what JSON does not hold is refused here, not in the thread
-        with explained(folder):
+        with _explained(folder):
             writer = orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())
             writer.save(folder / "arrays", args=orbax.args.StandardSave(arrays))
             self._under_way = self._thread.submit(self._commit_when_written, writer, folder, manifest)
 
     def _commit_when_written(self, writer: Any, folder: RunPath, manifest: dict[str, Any]) -> None:
-        with self.costs.writing(), explained(folder):
+        with self.costs.writing(), _explained(folder):
             try:
                 writer.wait_until_finished()
             finally:
@@ -134,7 +135,7 @@ class Checkpoints:
                 _log.warning("checkpoint %s is incomplete or damaged and is ignored", folder)
                 continue
             _refuse_other_arrays(folder, manifest, template)
-            with self.costs.reading():
+            with self.costs.reading(), _explained(folder):
                 state = _restore(folder, template)
             self.costs.add_bytes(read=sum(file["bytes"] for file in manifest["files"]))
             return state, manifest["loop_state"]
@@ -181,6 +182,19 @@ def _absolute(directory: RunPath) -> RunPath:
 
     limit_tensorstore()
     return directory
+
+
+@contextlib.contextmanager
+def _explained(folder: RunPath) -> Iterator[None]:
+    """What is wrong with the disk or the bucket, in a sentence for the user."""
+    if isinstance(folder, Path):
+        with explained(folder):
+            yield
+        return
+    from mujica_jax.trajectories.bucket_path import tensorstore_explained
+
+    with tensorstore_explained(folder):
+        yield
 
 
 def _remove(folder: RunPath) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import http.client
 import itertools
+import logging
 import random
 import threading
 import time
@@ -30,6 +31,7 @@ REQUEST_SECONDS = 60.0  # without a byte from the service
 DEADLINE_SECONDS = 300.0  # of a request with its repetitions
 SLOWEST_BYTES_PER_SECOND = 2_000_000  # a large file has this much longer
 MOST_ATTEMPTS = 8
+TOLD_ATTEMPTS = 3  # so many that fail are worth a line on the console
 FIRST_WAIT_SECONDS = 0.5  # doubled after each attempt, and shortened at random by up to a half
 LONGEST_WAIT_SECONDS = 30.0
 TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
@@ -37,6 +39,7 @@ WRITER = "writer"  # key of the token among an object's metadata
 PART = ".part-"  # between the name of an object and the token of a part that is to be joined to it
 ONCE: Any = None  # the library repeats nothing by itself
 Answer = TypeVar("Answer")
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,6 +237,8 @@ class Bucket:
                         f"gs://{self.name}/{name} could not be {done} in {attempt} attempts within {seconds:.0f} seconds, at "
                         f"last because of: {reason}; see that the bucket can be reached and start the same command again"
                     ) from error
+            if attempt >= TOLD_ATTEMPTS:
+                _log.warning("gs://%s/%s is asked again after %d attempts: %s", self.name, name, attempt, reason)
             with self._lock:
                 self.repeated += 1
             time.sleep(wait)

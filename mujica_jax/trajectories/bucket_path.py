@@ -11,20 +11,24 @@ import io
 import os
 import posixpath
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from typing import IO, Any
 
 from etils import epath
 from etils.epath import backend, gpath, stat_utils
 
+from mujica_jax.errors import StoreUnavailable
 from mujica_jax.trajectories.bucket import Bucket, open_bucket
 
 SCHEME = "gs://"
-# TensorStore has no deadline of its own. A connection that moves nothing for this long is given up and tried again.
+# TensorStore repeats a request 32 times, a second to half a minute apart, and Orbax lets nobody change that. Without these limits a
+# connection on which nothing moves would hold it for ever.
 TENSORSTORE_LIMITS = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
-    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
 }
+TENSORSTORE_GAVE_UP = "retry attempts failed: "
 
 
 class _Requests(backend.Backend):
@@ -159,6 +163,21 @@ def limit_tensorstore() -> None:
     """Before its first request, which reads these variables; what the user has set stays."""
     for variable, value in TENSORSTORE_LIMITS.items():
         os.environ.setdefault(variable, value)
+
+
+@contextlib.contextmanager
+def tensorstore_explained(path: PurePath) -> Iterator[None]:
+    """Turns TensorStore's error after its last repetition into StoreUnavailable."""
+    try:
+        yield
+    except ValueError as error:
+        _, failed, reason = str(error).partition(TENSORSTORE_GAVE_UP)
+        if not failed:
+            raise
+        raise StoreUnavailable(
+            f"{path} could not be written or read, at last because of: {reason.strip()[:200]}; see that the bucket can be reached and "
+            "start the same command again"
+        ) from error
 
 
 def _split(path: epath.PathLike) -> tuple[Bucket, str]:

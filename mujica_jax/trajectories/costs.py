@@ -3,13 +3,14 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class Costs:
-    """Sums of one process. `store_*` of the metrics; threads may share it."""
+    """Sums of one process; threads may share it. `repeated` says how many requests were sent again so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, repeated: Callable[[], int] = lambda: 0) -> None:
+        self._repeated = repeated
         self._lock = threading.Lock()
         self._sums: dict[str, int | float] = {}
         self.forget()
@@ -31,15 +32,17 @@ class Costs:
             self._sums["read_bytes"] += read
 
     def summary(self) -> dict[str, int | float]:
-        """`writes`, `write_seconds`, `write_bytes`, and the same of reads."""
+        """`writes`, `write_seconds`, `write_bytes`, the same of reads, and `repeated_requests`."""
         with self._lock:
-            return {name: round(value, 6) for name, value in self._sums.items()}
+            sums = {name: round(value, 6) for name, value in self._sums.items()}
+            return sums | {"repeated_requests": self._repeated() - self._repeated_before}
 
     def forget(self) -> None:
         """Begin again at zero."""
         with self._lock:
             for kind in ("write", "read"):
                 self._sums |= {f"{kind}s": 0, f"{kind}_seconds": 0.0, f"{kind}_bytes": 0}
+            self._repeated_before = self._repeated()
 
     @contextlib.contextmanager
     def _timed(self, kind: str, size_bytes: int) -> Iterator[None]:

@@ -44,13 +44,16 @@ class RunDirectory:
 
     def __init__(self, root: str | PurePath) -> None:
         self.root = run_path(root)
-        self.costs = Costs()
         if isinstance(self.root, Path):
             self._objects = Objects(self.root)
+            self.costs = Costs()
         else:
+            from mujica_jax.trajectories.bucket import open_bucket
             from mujica_jax.trajectories.bucket_objects import BucketObjects
 
             self._objects = BucketObjects(self.root)
+            bucket = open_bucket(self.root.bucket_name)
+            self.costs = Costs(lambda: bucket.repeated)
 
     def exists(self, name: str) -> bool:
         return self._objects.exists(name)

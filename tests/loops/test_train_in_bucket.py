@@ -60,6 +60,7 @@ def test_killed_and_resumed_in_a_bucket_that_fails_now_and_then_it_ends_as_on_lo
         (line["phase"], line["step"]): line.get("loss") for line in there if line["phase"].endswith("/learn")
     }
     costs = [line for line in lines if line["phase"].endswith("/store")]
+    assert sum(line["repeated_requests"] for line in costs) > 0
     assert len(costs) == 4 and all(line["write_bytes"] > 1000 and line["write_seconds"] > 0 for line in costs)
     assert not [name for name in fake.names("bucket") if ".part-" in name]
 
