@@ -25,6 +25,7 @@ def printed(program: str, *arguments: str, status: int = 0) -> str:
     return finished.stdout if status == 0 else finished.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_importing_peaks_below_1_3_times_the_weights(tmp_path):
     wide = dataclasses.replace(
@@ -47,6 +48,7 @@ def test_operations_are_counted_by_the_formula():
     assert program["model_operations"](MODEL, rows, np.arange(1)) == expected
 
 
+@pytest.mark.slow
 def test_the_training_step_is_measured(tmp_path):
     save_checkpoint(tiny_decoder(), tmp_path / "model")
     sizes = ["--rows", "2", "--row-tokens", "128", "--repeats", "1"]

@@ -186,10 +186,12 @@ class Run:
 
         A preemption saves the step it comes at.
         """
-        checkpoints = Checkpoints(self.store.root / "learning" / name.replace(" ", "-"), keep=1)
+        folder = self.store.root / "learning" / name.replace(" ", "-")
+        checkpoints = Checkpoints(folder, keep=self.config.trainer.keep_checkpoints)
         found = checkpoints.restore_latest(self.trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
+        input_state = None if found is None else found[1]["input"]
         done = int(state.step)
         if done >= steps:
             return state
@@ -199,7 +201,8 @@ class Run:
         began, begun_at = time.monotonic(), done
         last_save, saved = began, done
 
-        with self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage:
+        # A save goes on beside the steps and is finished before the phase ends, however it ends.
+        with checkpoints, self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage:
 
             def on_step(metrics: StepMetrics) -> None:
                 speed = slots * packed.efficiency * (metrics.step - begun_at) / (time.monotonic() - began)
@@ -219,15 +222,17 @@ class Run:
                     schedule=schedule(peak=peak, floor=floor, total_steps=steps, warmup_steps=warmup_steps),
                     steps=stretch,
                     seed=self.config.seed,
+                    input_state=input_state,
                     on_step=on_step,
                     should_stop=self.preemption.at_step,
                 )
-                state, done = result.state, result.steps
+                state, done, input_state = result.state, result.steps, result.input_state
                 due = result.stopped or done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS
                 if due and done > saved:
-                    checkpoints.save(state, {"phase": name, "steps": steps})
+                    checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
                     last_save, saved = time.monotonic(), done
                 if result.stopped:
+                    checkpoints.finish()
                     raise self.preemption.ended(f"step {saved} of {steps} is saved")
         return state
 
