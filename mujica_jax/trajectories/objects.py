@@ -20,6 +20,7 @@ from mujica_jax.errors import StoreError, UserError
 ADVICE = {  # what the user can do about an error of the operating system
     errno.ENOSPC: "no space is left there; free some or choose another --run directory",
     errno.EDQUOT: "the disk quota is used up; free some space or choose another --run directory",
+    errno.EFBIG: "a file may not grow that large there; raise the limit (ulimit -f) or choose another --run directory",
     errno.EROFS: "the file system is read-only; choose another --run directory",
     errno.EACCES: "permission is denied; choose a --run directory that you may write to",
     errno.EPERM: "the file system does not allow it; choose another --run directory",
@@ -27,7 +28,7 @@ ADVICE = {  # what the user can do about an error of the operating system
     errno.EEXIST: "a file stands where a directory is needed; choose another --run directory",
 }
 COMMITTED = "COMMITTED"  # the list of a folder's files, written last
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # those that only a disk can cause
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # those that only a disk can cause
 
 
 class Objects:
