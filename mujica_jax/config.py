@@ -90,6 +90,12 @@ class TrainerConfig:
     b1: float = 0.9
     b2: float = 0.95
     clip_norm: float = 1.0  # global gradient norm
+    # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations above its running mean.
+    spike_deviations: float = 0.0
+    spike_window_steps: int = (
+        64  # updates that the running mean looks back on; before there are as many none is skipped
+    )
+    most_skips_in_a_row: int = 8  # one more ends the run
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
     # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole layers. auto: none up
     # to four layers, full beyond.

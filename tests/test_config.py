@@ -333,6 +333,18 @@ def test_every_choice_of_recomputation_is_another_program():
     assert program("auto") == program("none"), "one layer"
 
 
+def test_what_counts_as_a_spike_is_part_of_the_program():
+    """How many may follow one another is read with the metrics: `test_spikes.py`."""
+
+    def program(**fields: Any) -> str:
+        return Trainer(MODEL, dataclasses.replace(TRAINER, **fields)).lower_step().as_text()
+
+    on = program(spike_deviations=6.0)
+    programs = {program(), on, program(spike_deviations=5.0), program(spike_deviations=6.0, spike_window_steps=9)}
+    assert len(programs) == 4
+    assert program(spike_window_steps=9) == program(), "without deviations nothing is judged"
+
+
 @functools.cache
 def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversation]]:
     """With some rows to train on. Made once for all configurations of one task."""
