@@ -9,6 +9,8 @@ logits in the backward pass. So the head costs what the trained tokens need (a q
 static shapes. Called by `learning.trainer`.
 """
 
+import functools
+import math
 from typing import Literal
 
 import jax
@@ -76,16 +78,20 @@ def _target_log_probs(
     """log p of `targets` under the logits of `hidden`, 0 where not wanted.
 
     Each device walks through the rows it holds: the head is gathered once and its gradient summed once, where the compiler, left
-    alone, would do both in every chunk. The tensor axis stays the compiler's.
+    alone, would do both in every chunk. A head that is split over devices comes in parts and its gradient leaves in parts, a sum
+    that moves half as much as one that everybody gets whole. The tensor axis stays the compiler's.
     """
     mesh = jax.sharding.get_abstract_mesh()
     split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     if not split:
-        return _chunked_log_probs(table, hidden, targets, wanted)
-    rows, whole = PartitionSpec(split), PartitionSpec()
+        return _chunked_log_probs((), table, hidden, targets, wanted)
+    parts = tuple(axis for axis in RULES["embed"].mesh_axes if axis in split)
+    if table.shape[1] % math.prod(mesh.shape[axis] for axis in parts):
+        parts = ()
+    rows, head = PartitionSpec(split), PartitionSpec(None, parts)
     return jax.shard_map(
-        _chunked_log_probs,
-        in_specs=(whole, rows, rows, rows),
+        functools.partial(_chunked_log_probs, parts),
+        in_specs=(head, rows, rows, rows),
         out_specs=rows,
         axis_names=set(split),
         check_vma=False,
@@ -93,7 +99,8 @@ def _target_log_probs(
 
 
 def _chunked_log_probs(
-    table: Float[Array, "vocab hidden"],
+    parts: tuple[str, ...],
+    table: Float[Array, "vocab part"],
     hidden: Float[Array, "rows time hidden"],
     targets: Int[Array, "rows time"],
     wanted: Bool[Array, "rows time"],
@@ -111,26 +118,34 @@ def _chunked_log_probs(
         padded = jnp.pad(moved, ((0, 0), (0, chunks * chunk - time), *[(0, 0)] * (array.ndim - 2)))
         return jnp.moveaxis(padded.reshape(rows, chunks, chunk, *array.shape[2:]), 1, 0)
 
-    log_probs = _walk(table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
+    log_probs: Array = _walk(parts, table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
     log_probs = jnp.moveaxis(log_probs, 0, 1).reshape(rows, chunks * chunk)[:, :time]
     return jnp.where(wanted, jnp.take_along_axis(log_probs, place, axis=1), 0.0)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _walk(
-    table: Float[Array, "vocab hidden"],
+    parts: tuple[str, ...],
+    table: Float[Array, "vocab part"],
     hidden: Float[Array, "chunks rows chunk hidden"],
     targets: Int[Array, "chunks rows chunk"],
     wanted: Bool[Array, "chunks rows chunk"],
 ) -> Float[Array, "chunks rows chunk"]:
     """log p of the targets, chunk after chunk; a chunk in which nothing is wanted is 0 and costs nothing.
 
-    The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands all that its
-    backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a gigabyte for 512 tokens.
+    `parts` names the mesh axes over which the columns of the table are split, none if this is the whole table. The gradient is
+    written out because the derived one would keep the whole head for every chunk: a conditional hands all that its backward pass
+    needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a gigabyte for 512 tokens.
     """
-    narrow = table.astype(hidden.dtype)
+    return _walk_forward(parts, table, hidden, targets, wanted)[0]
 
-    def one_chunk(carry: None, chunk_of: tuple[Array, Array, Array]) -> tuple[None, Array]:
+
+def _walk_forward(parts: tuple[str, ...], table: Array, *chunks: Array) -> tuple[Array, tuple[Array, ...]]:
+    narrow = table.astype(chunks[0].dtype)  # before it is gathered: that moves half as much
+    if parts:
+        narrow = jax.lax.all_gather(narrow, parts, axis=1, tiled=True)
+
+    def one_chunk(carry: None, chunk_of: tuple[Array, ...]) -> tuple[None, Array]:
         hidden, targets, wanted = chunk_of
 
         def some(hidden: Array, targets: Array) -> Array:
@@ -143,25 +158,23 @@ def _walk(
 
         return carry, jax.lax.cond(wanted.any(), some, nothing, hidden, targets)
 
-    return jax.lax.scan(one_chunk, None, (hidden, targets, wanted))[1]
+    log_probs = jax.lax.scan(one_chunk, None, chunks)[1]
+    return log_probs, (narrow, table, *chunks)
 
 
-def _walk_forward(table: Array, *chunks: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _walk(table, *chunks), (table, *chunks)
-
-
-def _walk_backward(kept: tuple[Array, ...], upstream: Float[Array, "chunks rows chunk"]) -> tuple[Array | None, ...]:
+def _walk_backward(
+    parts: tuple[str, ...], kept: tuple[Array, ...], upstream: Float[Array, "chunks rows chunk"]
+) -> tuple[Array | None, ...]:
     """d log p[target] / d logits = onehot(target) - softmax(logits). The head's gradient adds up in the type of the parameters, over
-    chunks in one place and over devices outside.
+    chunks in one place and over devices outside or, where the head is in parts, here.
     """
-    table, *chunks = kept
-    narrow = table.astype(chunks[0].dtype)
+    narrow, table, *chunks = kept
 
     def one_chunk(head: Array, chunk_of: tuple[Array, ...]) -> tuple[Array, Array]:
         hidden, targets, wanted, upstream = chunk_of
 
         def some(head: Array) -> tuple[Array, Array]:
-            at_target = targets[..., None] == jnp.arange(table.shape[0])
+            at_target = targets[..., None] == jnp.arange(narrow.shape[0])
             pull = (at_target - jax.nn.softmax(scores(narrow, hidden), axis=-1)) * upstream[..., None]
             rows = pull.reshape(-1, pull.shape[-1]).astype(narrow.dtype)
             states = hidden.reshape(-1, hidden.shape[-1])
@@ -170,7 +183,9 @@ def _walk_backward(kept: tuple[Array, ...], upstream: Float[Array, "chunks rows 
 
         return jax.lax.cond(wanted.any(), some, lambda head: (head, jnp.zeros_like(hidden)), head)
 
-    head, states = jax.lax.scan(one_chunk, jnp.zeros_like(table), (*chunks, upstream))
+    head, states = jax.lax.scan(one_chunk, jnp.zeros_like(narrow, table.dtype), (*chunks, upstream))
+    if parts:
+        head = jax.lax.psum_scatter(head, parts, scatter_dimension=1, tiled=True)
     return head, states, None, None
 
 
