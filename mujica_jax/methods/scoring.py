@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mujica_jax.agents.evaluation import Evaluation, evaluate
@@ -12,6 +12,7 @@ from mujica_jax.config import Config
 from mujica_jax.inference.requests import Generator
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import Progress
+from mujica_jax.report.progress import Figure
 from mujica_jax.tasks.task import Task
 
 
@@ -48,8 +49,9 @@ def score_policy(
     config: Config,
     progress: Progress,
     concurrency: int,
+    live: Callable[[], Mapping[str, Figure]] = dict,
 ) -> Scores:
-    """Scores of the generator's policy, `concurrency` episodes at a time; `name` is shown with the progress."""
+    """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the progress."""
     questions = held_out_questions(task, config)
     if len(questions) < config.eval.questions:
         progress.line(
@@ -60,7 +62,7 @@ def score_policy(
         generator.forget()  # so that a score does not depend on what was decoded before
         right = done = 0
         kind = "greedy" if temperature == 0 else "sampled"
-        with progress.stage(f"{name}: evaluating, {kind}", total=len(questions), unit="episodes") as stage:
+        with progress.stage(f"{name}: evaluating, {kind}", total=len(questions), unit="episodes", live=live) as stage:
 
             def on_episode(trajectory: Trajectory) -> None:
                 nonlocal right, done
