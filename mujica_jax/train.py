@@ -6,41 +6,39 @@ Without a configuration file it trains the tiny world. The same --run directory 
 """
 
 import shlex
-import signal
 import sys
 import time
-from pathlib import Path
 
 from mujica_jax.config import Config
 from mujica_jax.config_checks import check
 from mujica_jax.config_files import command_line
 from mujica_jax.errors import UserError
+from mujica_jax.preemption import Preempted, Preemption
 
 DEFAULT_CONFIG = "tiny_world"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a mistake of the user's, 130 interrupted (and resumable)."""
+    """Exit status: 0 done, or preempted (SIGTERM) and resumable; 2 a mistake of the user's; 130 interrupted and resumable."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    directory = None
-    # A preemption notice ends like Ctrl-C: all that matters is on disk.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        config = command_line(words, default=DEFAULT_CONFIG)
-        check(config)
-        directory = config.run or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        train(config, Path(directory))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        again = words if _names_run(words) or directory is None else [*words, "--run", directory]
-        print(f"\ninterrupted; go on with: python -m mujica_jax.train {shlex.join(again)}", file=sys.stderr)
-        return 130
+    with Preemption() as preemption:
+        try:
+            config = command_line(words, default=DEFAULT_CONFIG)
+            check(config)
+            directory = config.run or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+            again = words if _names_run(words) else [*words, "--run", directory]
+            preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
+            train(config, directory, preemption)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except Preempted as ended:
+            print(f"\n{ended}", file=sys.stderr)
+            return preemption.status
     return 0
 
 
-def train(config: Config, directory: Path) -> None:
+def train(config: Config, directory: str, preemption: Preemption) -> None:
     """The whole run. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.methods.control import run_control
@@ -48,8 +46,9 @@ def train(config: Config, directory: Path) -> None:
     from mujica_jax.methods.start import open_training
     from mujica_jax.methods.warmup import warm_up
     from mujica_jax.report import Summary, closing_table, question_tree, summary_dict
+    from mujica_jax.trajectories.run_directory import run_path
 
-    with open_training(config, directory) as run:
+    with open_training(config, run_path(directory), preemption) as run:
         state, warmed, demonstrations = warm_up(run)
         _, rounds = run_mygo(run, state, demonstrations.rewarded)
         control = [run_control(run, state, demonstrations.rows, rounds)] if config.eval.control else []

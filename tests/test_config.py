@@ -44,6 +44,7 @@ from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import mygo, run, scoring, start, warmup
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.preemption import Preemption
 from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
 from mujica_jax.report import StageClock
 from mujica_jax.tasks.task import Task
@@ -335,6 +336,7 @@ class RecordedRun:
         self.agent = run.make_agent(config, self.task, self.tokenizer)
         self.progress = self.metrics = self.clock = self
         self.counters: Any = types.SimpleNamespace(figures=dict)
+        self.preemption = Preemption()
         self.asked: list = []
         self.done = 0
 
@@ -504,6 +506,7 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
             "generator": generator,
             "progress": RecordedProgress(),
             "concurrency": 2,
+            "preemption": Preemption(),
         }
         return scoring.score_policy("warm-up", task=start.build_task(config), config=config, **parts)
 

@@ -32,7 +32,7 @@ def on_one_device(trainer) -> TrainState:
     return fit(trainer, trainer.initial_state(tiny_decoder()), rows, schedule=SHORT_SCHEDULE, steps=3, seed=0).state
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_eight_devices_equal_one(trainer, on_one_device, processes, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -1,5 +1,6 @@
 """Prefill and decode against the decoder's full forward pass and against the trainer."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from tiny_engine import (
     random_tokens,
 )
 
-from mujica_jax.inference.engine import Engine, FlushRow, PrefillRow, SlotState, bucket
+from mujica_jax.inference import resident_programs
+from mujica_jax.inference.engine import Engine, FlushRow, PrefillRow, SlotState, advance, bucket, narrowed
 from mujica_jax.inference.resident_programs import Places, Tiles
 from mujica_jax.inference.resident_programs import decode as decode_program
 from mujica_jax.inference.resident_programs import prefill as prefill_program
@@ -98,6 +100,35 @@ def test_decoding_a_given_sequence_token_by_token_equals_the_full_forward(one_st
         expected = drawn_from(logits[:, position], state.seed, state.position)
         np.testing.assert_array_equal(decoded.tokens[0], expected[0])
         np.testing.assert_allclose(decoded.logprobs[0], expected[1], atol=EXACT)
+
+
+@pytest.fixture
+def seen_logits(monkeypatch) -> Iterator[list[np.ndarray]]:
+    """The whole rows of logits of every decode step, in order; programs compiled with the listener end with the test."""
+    rows: list[np.ndarray] = []
+
+    def listened(logits, *rest):
+        jax.debug.callback(lambda values: rows.append(np.asarray(values)), logits, ordered=True)
+        return advance(logits, *rest)
+
+    monkeypatch.setattr(resident_programs, "advance", listened)
+    decode_program.clear_cache()
+    yield rows
+    decode_program.clear_cache()
+
+
+@pytest.mark.parametrize("prefilled", [0, 1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3])
+def test_whole_rows_of_logits_are_those_of_the_full_forward_at_every_position(one_step, seen_logits, prefilled):
+    """Position by position, after none, one, a page and some pages of the sequence were prefilled."""
+    logits = next_token_logits(decoder(), SEQUENCE)
+    one_step.prefill([PrefillRow(1, pages_of_slot(1), 0, SEQUENCE[:prefilled])])
+    state = idle()
+    for position in range(prefilled, len(SEQUENCE)):
+        state.token[1], state.position[1], state.remaining[1] = SEQUENCE[position], position, 1
+        one_step.decode(state)
+    jax.effects_barrier()
+    found = [rows[0] for rows in seen_logits]  # a call computes as many rows as run
+    np.testing.assert_allclose(found, logits[prefilled:], atol=EXACT)
 
 
 @pytest.mark.parametrize("length", [1, 2, 32, 33, 34, 100, 120, POSITIONS - 20])
@@ -270,6 +301,7 @@ def lowered_decode(engine: Engine) -> Any:
     lowered = decode_program.lower(
         engine._graph,
         engine._weights,
+        engine._scales,
         engine._memory,
         idle(engine._num_rows),
         Places(whole, whole - 1),
@@ -284,7 +316,9 @@ def lowered_decode(engine: Engine) -> Any:
 def lowered_prefill(engine: Engine) -> Any:
     whole = np.zeros(4, np.int32)
     tiles = Tiles(np.zeros((4, 16), np.int32), whole, whole, whole, Places(whole, whole - 1))
-    lowered = prefill_program.lower(engine._graph, engine._weights, engine._memory, tiles, engine._group_lengths())
+    lowered = prefill_program.lower(
+        engine._graph, engine._weights, engine._scales, engine._memory, tiles, engine._group_lengths()
+    )
     return lowered.compile().memory_analysis()
 
 
@@ -299,7 +333,8 @@ def test_no_copy_of_the_memory_is_made_by_a_step():
 
 
 @pytest.mark.parametrize(
-    ("cache_dtype", "least", "most"), [(jnp.bfloat16, 1e-5, 0.01), (jnp.float8_e4m3fn, 1e-3, 0.05)]
+    ("cache_dtype", "least", "most"),
+    [(jnp.bfloat16, 1e-5, 0.01), (jnp.float8_e4m3fn, 1e-3, 0.05), (jnp.int8, 1e-6, 0.02)],
 )
 def test_a_narrow_cache_is_smaller_and_a_little_less_exact(cache_dtype, least, most):
     """Seen: the log-probability of one token differs by 0.0011 and 0.0031."""
@@ -312,6 +347,28 @@ def test_a_narrow_cache_is_smaller_and_a_little_less_exact(cache_dtype, least, m
     ((found_tokens, found),) = decoded(engine, started(engine, {0: prompt}, 1)).values()
     difference = np.abs(np.subtract(found, expected)).max()
     assert found_tokens == tokens and least < difference < most
+
+
+def test_int8_follows_the_policy_and_is_more_exact_than_fp8():
+    """Values a hundred times as large, and keys with one channel that outweighs all others: each policy has scales of its own."""
+    other = nnx.clone(nnx.state(decoder()))
+    other["layers"]["value_kernel"][...] = 100 * other["layers"]["value_kernel"][...]
+    other["layers"]["output_kernel"][...] = other["layers"]["output_kernel"][...] / 100
+    other["layers"]["key_kernel"][...] = other["layers"]["key_kernel"][...].at[..., 3].multiply(20.0)
+    prompts = {slot: random_tokens(60 + slot, seed=slot) for slot in range(SLOTS)}
+    found = {}
+    for dtype in (jnp.float32, jnp.int8, jnp.float8_e4m3fn):
+        engine = make_engine(cache_dtype=dtype)
+        engine.set_weights(other)
+        state = started(engine, prompts, 1, temperature=np.zeros(SLOTS, np.float32))
+        found[dtype] = np.ravel([log_probs for _, log_probs in decoded(engine, state).values()])
+    error = {dtype: np.abs(log_probs - found[jnp.float32]).mean() for dtype, log_probs in found.items()}
+    assert 1e-6 < error[jnp.int8] < 0.5 * error[jnp.float8_e4m3fn], error
+
+
+def test_what_int8_cannot_hold_is_clipped_and_what_it_can_is_rounded():
+    kept = narrowed(jnp.asarray([-1000.0, -127.4, -0.6, 0.4, 126.6, 127.5, 1e9]), jnp.int8)
+    assert kept.tolist() == [-127, -127, -1, 0, 127, 127, 127]
 
 
 def test_what_a_narrow_cache_cannot_hold_comes_as_close_as_it_can():

@@ -14,10 +14,11 @@ from flax import nnx
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from tiny_engine import MODEL, NO_STOP, decoded, decoder, log_probs_of, make_engine, random_tokens
 
+from mujica_jax.errors import UserError
 from mujica_jax.inference import ragged
 from mujica_jax.inference.engine import PrefillRow, SlotState, page_bytes
 from mujica_jax.inference.generator import BatchedGenerator
-from mujica_jax.inference.ragged import RaggedEngine
+from mujica_jax.inference.ragged import RaggedEngine, check_tiles
 from mujica_jax.inference.requests import Completion, SamplingParams
 
 SLOTS, POSITIONS, PAGE_TOKENS = 3, 64, 8
@@ -47,10 +48,12 @@ def on_host(
     """With the signature of the kernel."""
     assert blocks["num_kv_pages_per_block"] <= tables.shape[1] and blocks["num_queries_per_block"] <= query.shape[0]
 
-    assert k_scale is None and v_scale is None, "pages of the compute type need none"
+    scale = None if pages.dtype == query.dtype else 1.0
+    assert (k_scale, v_scale) == (scale, scale), "with a scale, the kernel computes in the type of the queries"
 
-    def call(*arrays: Any) -> np.ndarray:
-        return attention_by_hand(*map(np.asarray, arrays), sm_scale)
+    def call(query: Any, pages: Any, *rest: Any) -> np.ndarray:
+        pages = np.asarray(pages).astype(query.dtype)
+        return attention_by_hand(np.asarray(query), pages, *map(np.asarray, rest), sm_scale)
 
     result = jax.ShapeDtypeStruct(query.shape, query.dtype)
     return jax.pure_callback(call, result, query, pages, lengths, tables, query_ends, count)
@@ -138,6 +141,43 @@ def test_conversations_get_the_tokens_that_the_resident_engine_gives_them(kernel
     for ours, theirs in zip(converse(make_ragged()), converse(make_engine()), strict=True):
         assert ours.token_ids == theirs.token_ids
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_a_narrow_cache_gives_the_numbers_of_the_resident_engine(kernel, dtype):
+    prompts = {slot: random_tokens(11 + slot, seed=slot) for slot in range(SLOTS)}
+    answers = []
+    for engine in (make_ragged(cache_dtype=dtype), make_engine(cache_dtype=dtype)):
+        state = SlotState.idle(SLOTS)
+        for slot, prompt in prompts.items():
+            engine.prefill([PrefillRow(slot, range(slot * PAGES_A_SLOT, (slot + 1) * PAGES_A_SLOT), 0, prompt[:-1])])
+            state.token[slot], state.position[slot], state.remaining[slot] = prompt[-1], len(prompt) - 1, 6
+        answers.append(decoded(engine, state))
+    for slot in prompts:
+        assert answers[0][slot][0] == answers[1][slot][0]
+        np.testing.assert_allclose(answers[0][slot][1], answers[1][slot][1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tensor", "dtype", "fits"),
+    [
+        (4, 4, jnp.bfloat16, True),
+        (4, 4, jnp.int8, False),
+        (4, 2, jnp.int8, True),
+        (8, 4, jnp.int8, True),
+        (6, 2, jnp.bfloat16, False),
+    ],
+)
+def test_heads_that_the_kernel_cannot_read_are_refused(heads, tensor, dtype, fits):
+    """Published models: Qwen2.5-7B has 4 key and value heads, Llama-3.1-8B has 8. Whether the kernel agrees: `make test-slow`."""
+    model = dataclasses.replace(MODEL, num_heads=24, num_kv_heads=heads)
+    if fits:
+        check_tiles(model, tensor, dtype)
+    else:
+        with pytest.raises(
+            UserError, match=f"{heads} key and value heads over engine.tensor {tensor} are {heads // tensor} a device"
+        ):
+            check_tiles(model, tensor, dtype)
 
 
 def test_pages_that_are_broken_are_emptied_in_every_layer(kernel):

@@ -82,16 +82,30 @@ def test_a_step_of_adapters_takes_half_of_the_memory():
     assert trained("two_wiki_text_v5e", "16")["bytes"] < 5e9
 
 
-@pytest.mark.parametrize(("topology", "gigabytes"), [("v5e:2x4", "8"), ("v6e:2x2", "20")])
-def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(topology, gigabytes):
-    """Heads split over four chips: on v5e:2x4 two engines stand side by side. Nearly all memory that is left holds pages."""
-    found = compiled("engine", "qwen2.5-7b", topology, "4", gigabytes)
+@pytest.mark.parametrize(
+    ("topology", "tensor", "gigabytes", "kept"),
+    [
+        ("v5e:2x4", "4", "8", ()),
+        ("v6e:2x2", "4", "20", ()),
+        ("v5e:2x4", "2", "4", ("int8", "int8", "filtered")),  # cache, weights; with top-k, top-p and min-p
+        ("v6e:2x2", "2", "10", ("fp8", "fp8", "filtered")),
+    ],
+)
+def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(topology, tensor, gigabytes, kept):
+    """Heads split over four chips (on v5e:2x4 two engines stand side by side) or two."""
+    found = compiled("engine", "qwen2.5-7b", topology, tensor, gigabytes, *kept)
     for kind in ("decode", "prefill"):
         program = found[kind]
         assert program["kernels"] == 1, "one kernel, in a scan over layers"
         assert found["page_bytes"] <= program["in_place"], "the pages are not copied"
         assert program["temporaries"] < 0.6e9
         assert program["bytes"] < chip_of_topology(topology).memory_bytes, found
+
+
+def test_one_head_a_chip_in_eight_bits_is_more_than_the_kernel_can():
+    """What `ragged.check_tiles` refuses before a run begins."""
+    with pytest.raises(AssertionError, match="can not be XLA fully tiled"):
+        compiled("engine", "qwen2.5-7b", "v6e:2x2", "4", "10", "int8")
 
 
 @functools.cache
@@ -106,7 +120,8 @@ def compiled(*arguments: str) -> dict:
     paths = [str(COMPILER), str(ROOT), str(ROOT / "tests")]
     finished = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "tpu_programs.py"), *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        # The lock is for processes that share a TPU; here there is none.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,

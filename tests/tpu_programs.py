@@ -1,7 +1,8 @@
 """Compile programs of one model for a TPU topology that is not here; prints JSON. Started by `test_tpu_compile.py`.
 
 python tests/tpu_programs.py train MODEL TOPOLOGY CONFIG [LORA_RANK]
-python tests/tpu_programs.py engine MODEL TOPOLOGY TENSOR GIGABYTES      with so much memory for keys and values on each chip
+python tests/tpu_programs.py engine MODEL TOPOLOGY TENSOR GIGABYTES [CACHE_DTYPE [WEIGHTS [FILTERED]]]
+    with so much memory for keys and values on each chip
 """
 
 import dataclasses
@@ -21,12 +22,14 @@ from test_families import LLAMA3_1_8B, QWEN2_5_7B, QWEN3_8B
 
 from mujica_jax.config_files import load_config
 from mujica_jax.inference.engine import page_bytes
+from mujica_jax.inference.engines import CACHE_DTYPES
 from mujica_jax.inference.ragged import RaggedEngine
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.models.collectives import collectives
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import from_hugging_face
 from mujica_jax.models.layers import projections
+from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
 
 PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
@@ -58,18 +61,29 @@ def train(name: str, topology: str, config: str, lora_rank: str = "0") -> dict:
     }
 
 
-def engine(name: str, topology: str, tensor: str, gigabytes: str) -> dict:
+def engine(
+    name: str,
+    topology: str,
+    tensor: str,
+    gigabytes: str,
+    cache: str = "compute",
+    storage: Any = "compute",
+    filtered: str = "",
+) -> dict:
     """One engine on the first chips; a topology with more of them has as many engines as fit."""
     model = from_hugging_face(PUBLISHED[name])
     mesh = make_mesh(1, 1, int(tensor), devices_of(topology)[: int(tensor)])
     of = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     graph, weights = nnx.split(of)
+    weights = jax.eval_shape(lambda weights: engine_weights(weights, model, storage, jnp.bfloat16), weights)
 
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     weights = jax.tree.map(placed, weights, shardings_of(weights, mesh))
-    pages = int(float(gigabytes) * 1e9) // (page_bytes(model, PAGE_TOKENS, jnp.bfloat16) // int(tensor))
+    dtype = CACHE_DTYPES.get(cache, jnp.bfloat16)
+    size = page_bytes(model, PAGE_TOKENS, dtype) // int(tensor)
+    pages = int(float(gigabytes) * 1e9) // size
     made = RaggedEngine(
         nnx.merge(graph, weights),
         slots=SLOTS,
@@ -80,9 +94,13 @@ def engine(name: str, topology: str, tensor: str, gigabytes: str) -> dict:
         decode_steps=DECODE_STEPS,
         stop_token_ids=[0],
         mesh=mesh,
+        cache_dtype=dtype,
     )
-    found = {"page_bytes": pages * page_bytes(model, PAGE_TOKENS, jnp.bfloat16) // int(tensor)}
-    for kind, lowered in (("decode", made.lower_decode()), ("prefill", made.lower_prefill(PREFILL_TOKENS))):
+    found: dict[str, Any] = {"page_bytes": pages * size}
+    for kind, lowered in (
+        ("decode", made.lower_decode(filtered=bool(filtered))),
+        ("prefill", made.lower_prefill(PREFILL_TOKENS)),
+    ):
         kernels = lowered.as_text().count("tpu_custom_call")
         found[kind] = sizes(lowered.compile()) | {"kernels": kernels}
     return found

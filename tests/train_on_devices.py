@@ -27,7 +27,8 @@ def main(directory: str, processes: int, process: int, port: int) -> None:
     split = [array for array in of_state if array.addressable_shards[0].data.size < array.size]
     assert len(split) == 3 * 8, "every matrix is split over fsdp or tensor, and so are both its moments"
     assert len(jax.devices()) == 8
-    Checkpoints(directory, keep=1).save(result.state, {})
+    with Checkpoints(directory, keep=1) as checkpoints:
+        checkpoints.save(result.state, {})
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference import sampling
+from mujica_jax.inference.cache_scales import LEVELS, CacheScales, calibrated
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import shardings_of
@@ -114,8 +115,8 @@ class Engine(abc.ABC):
         self._stops = jnp.asarray(sorted(stop_token_ids), jnp.int32)
         self.mesh = mesh
         self._graph, weights = nnx.split(decoder)
-        self._weights = self._placed(weights)
         self._dtype = jnp.dtype(decoder.dtype if cache_dtype is None else cache_dtype)
+        self._use(weights)
         self._programs: set[tuple] = set()
 
     @property
@@ -129,12 +130,18 @@ class Engine(abc.ABC):
 
     def set_weights(self, weights: nnx.State) -> None:
         """Replace the policy. What the memory holds is stale afterwards: the caller forgets it."""
-        self._weights = self._placed(weights)
+        self._use(weights)
         self.forget()
 
+    def _use(self, weights: nnx.State) -> None:
+        self._weights = self._placed(weights)
+        self._scales: CacheScales | None = None
+        if jnp.issubdtype(self._dtype, jnp.integer):
+            with self._over_mesh():
+                self._scales = calibrated(self._graph, self._weights, self.config)
+
     def _placed(self, weights: nnx.State) -> nnx.State:
-        abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights))
-        if self.mesh is None or abstract:
+        if self.mesh is None or is_abstract(weights):
             return weights
         return jax.device_put(weights, shardings_of(weights, self.mesh))
 
@@ -188,13 +195,21 @@ def advance(
     return state, Decoded(token, drawn.logprob, drawn.sampling_logprob, running)
 
 
+def is_abstract(tree: Any) -> bool:
+    """Whether it has shapes and no arrays: then programs can be lowered, and none runs."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
 def filtered(state: SlotState) -> bool:
     """Whether a running slot draws from a part of the vocabulary: then everything is sorted."""
     return bool(np.any((state.remaining > 0) & ((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0))))
 
 
-def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its range would become NaN."""
+def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*shape"]:
+    """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its range would become NaN; and int8
+    would wrap round."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.clip(jnp.round(values), -LEVELS, LEVELS).astype(dtype)
     if jnp.dtype(dtype).itemsize == 1:
         largest = float(jnp.finfo(dtype).max)
         values = jnp.clip(values, -largest, largest)

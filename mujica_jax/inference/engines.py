@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from mujica_jax.config import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import Engine, check_heads, page_bytes
-from mujica_jax.inference.ragged import LANES, RaggedEngine
+from mujica_jax.inference.ragged import LANES, RaggedEngine, check_tiles
 from mujica_jax.inference.resident import ResidentEngine
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -20,7 +20,7 @@ from mujica_jax.models.sharding import make_mesh, shardings_of
 
 DEVICE_SHARE = 0.9  # of the accelerator memory that is free: the rest is for a step's temporaries
 HOST_SHARE = 0.5
-CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
+CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 
 def make_engine(decoder: Decoder, engine: EngineConfig, *, positions: int, stop_token_ids: Sequence[int]) -> Engine:
@@ -43,11 +43,13 @@ def make_engine(decoder: Decoder, engine: EngineConfig, *, positions: int, stop_
 
 def check_engine(model: DecoderConfig, engine: EngineConfig, *, positions: int, dtype: DTypeLike) -> None:
     """What `make_engine` would refuse of a model that computes in `dtype`, before there is one. Raises UserError."""
-    mesh = _mesh(engine)
+    mesh, kept = _mesh(engine), _cache_dtype(dtype, engine)
     if mesh is not None:
         check_heads(model, mesh)
         shardings_of(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), mesh)
-    _num_pages(model, engine, positions, _cache_dtype(dtype, engine))
+    if jax.default_backend() == "tpu":
+        check_tiles(model, engine.tensor, kept)
+    _num_pages(model, engine, positions, kept)
 
 
 def _mesh(engine: EngineConfig) -> Mesh | None:

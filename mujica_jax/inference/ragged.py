@@ -19,9 +19,12 @@ import numpy as np
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, Num
 
+from mujica_jax.errors import UserError
 from mujica_jax.inference import sampling
+from mujica_jax.inference.cache_scales import CacheScales, scaled
 from mujica_jax.inference.engine import (
     Decoded,
     Engine,
@@ -31,9 +34,11 @@ from mujica_jax.inference.engine import (
     advance,
     bucket,
     filtered,
+    is_abstract,
     narrowed,
 )
 from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.families import DecoderConfig
 
 SMALLEST_PREFILL_TOKENS = 256
 # Of the kernel: tokens of keys read at once, and queries a block when prompts are read. A decode step has one query a sequence.
@@ -44,7 +49,7 @@ LANES = (
 )
 PAGES_SPEC = PartitionSpec(None, None, "tensor", None)
 
-Pages = Float[Array, "layers_x_pages page_tokens combined_heads head_dim"]
+Pages = Num[Array, "layers_x_pages page_tokens combined_heads head_dim"]
 
 
 class Sequences(NamedTuple):
@@ -62,6 +67,17 @@ class Layout(NamedTuple):
     num_pages: int
     page_tokens: int
     mesh: Mesh | None
+
+
+def check_tiles(config: DecoderConfig, tensor: int, dtype: DTypeLike) -> None:
+    """The kernel reads the heads of a device in whole words of 32 bits, and 1, 2, 4 or a multiple of 8 of those."""
+    heads, in_a_word = 2 * config.num_kv_heads // tensor, 4 // jnp.dtype(dtype).itemsize  # keys and values
+    words = heads // in_a_word
+    if heads % in_a_word or (words % 8 and words not in (1, 2, 4)):
+        raise UserError(
+            f"{config.num_kv_heads} key and value heads over engine.tensor {tensor} are {heads // 2} a device, and the TPU kernel "
+            f"cannot read so many of {jnp.dtype(dtype).name}: lower engine.tensor or use another engine.cache_dtype"
+        )
 
 
 class RaggedEngine(Engine):
@@ -115,7 +131,15 @@ class RaggedEngine(Engine):
         sequences = Sequences(lengths, tables, ends, np.asarray([len(rows)], np.int32))
         with self._over_mesh():
             self._pages = _prefill(
-                self._graph, self._weights, self._pages, tokens, positions, targets, sequences, layout=self._layout
+                self._graph,
+                self._weights,
+                self._scales,
+                self._pages,
+                tokens,
+                positions,
+                targets,
+                sequences,
+                layout=self._layout,
             )
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
@@ -124,6 +148,7 @@ class RaggedEngine(Engine):
             self._pages, state, decoded = _decode(
                 self._graph,
                 self._weights,
+                self._scales,
                 self._pages,
                 state,
                 self._tables,
@@ -156,24 +181,33 @@ class RaggedEngine(Engine):
         )
         with self._over_mesh():
             return _prefill.lower(
-                self._graph, self._weights, self._pages, whole, whole, whole, sequences, layout=self._layout
+                self._graph,
+                self._weights,
+                self._scales,
+                self._pages,
+                whole,
+                whole,
+                whole,
+                sequences,
+                layout=self._layout,
             )
 
-    def lower_decode(self) -> jax.stages.Lowered:
-        """A decode call, lowered for the mesh without any array."""
+    def lower_decode(self, *, filtered: bool = False) -> jax.stages.Lowered:
+        """A decode call, with top-k and its like or without, lowered for the mesh without any array."""
         state = jax.tree.map(lambda leaf: self._abstract(leaf.shape, leaf.dtype), SlotState.idle(self.slots))
         tables, stops = self._abstract(self._tables.shape, jnp.int32), self._abstract(self._stops.shape, jnp.int32)
         with self._over_mesh():
             return _decode.lower(
                 self._graph,
                 self._weights,
+                self._scales,
                 self._pages,
                 state,
                 tables,
                 stops,
                 layout=self._layout,
                 steps=self.decode_steps,
-                filtered=False,
+                filtered=filtered,
             )
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -189,7 +223,7 @@ class RaggedEngine(Engine):
             -(-config.head_dim // LANES) * LANES,
         )
         sharding = mesh and NamedSharding(mesh, PAGES_SPEC)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self._weights)):
+        if is_abstract(self._weights):
             return jax.ShapeDtypeStruct(shape, self._dtype, sharding=sharding)  # only to be lowered
         return jnp.zeros(shape, self._dtype, device=sharding)
 
@@ -209,6 +243,7 @@ def _clear(pages: Pages, broken: Int[Array, " pages"], *, num_pages: int) -> Pag
 def _prefill(
     graph: nnx.GraphDef,
     weights: nnx.State,
+    scales: CacheScales | None,
     pages: Pages,
     tokens: Int[Array, " tokens"],
     positions: Int[Array, " tokens"],
@@ -218,7 +253,7 @@ def _prefill(
     layout: Layout,
 ) -> Pages:
     decoder = nnx.merge(graph, weights)
-    attend = _attend(layout, targets, sequences, BLOCK_QUERIES)
+    attend = scaled(_attend(layout, targets, sequences, BLOCK_QUERIES), scales)
     return decoder.with_memory(tokens[None], positions[None], attend, pages)[1]
 
 
@@ -226,6 +261,7 @@ def _prefill(
 def _decode(
     graph: nnx.GraphDef,
     weights: nnx.State,
+    scales: CacheScales | None,
     pages: Pages,
     state: SlotState,
     tables: Int[Array, "slots pages"],
@@ -247,7 +283,7 @@ def _decode(
         targets = jnp.where(running, page * size + state.position % size, layout.num_pages * size)
         lengths = jnp.where(running, state.position + 1, 1)  # an idle slot reads one token, and nobody reads its result
         sequences = Sequences(lengths, tables, every, jnp.full(1, slots, jnp.int32))
-        attend = _attend(layout, targets, sequences, BLOCK_DECODE_QUERIES)
+        attend = scaled(_attend(layout, targets, sequences, BLOCK_DECODE_QUERIES), scales)
         hidden, pages = decoder.with_memory(state.token[None], state.position[None], attend, pages)
         state, decoded = advance(decoder.logits(hidden[0]), state, stops, filters)
         return (pages, state), decoded

@@ -145,6 +145,7 @@ class ResidentEngine(Engine):
             self._memory, after, found = programs.decode(
                 self._graph,
                 self._weights,
+                self._scales,
                 self._memory,
                 in_rows,
                 places,
@@ -356,7 +357,9 @@ class ResidentEngine(Engine):
         self._count("prefill", count)
         call = programs.Tiles(tokens, rows, starts, lengths, places)
         with self._over_mesh():
-            self._memory = programs.prefill(self._graph, self._weights, self._memory, call, self._group_lengths())
+            self._memory = programs.prefill(
+                self._graph, self._weights, self._scales, self._memory, call, self._group_lengths()
+            )
 
     def _widen(self, tokens: int) -> None:
         if tokens > self._memory.rows.shape[1]:

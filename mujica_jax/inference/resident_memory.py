@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
 
 
 class KeysValues(NamedTuple):
     """One array a layer."""
 
-    keys: tuple[Float[Array, "rows kv_heads head_dim tokens"], ...]
-    values: tuple[Float[Array, "rows kv_heads tokens head_dim"], ...]
+    keys: tuple[Num[Array, "rows kv_heads head_dim tokens"], ...]
+    values: tuple[Num[Array, "rows kv_heads tokens head_dim"], ...]
 
     @property
     def shape(self) -> tuple[int, int]:

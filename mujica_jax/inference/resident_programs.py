@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from mujica_jax.inference import sampling
+from mujica_jax.inference.cache_scales import CacheScales, scaled
 from mujica_jax.inference.engine import Decoded, SlotState, advance, narrowed
 from mujica_jax.inference.resident_memory import KeysValues, Memory
 
@@ -35,7 +36,12 @@ class Tiles(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("memory",))
 def prefill(
-    graph: nnx.GraphDef, weights: nnx.State, memory: Memory, tiles: Tiles, group_lengths: Int[Array, " groups"]
+    graph: nnx.GraphDef,
+    weights: nnx.State,
+    scales: CacheScales | None,
+    memory: Memory,
+    tiles: Tiles,
+    group_lengths: Int[Array, " groups"],
 ) -> Memory:
     decoder = nnx.merge(graph, weights)
     keys, values = list(memory.rows.keys), list(memory.rows.values)
@@ -57,7 +63,7 @@ def prefill(
         groups = memory.groups.keys[layer], memory.groups.values[layer]
         return _attention(query, keys[layer][mine], values[layer][mine], readable, *groups, visible)
 
-    decoder(tiles.tokens, positions, attend, scan=False)
+    decoder(tiles.tokens, positions, scaled(attend, scales), scan=False)
     return memory._replace(rows=KeysValues(tuple(keys), tuple(values)))
 
 
@@ -65,6 +71,7 @@ def prefill(
 def decode(
     graph: nnx.GraphDef,
     weights: nnx.State,
+    scales: CacheScales | None,
     memory: Memory,
     state: SlotState,
     places: Places,
@@ -96,7 +103,7 @@ def decode(
             groups = memory.groups.keys[layer], memory.groups.values[layer]
             return _attention(query, keys[layer], values[layer], readable, *groups, visible)
 
-        hidden = decoder(state.token[:, None], state.position[:, None], attend, scan=False)
+        hidden = decoder(state.token[:, None], state.position[:, None], scaled(attend, scales), scan=False)
         state, decoded = advance(decoder.logits(hidden[:, 0]), state, stops, filters)
         return (KeysValues(tuple(keys), tuple(values)), state), decoded
 
@@ -114,11 +121,11 @@ def _visible(
 
 def _attention(
     query: Float[Array, "rows time heads head_dim"],
-    keys: Float[Array, "rows kv_heads head_dim width"],
-    values: Float[Array, "rows kv_heads width head_dim"],
+    keys: Num[Array, "rows kv_heads head_dim width"],
+    values: Num[Array, "rows kv_heads width head_dim"],
     readable: Bool[Array, "rows time width"],
-    group_keys: Float[Array, "groups kv_heads head_dim length"],
-    group_values: Float[Array, "groups kv_heads length head_dim"],
+    group_keys: Num[Array, "groups kv_heads head_dim length"],
+    group_values: Num[Array, "groups kv_heads length head_dim"],
     visible: Bool[Array, "rows groups length"],
 ) -> Float[Array, "rows time heads head_dim"]:
     """Softmax attention over a row and, together with it, over the row's group. Scores and weights are float32."""

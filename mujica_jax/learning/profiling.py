@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from mujica_jax.config import ProfileConfig
+from mujica_jax.trajectories.run_directory import RunPath
 
 FOLDER = "profile"
 
@@ -20,9 +21,10 @@ FOLDER = "profile"
 class ProfileWindow:
     """The window of one run. `methods.run` asks it how far it may train at a stretch, and tells it before and after."""
 
-    def __init__(self, config: ProfileConfig, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, config: ProfileConfig, directory: RunPath, say: Callable[[str], None]) -> None:
         self._steps, self._phase, self._say = config.steps, config.phase, say
-        self._directory = directory / FOLDER
+        # The profiler writes to local disk: where the run is in a bucket, into the folder that it was started in.
+        self._directory = (directory if isinstance(directory, Path) else Path()) / FOLDER
         self._open: tuple[int, int] | None = None  # the window, while a phase that shows it trains
         self._tracing = False
         self._name = ""

@@ -22,7 +22,7 @@ import numpy as np
 
 from mujica_jax.agents.mujica import Attempt
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
-from mujica_jax.methods.run import SAMPLING, PhaseResult, Run, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, PhaseResult, Run, tokens_of
 from mujica_jax.methods.warmup import fitting
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.rewards import BEST_REWARD
@@ -128,6 +128,7 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
             "keep_per_question": config.keep_per_question,
         },
     )
+    run.preemption.enter(f"round {number}: sampling", kept=KEPT_SHARDS)
     run.use_policy(state, number - 1)
     entries: list[ShardEntry] = []
     trajectories: list[Trajectory] = []

@@ -33,6 +33,7 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import MetricsLog, Phase, Progress, StageClock
 from mujica_jax.rewards import f1_reward
@@ -42,6 +43,7 @@ from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.store import ShardEntry, Store, shard_name
 
 SAVE_EVERY_SECONDS = 15.0  # of training: what a kill may cost; a save takes about 60 ms for the tiny models
+KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
 
 # Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
 SAMPLING, EVALUATING, LEARNING, AGREEMENT, TIME = "sampling", "evaluating", "learning", "agreement", "time"
@@ -69,9 +71,10 @@ class Run:
         decoder: Decoder,
         progress: Progress,
         metrics: MetricsLog,
+        preemption: Preemption,
     ) -> None:
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
-        self.progress, self.metrics = progress, metrics
+        self.progress, self.metrics, self.preemption = progress, metrics, preemption
         self.agent = make_agent(config, task, tokenizer)
         self.clock = StageClock(compiled=lambda: compilations().seconds)
         self.trainer = Trainer(decoder.config, config.trainer)
@@ -89,6 +92,7 @@ class Run:
 
     def commit_policy(self, state: TrainState, version: int) -> None:
         """Write the policy as a Hugging Face directory."""
+        self.preemption.enter(f"committing policy {version}")
 
         def write(directory: Path) -> None:
             save_checkpoint(self.trainer.decoder(state), directory / "model")
@@ -148,8 +152,9 @@ class Run:
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
         """A unit of work whose attempts depend on those before: `wave(trajectories so far)` gives the next ones, or none.
 
-        The engine's slots are emptied first, so that a unit is a function of its attempts and the policy alone. What is returned is
-        what the store holds: another process may have been first. None if there was nothing to play.
+        The engine's slots are emptied first, so that a unit is a function of its attempts and the policy alone. For the same reason
+        a preemption keeps nothing of the unit under way: its rest, played without the others, would be rounded differently. What is
+        returned is what the store holds: another process may have been first. None if there was nothing to play.
         """
         entry = self._intact_shard(round_number, shard)
         if entry is not None:
@@ -169,6 +174,7 @@ class Run:
                     policy_version=self.generator.policy_version,
                     concurrency=self.config.engine.slots,
                     on_episode=on_episode,
+                    poll=self.preemption.check,
                 )
             )
         if not trajectories:
@@ -212,20 +218,27 @@ class Run:
         floor: float,
         warmup_steps: int = 0,
     ) -> TrainState:
-        """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase."""
-        checkpoints = Checkpoints(self.store.root / "learning" / name.replace(" ", "-"), keep=1)
+        """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase.
+
+        A preemption saves the step it comes at.
+        """
+        folder = self.store.root / "learning" / name.replace(" ", "-")
+        checkpoints = Checkpoints(folder, keep=self.config.trainer.keep_checkpoints, costs=self.store.costs)
         found = checkpoints.restore_latest(self.trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
+        input_state = None if found is None else found[1]["input"]
         done = int(state.step)
         if done >= steps:
             return state
+        self.preemption.enter(f"{name}: learning", kept=f"step {done} of {steps} is kept")
         with self.clock.stage("packing"):
             packed = rows()
         figures = StepFigures(self.trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
-        last_save = time.monotonic()
+        last_save, saved = time.monotonic(), done
 
         with (
+            checkpoints,  # a save goes on beside the steps and is finished before the phase ends, however it ends
             self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage,
             self.profile.of_phase(name, done=done, steps=steps),
         ):
@@ -250,14 +263,21 @@ class Run:
                         schedule=schedule(peak=peak, floor=floor, total_steps=steps, warmup_steps=warmup_steps),
                         steps=stretch,
                         seed=self.config.seed,
+                        input_state=input_state,
                         on_step=on_step,
+                        should_stop=self.preemption.at_step,
                     )
-                state, done = result.state, result.steps
+                state, done, input_state = result.state, result.steps, result.input_state
                 self.profile.after(done, state)
-                if done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS:
+                due = result.stopped or done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS
+                if due and done > saved:
                     with self.clock.stage("saving"):
-                        checkpoints.save(state, {"phase": name, "steps": steps})
-                    last_save = time.monotonic()
+                        self.metrics.flush()  # a resumed run does not come past these steps again
+                        checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
+                    last_save, saved = time.monotonic(), done
+                if result.stopped:
+                    checkpoints.finish()
+                    raise self.preemption.ended(f"step {saved} of {steps} is saved")
         return state
 
     _steps_a_stretch = 25
@@ -288,6 +308,7 @@ class Run:
                     config=self.config,
                     progress=self.progress,
                     concurrency=self.config.engine.slots,
+                    preemption=self.preemption,
                     live=self.counters.figures,
                 )
             phase = Phase(
@@ -305,11 +326,12 @@ class Run:
             )
             result = PhaseResult(phase=phase, forward_tokens=forward_tokens, trained_slots=trained_slots)
             self._write_scores(name, scores)
-            self._write_seconds(
-                f"{kind}{TIME}", step
-            )  # before the phase counts as done: after that it is not come past again
+            # Before the phase counts as done: after that it is not come past again.
+            self._write_seconds(f"{kind}{TIME}", step)
+            self.metrics.flush()
             self.store.write_json_once(file, dataclasses.asdict(result))
         found = self.store.read_json(file)
+        self._write_costs(name)
         return PhaseResult(**{**found, "phase": Phase(**found["phase"])})
 
     def _line(self, name: str, version: int) -> tuple[str, int]:
@@ -320,6 +342,12 @@ class Run:
         if not self.metrics.has(name, step):
             seconds = {f"{stage}_seconds": taken for stage, taken in self.clock.take().items()}
             self.metrics.write(name, step, seconds | {"total_seconds": sum(seconds.values())})
+
+    def _write_costs(self, name: str) -> None:
+        """What the run directory took since the phase before, in seconds and bytes; once for each phase."""
+        if self.metrics.write(f"{name}/store", 0, self.store.costs.summary()):
+            self.store.costs.forget()
+            self.metrics.flush()
 
     def _write_scores(self, name: str, scores: Scores) -> None:
         folder = f"eval/{name.replace(' ', '-')}"

@@ -10,6 +10,7 @@ from mujica_jax.agents.evaluation import Evaluation, evaluate
 from mujica_jax.agents.mujica import EnginePolicy, Mujica
 from mujica_jax.config import Config
 from mujica_jax.inference.requests import Generator
+from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import Progress
 from mujica_jax.report.progress import Figure
@@ -49,6 +50,7 @@ def score_policy(
     config: Config,
     progress: Progress,
     concurrency: int,
+    preemption: Preemption,
     live: Callable[[], Mapping[str, Figure]] = dict,
 ) -> Scores:
     """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the progress."""
@@ -59,9 +61,10 @@ def score_policy(
         )
 
     def evaluated(temperature: float) -> Evaluation:
+        kind = "greedy" if temperature == 0 else "sampled"
+        preemption.enter(f"{name}: evaluating, {kind}")
         generator.forget()  # so that a score does not depend on what was decoded before
         right = done = 0
-        kind = "greedy" if temperature == 0 else "sampled"
         with progress.stage(f"{name}: evaluating, {kind}", total=len(questions), unit="episodes", live=live) as stage:
 
             def on_episode(trajectory: Trajectory) -> None:
@@ -82,6 +85,7 @@ def score_policy(
                     seed=config.seed,
                     concurrency=concurrency,
                     on_episode=on_episode,
+                    poll=preemption.check,
                 )
             )
 

@@ -18,7 +18,7 @@ from mujica_jax.agents.mujica import Attempt, Mujica
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
-from mujica_jax.methods.run import SAMPLING, PhaseResult, Run, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, PhaseResult, Run, tokens_of
 from mujica_jax.records import Conversation, Trajectory, Turn
 from mujica_jax.rewards import BEST_REWARD
 from mujica_jax.trajectories.packing import pack
@@ -118,16 +118,14 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     demonstrations = run.task.demonstrations()
 
     async def play() -> list[Trajectory]:
-        return [
-            await run.agent.run(
-                Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0),
-                environment,
-                policy,
-                policy.version,
-            )
-            for question, environment in demonstrations
-        ]
+        played = []
+        for question, environment in demonstrations:
+            run.preemption.check()
+            attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
+            played.append(await run.agent.run(attempt, environment, policy, policy.version))
+        return played
 
+    run.preemption.enter(f"{NAME}: playing the demonstrations")
     trajectories = asyncio.run(play())
     golds = {question.id: question.answers for question, _ in demonstrations}
     right = [metrics.score(t.answer, golds[t.question_id], run.task.rule).em == 1.0 for t in trajectories]
@@ -143,6 +141,7 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
 def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     """Sample with worked examples in the prompt until enough trajectories are right, then take the examples out."""
     config = run.config
+    run.preemption.enter(f"{NAME}: sampling with worked examples", kept=KEPT_SHARDS)
     run.use_policy(run.initial_state(), POLICY)
     few_shot = Mujica(run.tokenizer, dataclasses.replace(config.agent, prompt="few_shot"), run.agent.reward)
     questions = run.task.questions("train")

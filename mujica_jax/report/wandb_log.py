@@ -1,8 +1,9 @@
 """The lines of `metrics.jsonl` to Weights & Biases, for those who have it: an optional package, imported when a run asks for it.
 
 Every phase has its own count of steps, as in the file. A run directory is one run there: a restart finds the identifier in the
-directory's `wandb/` and adds to it the lines that are new. What a kill took between a line and its arrival there is in `metrics.jsonl`
-alone. In offline mode nothing leaves the machine until `wandb sync DIR/wandb/offline-run-*`.
+directory's `wandb/` and adds to it the lines that are new. The files of a run in a bucket are in `./wandb`, and each start is a run of
+its own there. What a kill took between a line and its arrival is in `metrics.jsonl` alone. In offline mode nothing leaves the machine
+until `wandb sync DIR/wandb/offline-run-*`.
 """
 
 import importlib
@@ -13,6 +14,7 @@ from typing import Any
 
 from mujica_jax.config import MetricsConfig
 from mujica_jax.errors import UserError
+from mujica_jax.trajectories.run_directory import RunPath
 
 FOLDER = "wandb"
 MODE = "WANDB_MODE"  # wandb's own variable, which goes before the configuration
@@ -32,16 +34,17 @@ def import_wandb(wanted_by: str) -> Any:
 class WandbLog:
     """One run at Weights & Biases, or its files in the run directory."""
 
-    def __init__(self, config: MetricsConfig, directory: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, config: MetricsConfig, directory: RunPath, about: Mapping[str, Any]) -> None:
         """`about` is the run's configuration, which is shown beside its curves."""
         wandb = import_wandb(f"metrics.wandb {config.wandb}")
         mode = os.environ.get(MODE, config.wandb)
+        local = directory if isinstance(directory, Path) else None  # wandb keeps its files on local disk
         try:
             self._run = wandb.init(
                 project=config.wandb_project,
                 name=directory.name,
-                id=_earlier_run(directory / FOLDER),
-                dir=str(directory),
+                id=_earlier_run(local / FOLDER) if local else None,
+                dir=str(local or Path()),
                 mode=mode,
                 resume="allow",
                 config=dict(about),
