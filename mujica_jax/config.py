@@ -90,6 +90,12 @@ class TrainerConfig:
     b1: float = 0.9
     b2: float = 0.95
     clip_norm: float = 1.0  # global gradient norm
+    # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations above its running mean.
+    spike_deviations: float = 0.0
+    spike_window_steps: int = (
+        64  # updates that the running mean looks back on; before there are as many none is skipped
+    )
+    most_skips_in_a_row: int = 8  # one more ends the run
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
     # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole layers. auto: none up
     # to four layers, full beyond.
@@ -212,6 +218,4 @@ class Config:
     profile: ProfileConfig = ProfileConfig()
     init: str | None = None  # Hugging Face directory to start from instead of a random model
     seed: int = 0
-    run: str | None = (
-        None  # run directory, local or gs://BUCKET/PREFIX; an existing one is resumed (default runs/<name>-<time>)
-    )
+    run: str | None = None  # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)
