@@ -8,7 +8,6 @@ Without a configuration file it trains the tiny world. The same --run directory 
 import shlex
 import sys
 import time
-from pathlib import Path
 
 from mujica_jax.config import Config
 from mujica_jax.config_checks import check
@@ -29,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
             directory = config.run or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
             again = words if _names_run(words) else [*words, "--run", directory]
             preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
-            train(config, Path(directory), preemption)
+            train(config, directory, preemption)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -39,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def train(config: Config, directory: Path, preemption: Preemption) -> None:
+def train(config: Config, directory: str, preemption: Preemption) -> None:
     """The whole run. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.methods.control import run_control
@@ -47,8 +46,9 @@ def train(config: Config, directory: Path, preemption: Preemption) -> None:
     from mujica_jax.methods.start import open_training
     from mujica_jax.methods.warmup import warm_up
     from mujica_jax.report import Summary, closing_table, question_tree, summary_dict
+    from mujica_jax.trajectories.run_directory import run_path
 
-    with open_training(config, directory, preemption) as run:
+    with open_training(config, run_path(directory), preemption) as run:
         state, warmed, demonstrations = warm_up(run)
         _, rounds = run_mygo(run, state, demonstrations.rewarded)
         control = [run_control(run, state, demonstrations.rows, rounds)] if config.eval.control else []

@@ -101,3 +101,17 @@ def test_rollouts_are_measured_and_their_work_is_counted_by_the_formula(tmp_path
     in_layers, tokens, pairs = 4 * 256 + 3 * 384, 384 + 25, 384**2 / 2 + sum(range(384, 409))
     assert operations == 2 * in_layers * tokens + 2 * 400 * 16 + 4 * 2 * 8 * pairs
     assert read == 8 * 2 * 8 * 24
+
+
+def test_the_run_directory_is_measured_on_disk_and_in_a_bucket():
+    sizes = ["--shards", "3", "--rows", "4", "--turn-tokens", "20", "--policy-bytes", "10000"]
+    found = json.loads(printed("store.py", *sizes))
+    assert (found["shards"], found["rows_per_shard"], found["policy_bytes"]) == (3, 4, 10_000)
+    for place in ("disk", "bucket"):
+        rates = found[place]
+        assert len(rates) == 6 and min(rates.values()) > 0
+        for kind in ("read", "write"):
+            megabytes = rates[f"{kind}_shards_per_second"] * found["bytes_per_shard"] / 1e6
+            assert rates[f"{kind}_megabytes_per_second"] == pytest.approx(megabytes, rel=0.05, abs=0.02)
+    refused = printed("store.py", *sizes, "--bucket", "s3://bucket", status=2)
+    assert "is neither a local directory nor gs://BUCKET/NAME" in refused
