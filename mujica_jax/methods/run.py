@@ -191,7 +191,7 @@ class Run:
         found = checkpoints.restore_latest(self.trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
-        input_state = None if found is None else found[1]["input"]
+        input_state = None if found is None else found[1].get("input")
         done = int(state.step)
         if done >= steps:
             return state
