@@ -24,8 +24,10 @@ from mujica_jax.config import (
     Config,
     EngineConfig,
     EvalConfig,
+    MetricsConfig,
     ModelConfig,
     MygoConfig,
+    ProfileConfig,
     ReadingConfig,
     RemoteConfig,
     TinyWorldConfig,
@@ -44,6 +46,7 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.preemption import Preemption
 from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
+from mujica_jax.report import StageClock
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store
 
@@ -63,6 +66,8 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     WarmupConfig: ("warmup", "config"),
     MygoConfig: ("mygo", "config"),
     EvalConfig: ("eval",),
+    MetricsConfig: ("metrics", "config"),
+    ProfileConfig: ("profile", "config"),
     RemoteConfig: ("remote",),
 }
 FIELDS = [(kind, field.name) for kind in SECTIONS for field in dataclasses.fields(kind)]
@@ -257,7 +262,7 @@ def test_every_field_of_the_engine_reaches_it(smoke, monkeypatch):
 def test_every_storage_of_the_engines_weights_reaches_it(smoke):
     decoder = tiny_decoder()
     policy: Any = types.SimpleNamespace(
-        policy=lambda state: nnx.state(decoder), _initial=decoder, trainer=None, generator=None
+        policy=lambda state: nnx.state(decoder), _initial=decoder, trainer=None, generator=None, clock=StageClock()
     )
     policy.trainer = policy
 
@@ -365,7 +370,8 @@ class RecordedRun:
             dataclasses.replace(load_config(str(SMOKE)), task=config.task)
         )
         self.agent = run.make_agent(config, self.task, self.tokenizer)
-        self.progress = self.metrics = self
+        self.progress = self.metrics = self.clock = self
+        self.counters: Any = types.SimpleNamespace(figures=dict)
         self.preemption = Preemption()
         self.asked: list = []
         self.done = 0
@@ -373,7 +379,7 @@ class RecordedRun:
     def line(self, text: str) -> None:
         self.asked.append(text)
 
-    def stage(self, name: str, *, total: int, unit: str):
+    def stage(self, name: str, **options: Any):
         return self
 
     def __enter__(self):
@@ -396,6 +402,12 @@ class RecordedRun:
 
     def commit_policy(self, state: object, version: int) -> None:
         self.asked.append(("commit", version))
+
+    def compare(self, state: object, trajectories: list[Trajectory], number: int) -> None:
+        self.asked.append(("compare", len(trajectories), number))
+
+    def counted(self, kind: str, step: int):
+        return self
 
     def read_shards(self, entries: object) -> None:
         return None
@@ -538,7 +550,7 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
 
 
 class RecordedProgress:
-    def stage(self, name: str, *, total: int, unit: str):
+    def stage(self, name: str, **options: Any):
         return self
 
     def __enter__(self):

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
+from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engines import CACHE_DTYPES, check_engine
 from mujica_jax.methods.run import Run
 from mujica_jax.models import quantization
@@ -29,6 +30,7 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.preemption import Preemption
 from mujica_jax.report import MetricsLog, Progress
+from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.objects import COMMITTED
 from mujica_jax.trajectories.run_directory import RunPath
@@ -59,12 +61,13 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     check_engine(
         size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
     )
-    store = open_run(directory, dataclasses.asdict(config), ignore=("run",))
+    about = dataclasses.asdict(config)
+    store = open_run(directory, about, ignore=("run", "metrics", "profile"))
     progress = Progress()
     progress.line(f"run directory: {directory}")
     tokenizer, decoder = loaded or _new_model(config, task, store)
-    with MetricsLog(store.root, store.costs) as metrics:
-        yield Run(
+    with MetricsLog(store.root, store.costs, config.metrics, about) as metrics:
+        run = Run(
             config,
             store=store,
             task=task,
@@ -74,6 +77,23 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
             metrics=metrics,
             preemption=preemption,
         )
+        with _served(run):
+            yield run
+        run.profile.close()
+
+
+@contextlib.contextmanager
+def _served(run: Run) -> Iterator[None]:
+    """What the engine does, for Prometheus, if the configuration names a port."""
+    if not run.config.metrics.port:
+        yield
+        return
+    port, close = serve_metrics(run.counters, port=run.config.metrics.port)
+    run.progress.line(f"the engine's counters: http://127.0.0.1:{port}/metrics")
+    try:
+        yield
+    finally:
+        close()
 
 
 def build_task(config: Config) -> Task:
@@ -150,6 +170,8 @@ def require_packages(config: Config) -> None:
         import_qwix(f"trainer.lora_rank {config.trainer.lora_rank}")
     if config.engine.weights != "compute":
         import_qwix(f"engine.weights {config.engine.weights}")
+    if config.metrics.wandb != "off":
+        import_wandb(f"metrics.wandb {config.metrics.wandb}")
 
 
 def check_dtypes(config: Config) -> None:

@@ -18,7 +18,7 @@ from mujica_jax.agents.mujica import Attempt, Mujica
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
-from mujica_jax.methods.run import KEPT_SHARDS, PhaseResult, Run, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, PhaseResult, Run, tokens_of
 from mujica_jax.records import Conversation, Trajectory, Turn
 from mujica_jax.rewards import BEST_REWARD
 from mujica_jax.trajectories.packing import pack, too_long
@@ -153,7 +153,12 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     orders = itertools.product(
         range(config.warmup.few_shot_attempts), range(0, len(questions), config.mygo.shard_questions)
     )
-    with run.progress.stage(f"{NAME}: sampling with worked examples", total=wanted, unit="correct") as stage:
+    with (
+        run.counted(SAMPLING, ROUND),
+        run.progress.stage(
+            f"{NAME}: sampling with worked examples", total=wanted, unit="correct", live=run.counters.figures
+        ) as stage,
+    ):
         for shard, (number, start) in enumerate(orders):
             chosen = questions[start : start + config.mygo.shard_questions]
             attempts = [
