@@ -167,6 +167,17 @@ class RemoteConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several processes as one job: the same command on every host, with its own number. A TPU pod needs none of it."""
+
+    coordinator: str | None = None  # host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host
+    processes: int = 1  # how many there are
+    process: int = 0  # which one this is, from 0; it is the only field that differs between hosts
+    deadline_seconds: float = 60.0  # how long the start waits for all, and after which silence one of them is lost
+    barrier_seconds: float = 3600.0  # how long one waits for others that are alive and have more to do
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     name: str  # names the default run directory
     task: TaskConfig
@@ -178,6 +189,7 @@ class Config:
     warmup: WarmupConfig
     mygo: MygoConfig
     eval: EvalConfig
+    distributed: DistributedConfig = DistributedConfig()
     init: str | None = None  # Hugging Face directory to start from instead of a random model
     seed: int = 0
     run: str | None = None  # run directory; an existing one is resumed (default runs/<name>-<time>)

@@ -9,8 +9,10 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
+from mujica_jax import distributed
 from mujica_jax.config import Config
 from mujica_jax.config_checks import check
 from mujica_jax.config_files import command_line
@@ -28,15 +30,25 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = command_line(words, default=DEFAULT_CONFIG)
         check(config)
-        directory = config.run or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        distributed.start(config.distributed)
+        directory = config.run or distributed.told("run directory", lambda: _new_directory(config.name))
         train(config, Path(directory))
+        distributed.finish()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        distributed.leave(str(error), 2)
         return 2
     except KeyboardInterrupt:
         again = words if _names_run(words) or directory is None else [*words, "--run", directory]
         print(f"\ninterrupted; go on with: python -m mujica_jax.train {shlex.join(again)}", file=sys.stderr)
+        distributed.leave("interrupted", 130)
         return 130
+    except Exception:
+        if distributed.processes() > 1:
+            traceback.print_exc()
+            distributed.wait_for_watch()  # an operation over all hosts fails where one of them is lost
+            distributed.leave("by an error of the program: see its output", 1)
+        raise
     return 0
 
 
@@ -61,11 +73,16 @@ def train(config: Config, directory: Path) -> None:
             phases=phases,
             seconds=sum(phase.seconds for phase in phases),
         )
-        run.store.write_json_once("summary.json", summary_dict(summary))
+        if distributed.is_first():
+            run.store.write_json_once("summary.json", summary_dict(summary))
         run.progress.show(closing_table(phases))
         if solved := run.solved_question(phases[-1].name):
             run.progress.show(question_tree(*solved))
         run.progress.line(f"policies, predictions and metrics: {directory}")
+
+
+def _new_directory(name: str) -> str:
+    return f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _names_run(words: list[str]) -> bool:

@@ -28,7 +28,7 @@ from mujica_jax.inference import sampling
 from mujica_jax.inference.cache_scales import LEVELS, CacheScales, calibrated
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.sharding import shardings_of
+from mujica_jax.models.handover import handed_over
 
 
 class SlotState(NamedTuple):
@@ -141,9 +141,7 @@ class Engine(abc.ABC):
                 self._scales = calibrated(self._graph, self._weights, self.config)
 
     def _placed(self, weights: nnx.State) -> nnx.State:
-        if self.mesh is None or is_abstract(weights):
-            return weights
-        return jax.device_put(weights, shardings_of(weights, self.mesh))
+        return weights if is_abstract(weights) else handed_over(weights, self.mesh)
 
     def _over_mesh(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)

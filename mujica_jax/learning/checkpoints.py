@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax.experimental import multihost_utils
 
+from mujica_jax import distributed
 from mujica_jax.errors import UserError
 from mujica_jax.interrupts import interrupts_deferred
 from mujica_jax.learning.optimizer import path_name
@@ -37,7 +37,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._number = max(self._numbers(), default=0)
-        _meet_other_processes("checkpoints are listed")
+        distributed.meet("checkpoints are listed")
 
     def save(self, state: Any, loop_state: dict[str, Any]) -> None:
         """Write a checkpoint and remove those beyond the last `keep`. `loop_state` holds what JSON holds."""
@@ -60,7 +60,7 @@ class Checkpoints:
             with explained(folder):
                 _commit(folder, {"loop_state": loop_state, "shapes": shapes, "files": _files(folder)})
                 self._remove_old()
-        _meet_other_processes("the checkpoint is committed")
+        distributed.meet("the checkpoint is committed")
 
     def restore_latest(self, template: State) -> tuple[State, dict[str, Any]] | None:
         """The newest intact checkpoint, with the structure, types and shardings of `template` (arrays or `jax.ShapeDtypeStruct`s).
@@ -151,8 +151,3 @@ def _restore(folder: Path, template: State) -> State:
     with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
         arrays = checkpointer.restore(folder / "arrays", args=orbax.args.StandardRestore(abstract))
     return jax.tree.unflatten(jax.tree.structure(template), [arrays[name] for name in wanted])
-
-
-def _meet_other_processes(where: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(where)

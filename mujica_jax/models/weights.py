@@ -141,8 +141,12 @@ def _write_tensors(decoder: Decoder, folder: pathlib.Path | None) -> None:
     weights, weight_map, total_bytes = dict(_names(decoder.config)), {}, 0
     for number, names in enumerate(files, start=1):
         file_name = SINGLE_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {name: _exported(decoder, weights[name], name) for name in names}
-        total_bytes += sum(values.nbytes for values in tensors.values())
+        tensors = {}
+        for name in names:
+            values = _exported(decoder, weights[name], name)
+            total_bytes += values.nbytes
+            if folder is not None:  # a process that does not write keeps none of them
+                tensors[name] = values
         weight_map |= dict.fromkeys(names, file_name)
         if folder is not None:
             save_file(tensors, folder / file_name, metadata={"format": "pt"})
