@@ -94,7 +94,16 @@ class TrainerConfig:
     # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole layers. auto: none up
     # to four layers, full beyond.
     remat: Literal["auto", "none", "dots", "full"] = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"  # compute type; parameters and optimiser state stay float32
+    # Type of the computation; what is kept between steps has the two types below.
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # What the weights are kept in. bfloat16 halves them and rounds every update at random, so that small ones count on average.
+    parameter_dtype: Literal["float32", "bfloat16"] = "float32"
+    # What Adam keeps its mean of gradients in; its mean of squares stays float32, where changes below 1/256 would be lost.
+    first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    # Parts of rows_per_step that go through the model one after the other before the update: less memory, the same result.
+    accumulation_steps: int = 1
+    z_loss: float = 0.0  # weight of the squared log-normaliser in the loss; 1e-4 is usual where bfloat16 logits drift
+    keep_checkpoints: int = 1  # newest checkpoints of a phase that stay
     # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init` (needs the extra `qwix`).
     lora_rank: int = 0
     lora_alpha: float = 32.0  # what adapters compute counts alpha / rank times

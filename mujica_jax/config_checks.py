@@ -32,6 +32,9 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "trainer.row_tokens": 2,
     "trainer.rows_per_step": 1,
     "trainer.weight_decay": 0,
+    "trainer.accumulation_steps": 1,
+    "trainer.z_loss": 0,
+    "trainer.keep_checkpoints": 1,
     "trainer.lora_rank": 0,
     "trainer.data": 1,
     "trainer.fsdp": 1,
@@ -102,12 +105,18 @@ def check_limits(agent: AgentConfig) -> None:
 
 
 def check_rows(trainer: TrainerConfig) -> None:
-    """Every device of data x fsdp gets as many rows of a batch, and the rows have a length that the attention kernel takes."""
+    """Every device of data x fsdp gets as many rows of each part of a batch, and rows have a length that the attention kernel takes."""
     row_parts = trainer.data * trainer.fsdp
     if trainer.rows_per_step % row_parts:
         raise UserError(
             f"trainer.rows_per_step {trainer.rows_per_step} cannot be split over data x fsdp = {row_parts} devices: "
             f"use a multiple of {row_parts}"
+        )
+    if trainer.rows_per_step % (row_parts * trainer.accumulation_steps):
+        raise UserError(
+            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split into trainer.accumulation_steps "
+            f"{trainer.accumulation_steps} parts of as many rows on data x fsdp = {row_parts} devices: "
+            f"use a multiple of {row_parts * trainer.accumulation_steps}"
         )
     if trainer.attention == "splash" and trainer.row_tokens % SPLASH_LANES:
         raise UserError(

@@ -167,7 +167,7 @@ def leave(sentence: str, status: int) -> None:
         return
     _job.watch.stop()
     try:
-        _client().key_value_set(f"watch/left/{_job.process}", sentence)
+        _client().key_value_set(f"watch/left/{_job.process}", json.dumps([status, sentence]))
         if is_first():  # the store ends with this process: everybody is to read it before
             time.sleep(3 * _job.watch.interval_seconds)
     finally:
@@ -237,7 +237,7 @@ def _begin_watch(job: Job) -> None:
         job.process,
         deadline_seconds=job.deadline_seconds,
         exchange=exchange,
-        farewells=lambda: dict(_by_process("watch/left/")),
+        farewells=lambda: {number: tuple(json.loads(said)) for number, said in _by_process("watch/left/")},
         store_is_gone=lambda: address is not None and not listens(address, 1.0),
     )
     job.watch.start()

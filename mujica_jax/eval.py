@@ -26,6 +26,7 @@ from mujica_jax.config_checks import check, check_remote
 from mujica_jax.config_files import from_dict, load_config, override, take_file
 from mujica_jax.errors import UserError
 from mujica_jax.methods.remote import Endpoint, open_endpoint
+from mujica_jax.preemption import Preempted, Preemption
 
 if TYPE_CHECKING:
     from mujica_jax.methods.scoring import ScoredGenerator
@@ -85,16 +86,19 @@ class Checkpoint:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a mistake of the user's, 130 interrupted."""
-    try:
-        given, config = command_line(sys.argv[1:] if arguments is None else arguments)
-        evaluate(config, find_checkpoint(given) if given.remote.base_url is None else find_endpoint(given, config))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted: nothing was written; the same command evaluates again", file=sys.stderr)
-        return 130
+    """Exit status: 0 done, or ended by SIGTERM with nothing written; 2 a mistake of the user's; 130 interrupted."""
+    with Preemption(kept="nothing was written") as preemption:
+        preemption.then = "the same command evaluates again"
+        try:
+            given, config = command_line(sys.argv[1:] if arguments is None else arguments)
+            policy = find_checkpoint(given) if given.remote.base_url is None else find_endpoint(given, config)
+            evaluate(config, policy, preemption)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except Preempted as ended:
+            print(f"\n{ended}", file=sys.stderr)
+            return preemption.status
     return 0
 
 
@@ -161,7 +165,7 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
     return Checkpoint(name=f"policy {version}", model=model, version=version, out=Path(given.out or folder / "eval"))
 
 
-def evaluate(config: Config, policy: Checkpoint | Endpoint) -> None:
+def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preemption) -> None:
     """Score, print, and write the two files."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.methods.run import make_agent
@@ -188,6 +192,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint) -> None:
         config=config,
         progress=progress,
         concurrency=policy.concurrency(config),
+        preemption=preemption,
     )
     summary = scores.summary()
     file = policy.out / f"{task.name}-{task.environment.kind}.json"

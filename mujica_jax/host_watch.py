@@ -26,7 +26,7 @@ GO_ON = "what was saved is in the run directory, and the same command on all hos
 
 class Watch:
     """Watches from `start` to `stop`. `exchange(count)` writes this process's count and returns those of all, by process number;
-    `farewells()` the closing sentences of those that ended by themselves; `store_is_gone()` whether process 0 certainly is.
+    `farewells()` exit status and closing sentence of those that ended by themselves; `store_is_gone()` whether process 0 certainly is.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Watch:
         *,
         deadline_seconds: float,
         exchange: Callable[[int], Mapping[int, int]],
-        farewells: Callable[[], Mapping[int, str]],
+        farewells: Callable[[], Mapping[int, tuple[int, str]]],
         store_is_gone: Callable[[], bool],
         end: Callable[[int], Any] = os._exit,
     ) -> None:
@@ -48,7 +48,7 @@ class Watch:
         self._counts = dict.fromkeys(range(len(hosts)), 0)
         self._changed = dict.fromkeys(range(len(hosts)), time.monotonic())
         self._heard = time.monotonic()  # when the store answered last
-        self._ended: dict[int, str] = {}
+        self._ended: dict[int, tuple[int, str]] = {}
         self._stopped = threading.Event()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._beats, self._judges)]
 
@@ -74,11 +74,11 @@ class Watch:
                 self._counts[process], self._changed[process] = value, now
         self._ended, self._heard = dict(ended), now
 
-    def verdict(self) -> str | None:
-        """Why this process must end, or None."""
-        for process, sentence in self._ended.items():
+    def verdict(self) -> tuple[int, str] | None:
+        """With which status and why this process must end, or None."""
+        for process, (status, sentence) in self._ended.items():
             if process != self._process:
-                return f"{self._name(process)} ended: {sentence}"
+                return status, f"{self._name(process)} ended: {sentence}"
         unheard = time.monotonic() - self._heard
         if self._process and (
             unheard > self._silence or (unheard > 2 * self._interval and self._store_is_gone())
@@ -91,10 +91,10 @@ class Watch:
         ]
         return self._lost(silent, max(self._heard - self._changed[p] for p in silent)) if silent else None
 
-    def _lost(self, processes: Sequence[int], seconds: float) -> str:
+    def _lost(self, processes: Sequence[int], seconds: float) -> tuple[int, str]:
         names = " and ".join(map(self._name, processes))
         verb = "have" if len(processes) > 1 else "has"
-        return (
+        return LOST, (
             f"{names} {verb} not been heard of for {seconds:.1f} s (distributed.deadline_seconds {self._deadline:g}), "
             f"so {self._name(self._process)} ends too: {GO_ON}"
         )
@@ -113,9 +113,10 @@ class Watch:
 
     def _judges(self) -> None:
         while not self._stopped.wait(self._interval / 2):
-            if (sentence := self.verdict()) and not self._stopped.is_set():
-                print(f"\nerror: {sentence}", file=sys.stderr, flush=True)
-                self._end(LOST)
+            if (verdict := self.verdict()) and not self._stopped.is_set():
+                status, sentence = verdict
+                print(f"\n{sentence}", file=sys.stderr, flush=True)
+                self._end(status)
                 return
 
 

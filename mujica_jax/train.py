@@ -6,7 +6,6 @@ Without a configuration file it trains the tiny world. The same --run directory 
 """
 
 import shlex
-import signal
 import sys
 import time
 import traceback
@@ -17,42 +16,43 @@ from mujica_jax.config import Config
 from mujica_jax.config_checks import check
 from mujica_jax.config_files import command_line
 from mujica_jax.errors import UserError
+from mujica_jax.preemption import Preempted, Preemption
 
 DEFAULT_CONFIG = "tiny_world"
+USER_ERROR = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a mistake of the user's, 130 interrupted (and resumable)."""
+    """Exit status: 0 done, or preempted (SIGTERM) and resumable; 2 a mistake of the user's; 130 interrupted and resumable."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    directory = None
-    # A preemption notice ends like Ctrl-C: all that matters is on disk.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        config = command_line(words, default=DEFAULT_CONFIG)
-        check(config)
-        distributed.start(config.distributed)
-        directory = config.run or distributed.told("run directory", lambda: _new_directory(config.name))
-        train(config, Path(directory))
-        distributed.finish()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        distributed.leave(str(error), 2)
-        return 2
-    except KeyboardInterrupt:
-        again = words if _names_run(words) or directory is None else [*words, "--run", directory]
-        print(f"\ninterrupted; go on with: python -m mujica_jax.train {shlex.join(again)}", file=sys.stderr)
-        distributed.leave("interrupted", 130)
-        return 130
-    except Exception:
-        if distributed.processes() > 1:
-            traceback.print_exc()
-            distributed.wait_for_watch()  # an operation over all hosts fails where one of them is lost
-            distributed.leave("by an error of the program: see its output", 1)
-        raise
+    with Preemption() as preemption:
+        try:
+            config = command_line(words, default=DEFAULT_CONFIG)
+            check(config)
+            distributed.start(config.distributed)
+            directory = config.run or distributed.told("run directory", lambda: _new_directory(config.name))
+            again = words if _names_run(words) else [*words, "--run", directory]
+            preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
+            train(config, Path(directory), preemption)
+            distributed.finish()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            distributed.leave(str(error), USER_ERROR)
+            return USER_ERROR
+        except Preempted as ended:
+            print(f"\n{ended}", file=sys.stderr)
+            distributed.leave(str(ended), preemption.status)
+            return preemption.status
+        except Exception:
+            if distributed.processes() > 1:
+                traceback.print_exc()
+                distributed.wait_for_watch()
+                distributed.leave("an error of the program, which its output shows", 1)
+            raise
     return 0
 
 
-def train(config: Config, directory: Path) -> None:
+def train(config: Config, directory: Path, preemption: Preemption) -> None:
     """The whole run. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.methods.control import run_control
@@ -61,7 +61,7 @@ def train(config: Config, directory: Path) -> None:
     from mujica_jax.methods.warmup import warm_up
     from mujica_jax.report import Summary, closing_table, question_tree, summary_dict
 
-    with open_training(config, directory) as run:
+    with open_training(config, directory, preemption) as run:
         state, warmed, demonstrations = warm_up(run)
         _, rounds = run_mygo(run, state, demonstrations.rewarded)
         control = [run_control(run, state, demonstrations.rows, rounds)] if config.eval.control else []

@@ -33,6 +33,7 @@ from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import MESH_AXES
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.preemption import Preemption
 from mujica_jax.records import Conversation, Turn
 from mujica_jax.report import MetricsLog, metrics_log
 from mujica_jax.trajectories.objects import require_space
@@ -45,9 +46,8 @@ TWO_WIKI = str(ROOT / "tests" / "loops" / "smoke_two_wiki_config.py")
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """An empty working directory; the programs leave this process's signal handler, compilation cache and allocator alone."""
+    """An empty working directory; the programs leave this process's compilation cache and allocator alone."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
     monkeypatch.setattr(start, "use_compilation_cache", lambda: None)
     monkeypatch.setattr(start, "keep_freed_memory", lambda: None)
 
@@ -285,7 +285,9 @@ def warming_up(**changes) -> types.SimpleNamespace:
     tokenizer = Tokenizer.train(task.tokenizer_text(), 768)
     progress = types.SimpleNamespace(said=[], line=lambda text: progress.said.append(text))
     agent = make_agent(config, task, tokenizer)
-    return types.SimpleNamespace(config=config, task=task, tokenizer=tokenizer, progress=progress, agent=agent)
+    return types.SimpleNamespace(
+        config=config, task=task, tokenizer=tokenizer, progress=progress, agent=agent, preemption=Preemption()
+    )
 
 
 def test_rows_too_short_for_any_demonstration_are_said():

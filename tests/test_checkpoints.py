@@ -1,5 +1,7 @@
+import errno
+import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 from flax import nnx
 
 from mujica_jax.errors import UserError
+from mujica_jax.learning import checkpoints as checkpoints_module
 from mujica_jax.learning.checkpoints import COMMITTED, Checkpoints
 
 
@@ -41,12 +44,19 @@ def three_saved(tmp_path) -> Checkpoints:
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (1, 2, 3):
         checkpoints.save(state(step), {"round": step})
+    checkpoints.finish()
     return checkpoints
+
+
+def save(checkpoints: Checkpoints, *given: Any, **metric: float) -> None:
+    """To the end."""
+    with checkpoints:
+        checkpoints.save(*given, **metric)
 
 
 def test_a_state_comes_back_bit_for_bit_with_its_loop_state(tmp_path):
     loop_state = {"phase": "round", "round": 3, "k": 0.1 + 0.2, "done": [1, 2]}
-    Checkpoints(tmp_path / "run", keep=1).save(state(7), loop_state)
+    save(Checkpoints(tmp_path / "run", keep=1), state(7), loop_state)
     restored, loop_restored = Checkpoints(tmp_path / "run", keep=1).restore_latest(jax.eval_shape(lambda: state(0)))
     assert_same(restored, state(7))
     assert loop_restored == loop_state
@@ -65,7 +75,7 @@ def test_the_newest_is_restored_whatever_its_step(three_saved):
 
 def test_the_last_ones_are_kept_and_numbers_go_on_in_a_new_process(three_saved):
     again = Checkpoints(three_saved.directory, keep=2)
-    again.save(state(4), {})
+    save(again, state(4), {})
     assert folders(again) == ["000003", "000004"]
 
 
@@ -73,7 +83,7 @@ def test_a_checkpoint_without_its_mark_is_ignored_and_removed_by_the_next_save(t
     (three_saved.directory / "000003" / COMMITTED).unlink()
     assert_same(three_saved.restore_latest(state(0))[0], state(2))
     assert "000003 is incomplete or damaged and is ignored" in caplog.text
-    Checkpoints(three_saved.directory, keep=3).save(state(4), {})
+    save(Checkpoints(three_saved.directory, keep=3), state(4), {})
     assert folders(three_saved) == ["000001", "000002", "000004"]
 
 
@@ -106,6 +116,123 @@ def test_another_model_is_refused_with_both_shapes(three_saved):
         three_saved.restore_latest(state(0, width=5))
     with pytest.raises(UserError, match=r"params/bias is absent there and of shape \[2\] in this run"):
         three_saved.restore_latest(state(0, bias=nnx.Param(jnp.zeros(2))))
+
+
+def test_other_types_are_refused_with_both(tmp_path):
+    save(Checkpoints(tmp_path, keep=1), state(1), {})
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim else leaf, state(1))
+    with pytest.raises(UserError, match=r"keeps params/kernel in float32, and this run in bfloat16: .*parameter_dtype"):
+        Checkpoints(tmp_path, keep=1).restore_latest(narrow)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch) -> threading.Event:
+    """Nothing is committed before this is set."""
+    may_go_on = threading.Event()
+    commit = checkpoints_module._commit
+
+    def waiting(folder: Path, manifest: dict[str, Any]) -> None:
+        assert may_go_on.wait(60)
+        commit(folder, manifest)
+
+    monkeypatch.setattr(checkpoints_module, "_commit", waiting)
+    return may_go_on
+
+
+def test_a_save_goes_on_beside_steps_that_reuse_its_buffers(tmp_path, slow_disk):
+    step = jax.jit(lambda now: jax.tree.map(lambda leaf: leaf * 2, now), donate_argnums=0)
+    now, expected = state(1, width=1 << 20), state(1, width=1 << 20)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(now, {"round": 1})
+        for _ in range(5):
+            now = step(now)
+        jax.block_until_ready(now)
+        assert not (tmp_path / "000001" / COMMITTED).exists(), "the steps went on before the save was done"
+        slow_disk.set()
+    assert_same(Checkpoints(tmp_path, keep=1).restore_latest(state(0, width=1 << 20))[0], expected)
+
+
+def test_one_save_is_under_way_at_a_time(tmp_path, slow_disk):
+    threading.Timer(0.3, slow_disk.set).start()
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(state(1), {})
+        checkpoints.save(state(2), {})
+        assert (tmp_path / "000001" / COMMITTED).exists()
+    assert folders(checkpoints) == ["000001", "000002"]
+
+
+def test_a_restore_sees_the_save_under_way(tmp_path, slow_disk):
+    threading.Timer(0.3, slow_disk.set).start()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(state(1), {})
+    assert_same(checkpoints.restore_latest(state(0))[0], state(1))
+
+
+@pytest.mark.parametrize("where", ["next save", "finish", "end of the block"])
+def test_what_went_wrong_in_the_background_is_raised_at_the_next_occasion(tmp_path, monkeypatch, where):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints_module, "_commit", full)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(state(1), {})
+    with pytest.raises(UserError, match="no space is left there"):
+        if where == "next save":
+            checkpoints.save(state(2), {})
+        elif where == "finish":
+            checkpoints.finish()
+        else:
+            with checkpoints:
+                pass
+    assert checkpoints.restore_latest(state(0)) is None
+    checkpoints.finish()
+
+
+def test_an_error_of_the_loop_is_not_covered_by_one_of_the_save(tmp_path, monkeypatch, caplog):
+    def broken(*_: object) -> None:
+        raise OSError("broken")
+
+    monkeypatch.setattr(checkpoints_module, "_commit", broken)
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(state(1), {})
+        raise ZeroDivisionError
+    assert "was not written" in caplog.text
+
+
+def test_an_exit_in_the_middle_of_a_save_leaves_it_whole(tmp_path, slow_disk):
+    threading.Timer(0.3, slow_disk.set).start()
+    with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(state(1), {})
+        raise KeyboardInterrupt
+    assert_same(Checkpoints(tmp_path, keep=1).restore_latest(state(0))[0], state(1))
+
+
+def test_the_best_stays_beside_the_last_ones(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step, metric in enumerate((0.5, 0.9, 0.7, 0.9, 0.1, 0.2), start=1):
+            checkpoints.save(state(step), {"round": step}, metric=metric)
+    assert folders(checkpoints) == ["000004", "000005", "000006"], "of two equal ones the newer"
+    restored, loop_state = checkpoints.restore_best(state(0))
+    assert_same(restored, state(4))
+    assert loop_state == {"round": 4}
+    assert checkpoints.restore_latest(state(0))[1] == {"round": 6}
+
+
+def test_without_metrics_there_is_no_best(three_saved):
+    assert three_saved.restore_best(state(0)) is None
+
+
+def test_a_damaged_best_gives_way_to_the_next_one(tmp_path, caplog):
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for step, metric in enumerate((0.5, 0.9, 0.7), start=1):
+            checkpoints.save(state(step), {}, metric=metric)
+    largest_file(tmp_path / "000002").write_bytes(b"")
+    assert_same(checkpoints.restore_best(state(0))[0], state(3))
+
+
+def test_a_metric_that_json_does_not_hold_is_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        Checkpoints(tmp_path, keep=1).save(state(1), {}, metric=float("nan"))
 
 
 def test_a_disk_that_cannot_be_used_is_one_sentence(tmp_path):

@@ -22,6 +22,7 @@ from mujica_jax import config as config_module
 from mujica_jax.config import (
     AgentConfig,
     Config,
+    DistributedConfig,
     EngineConfig,
     EvalConfig,
     ModelConfig,
@@ -42,6 +43,7 @@ from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import mygo, run, scoring, start, warmup
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.preemption import Preemption
 from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store
@@ -62,6 +64,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     WarmupConfig: ("warmup", "config"),
     MygoConfig: ("mygo", "config"),
     EvalConfig: ("eval",),
+    DistributedConfig: ("config",),
     RemoteConfig: ("remote",),
 }
 FIELDS = [(kind, field.name) for kind in SECTIONS for field in dataclasses.fields(kind)]
@@ -329,6 +332,7 @@ class RecordedRun:
         )
         self.agent = run.make_agent(config, self.task, self.tokenizer)
         self.progress = self.metrics = self
+        self.preemption = Preemption()
         self.asked: list = []
         self.done = 0
 
@@ -492,6 +496,7 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
             "generator": generator,
             "progress": RecordedProgress(),
             "concurrency": 2,
+            "preemption": Preemption(),
         }
         return scoring.score_policy("warm-up", task=start.build_task(config), config=config, **parts)
 

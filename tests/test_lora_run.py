@@ -21,6 +21,7 @@ from mujica_jax.methods.run import Run
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint, save_checkpoint
+from mujica_jax.preemption import Preemption
 from mujica_jax.trajectories.packing import pack
 
 SMOKE = Path(__file__).parent / "loops" / "smoke_config.py"
@@ -50,7 +51,7 @@ def run(config, tmp_path_factory) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "use_compilation_cache", lambda: None)
         patch.setattr(start, "keep_freed_memory", lambda: None)
-        with start.open_training(config, tmp_path_factory.mktemp("run") / "run") as opened:
+        with start.open_training(config, tmp_path_factory.mktemp("run") / "run", Preemption()) as opened:
             yield opened
 
 

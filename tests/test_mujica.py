@@ -27,9 +27,11 @@ from little_agent import (
     tokenizer,
 )
 
+from mujica_jax.agents import mujica
 from mujica_jax.agents.mujica import EnginePolicy, PlannerView, WorkerView, run_episodes
 from mujica_jax.agents.protocol import NOTHING_FOUND
 from mujica_jax.inference.requests import SamplingParams
+from mujica_jax.preemption import Preempted
 from mujica_jax.records import Entity, StopReason, Trajectory
 from mujica_jax.tasks.task import Material
 
@@ -409,6 +411,32 @@ def test_episodes_come_back_in_the_order_of_their_attempts_and_no_more_than_allo
     assert {trajectory.policy_version for trajectory in trajectories} == {5}
     assert sorted(played) == list("012345") and played != list("012345")
     assert most == 3
+
+
+def test_what_a_poll_raises_ends_all_episodes(monkeypatch):
+    monkeypatch.setattr(mujica, "POLL_SECONDS", 0.001)
+    polled = ended = 0
+
+    class Silent:
+        async def write(self, prompt, params, view, *, continues):
+            nonlocal ended
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended += 1
+
+    def poll() -> None:
+        nonlocal polled
+        polled += 1
+        if polled == 3:
+            raise Preempted("asked to end")
+
+    attempts = [attempt(number=number) for number in range(4)]
+    with pytest.raises(Preempted):
+        asyncio.run(
+            run_episodes(agent(), attempts, LittleWorld(), Silent(), policy_version=0, concurrency=4, poll=poll)
+        )
+    assert (polled, ended) == (3, 4)
 
 
 def test_a_model_behind_a_generator_is_a_policy():

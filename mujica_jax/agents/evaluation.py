@@ -67,6 +67,7 @@ async def evaluate(
     seed: int,
     concurrency: int,
     on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    poll: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     attempts = [Attempt(question=question, number=0, seed=seed, temperature=temperature) for question in questions]
     trajectories = await run_episodes(
@@ -77,6 +78,7 @@ async def evaluate(
         policy_version=policy_version,
         concurrency=concurrency,
         on_episode=on_episode,
+        poll=poll,
     )
     return summarise(questions, trajectories, rule)
 

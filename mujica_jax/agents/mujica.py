@@ -23,6 +23,7 @@ from mujica_jax.records import Conversation, Entity, Question, Search, StopReaso
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, Material
 
+POLL_SECONDS = 0.1  # a call of the engine takes as long; asking costs microseconds
 HALF_CHARACTER = "\ufffd"  # what a tokenizer decodes where a cut left some bytes of a character
 
 
@@ -257,8 +258,12 @@ async def run_episodes(
     policy_version: int,
     concurrency: int,
     on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    poll: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
-    """Play all attempts, at most `concurrency` at a time, and return their trajectories in the order of `attempts`."""
+    """Play all attempts, at most `concurrency` at a time, and return their trajectories in the order of `attempts`.
+
+    `poll` is called every POLL_SECONDS, between two calls of the engine; what it raises ends all episodes.
+    """
     gate = asyncio.Semaphore(concurrency)
 
     async def one(attempt: Attempt) -> Trajectory:
@@ -267,4 +272,11 @@ async def run_episodes(
         on_episode(trajectory)
         return trajectory
 
-    return list(await asyncio.gather(*(one(attempt) for attempt in attempts)))
+    playing = asyncio.gather(*(one(attempt) for attempt in attempts))
+    try:
+        while not (await asyncio.wait([playing], timeout=POLL_SECONDS))[0]:
+            poll()
+        return list(playing.result())
+    finally:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)  # whoever was cancelled has ended, and is heard

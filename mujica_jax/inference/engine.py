@@ -129,8 +129,10 @@ class Engine(abc.ABC):
         return self._weights
 
     def set_weights(self, weights: nnx.State) -> None:
-        """Replace the policy. What the memory holds is stale afterwards: the caller forgets it."""
+        """Replace the policy; returns when its weights are on the engine's devices. What the memory holds is stale afterwards: the caller
+        forgets it."""
         self._use(weights)
+        jax.block_until_ready(self._weights)
         self.forget()
 
     def _use(self, weights: nnx.State) -> None:

@@ -1,25 +1,32 @@
 """Checkpoints of training: parameters, optimiser state, step, and a small dictionary of the loop around them.
 
     directory/000007/arrays/      Orbax, one array a leaf
-    directory/000007/COMMITTED    JSON: loop state, shapes, size and SHA-256 of every file of the arrays; written last, by rename
+    directory/000007/COMMITTED    JSON: loop state, metric, shapes and types, size and SHA-256 of every file of the arrays; written last, by
+                                  rename
 
 A checkpoint without COMMITTED, or whose files are not what it lists, is ignored, and the one before it is used. The files are checked
 before Orbax opens them, because Orbax restores most flipped bits without a word. Numbers only count up, so nothing is ever
-overwritten; the last `keep` stay. A save of 0.3 million parameters takes about 60 ms on two cores, so saving is synchronous: what was
-saved is what the step left. Called by the methods around `learning.trainer.fit`. Orbax is imported on first use: 0.3 s.
+overwritten; the last `keep` stay, and the one with the highest metric where saves are given one.
+
+A save holds the loop while the arrays are copied to the host; a thread writes, checks and commits them. (On CPU there is no copy: a step
+does not reuse a buffer that the writer still looks at.) One save is under way at a time: the next one, a restore, `finish` and the end of a
+`with` block wait for it and raise what went wrong in it. Called by the methods around `learning.trainer.fit`. Orbax is imported on
+first use: 0.3 s.
 """
 
 import json
 import logging
 import shutil
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
 
 from mujica_jax import distributed
 from mujica_jax.errors import UserError
-from mujica_jax.interrupts import interrupts_deferred
 from mujica_jax.learning.optimizer import path_name
 from mujica_jax.trajectories.objects import explained, file_description, require_space, sync
 
@@ -37,43 +44,92 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._number = max(self._numbers(), default=0)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._under_way: Future[None] | None = None
         distributed.meet("checkpoints are listed")
 
-    def save(self, state: Any, loop_state: dict[str, Any]) -> None:
-        """Write a checkpoint and remove those beyond the last `keep`. `loop_state` holds what JSON holds."""
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors gone. Not where an
+        error ends one of several processes: a save needs them all, and `distributed.leave` runs no thread's end."""
+        if error is not None and distributed.processes() > 1:
+            return
+        try:
+            self.finish()
+        except Exception:
+            if error is None:
+                raise
+            _log.warning("a checkpoint in %s was not written", self.directory, exc_info=True)
+
+    def finish(self) -> None:
+        """Wait until the save under way, if there is one, is committed; raises what it raised."""
+        if self._under_way is None:
+            return
+        under_way, self._under_way = self._under_way, None
+        under_way.result()
+        distributed.meet("the checkpoint is committed")
+
+    def save(self, state: Any, loop_state: dict[str, Any], *, metric: float | None = None) -> None:
+        """Begin to write a checkpoint, after which those beyond the last `keep` and the best are removed.
+
+        `loop_state` holds what JSON holds. Of `metric`, more is better. Returns when `state` may be consumed.
+        """
         import orbax.checkpoint as orbax
 
+        self.finish()
         self._number += 1
         folder = self._folder(self._number)
         arrays = _flatten(state)
         with explained(folder):
             self.directory.mkdir(parents=True, exist_ok=True)
         require_space(self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES)
-        with (
-            interrupts_deferred(),
-            explained(folder),
-            orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer,
-        ):
-            checkpointer.save(folder / "arrays", args=orbax.args.StandardSave(arrays))
-        if jax.process_index() == 0:
-            shapes = {name: list(array.shape) for name, array in arrays.items()}
-            with explained(folder):
-                _commit(folder, {"loop_state": loop_state, "shapes": shapes, "files": _files(folder)})
+        manifest = {
+            "loop_state": loop_state,
+            "metric": metric,
+            "shapes": {name: list(array.shape) for name, array in arrays.items()},
+            "types": {name: str(array.dtype) for name, array in arrays.items()},
+        }
+        json.dumps(manifest, allow_nan=False)  # what JSON does not hold is refused here, not in the thread
+        with explained(folder):
+            writer = orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())
+            writer.save(folder / "arrays", args=orbax.args.StandardSave(arrays))
+            self._under_way = self._thread.submit(self._commit_when_written, writer, folder, manifest)
+
+    def _commit_when_written(self, writer: Any, folder: Path, manifest: dict[str, Any]) -> None:
+        with explained(folder):
+            try:
+                writer.wait_until_finished()
+            finally:
+                writer.close()
+            if jax.process_index() == 0:
+                _commit(folder, manifest | {"files": _files(folder)})
                 self._remove_old()
-        distributed.meet("the checkpoint is committed")
 
     def restore_latest(self, template: State) -> tuple[State, dict[str, Any]] | None:
         """The newest intact checkpoint, with the structure, types and shardings of `template` (arrays or `jax.ShapeDtypeStruct`s).
 
-        None if there is none. A checkpoint of another model shape is an error: the run directory belongs to another model.
+        None if there is none. A checkpoint of other shapes or types is an error: the run directory belongs to another model.
         """
-        for number in sorted(self._numbers(), reverse=True):
+        self.finish()
+        return self._restore_first(sorted(self._numbers(), reverse=True), template)
+
+    def restore_best(self, template: State) -> tuple[State, dict[str, Any]] | None:
+        """As `restore_latest`, for the intact checkpoint with the highest metric."""
+        self.finish()
+        return self._restore_first(self._best_first(), template)
+
+    def _restore_first(self, numbers: Iterable[int], template: State) -> tuple[State, dict[str, Any]] | None:
+        for number in numbers:
             folder = self._folder(number)
             manifest = _manifest(folder)
             if manifest is None:
                 _log.warning("checkpoint %s is incomplete or damaged and is ignored", folder)
                 continue
-            _refuse_other_shapes(folder, manifest["shapes"], template)
+            _refuse_other_arrays(folder, manifest, template)
             return _restore(folder, template), manifest["loop_state"]
         return None
 
@@ -88,14 +144,19 @@ class Checkpoints:
         return self.directory / f"{number:06d}"
 
     def _remove_old(self) -> None:
-        """Keep the last complete ones. Incomplete ones are older than the one just written: nobody will finish them."""
-        kept = 0
-        for number in sorted(self._numbers(), reverse=True):
-            complete = (self._folder(number) / COMMITTED).exists()
-            if complete and kept < self.keep:
-                kept += 1
-            else:
-                shutil.rmtree(self._folder(number))
+        """Keep the last complete ones and the best. Incomplete ones are older than the one just written: nobody will finish them."""
+        numbers = sorted(self._numbers(), reverse=True)
+        complete = [number for number in numbers if (self._folder(number) / COMMITTED).exists()]
+        for number in set(numbers) - {*complete[: self.keep], *self._best_first()[:1]}:
+            shutil.rmtree(self._folder(number))
+
+    def _best_first(self) -> list[int]:
+        """Complete checkpoints that have a metric, the newer of two equal ones first."""
+        marks = {number: _mark(self._folder(number)) for number in self._numbers()}
+        metrics = {number: mark.get("metric") for number, mark in marks.items() if mark is not None}
+        return sorted(
+            (n for n, metric in metrics.items() if metric is not None), key=lambda n: (metrics[n], n), reverse=True
+        )
 
 
 def _flatten(state: Any) -> dict[str, Any]:
@@ -122,20 +183,31 @@ def _files(folder: Path) -> list[dict[str, Any]]:
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
     """What COMMITTED says, or None if the checkpoint is not complete and as it was written."""
+    manifest = _mark(folder)
+    return manifest if manifest is not None and manifest["files"] == _files(folder) else None
+
+
+def _mark(folder: Path) -> dict[str, Any] | None:
     try:
-        manifest = json.loads((folder / COMMITTED).read_text())
+        return json.loads((folder / COMMITTED).read_text())
     except (FileNotFoundError, ValueError):
         return None
-    return manifest if manifest["files"] == _files(folder) else None
 
 
-def _refuse_other_shapes(folder: Path, saved: dict[str, list[int]], template: Any) -> None:
-    wanted = {name: list(leaf.shape) for name, leaf in _flatten(template).items()}
+def _refuse_other_arrays(folder: Path, manifest: dict[str, Any], template: Any) -> None:
+    leaves = _flatten(template)
+    saved, wanted = manifest["shapes"], {name: list(leaf.shape) for name, leaf in leaves.items()}
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             raise UserError(
                 f"checkpoint {folder} holds another model: {name} is {_words(saved.get(name))} there and "
                 f"{_words(wanted.get(name))} in this run: use the model it was made with, or another run directory"
+            )
+    for name, kept in manifest.get("types", {}).items():
+        if kept != str(leaves[name].dtype):
+            raise UserError(
+                f"checkpoint {folder} keeps {name} in {kept}, and this run in {leaves[name].dtype}: leave trainer.parameter_dtype and "
+                "trainer.first_moment_dtype as they were, or use another run directory"
             )
 
 

@@ -3,7 +3,7 @@
 The loop's order is fixed:
 
     1. stop, if asked to;
-    2. draw the batch of this step, a pure function of (seed, step);
+    2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose place is saved with the state;
     3. dispatch the step;
     4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite ends the run here;
     5. save if a save is due, after this step's own metrics were read: so nothing broken is ever saved, and the next batch is drawn
@@ -11,6 +11,9 @@ The loop's order is fixed:
 
 The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model: the learning-rate
 schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
+
+With `accumulation_steps` the rows of a batch go through the model part by part inside the step. The gradients of the parts, each divided by
+the trained tokens of the whole batch, add up in float32 to the gradient of the whole; activations take the memory of one part.
 
 With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and decay: its own weights go through a
 step untouched, bit for bit. What leaves the trainer (`policy`, `decoder`) is a plain decoder with the adapters merged into its weights.
@@ -34,12 +37,13 @@ from mujica_jax.config import TrainerConfig
 from mujica_jax.config_checks import check_rows
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import mle_loss, token_log_probs
-from mujica_jax.learning.optimizer import Schedule, adamw, learning_rate, schedule
+from mujica_jax.learning.optimizer import Schedule, adamw, in_float32, learning_rate, moved, schedule
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.lora import adapted, check_rank, merged
 from mujica_jax.models.sharding import RULES, make_mesh, own_rows, shard_batch, shardings_of
+from mujica_jax.trajectories.batches import Batches
 from mujica_jax.trajectories.packing import Batch, PackedRows
 
 
@@ -65,6 +69,7 @@ class FitResult:
     state: TrainState
     steps: int  # updates made in this phase
     stopped: bool  # True if `should_stop` ended it early
+    input_state: dict[str, Any]  # the place in the data, for the checkpoint that holds `state`
 
 
 class NotFinite(UserError):
@@ -84,7 +89,8 @@ class Trainer:
 
     def initial_state(self, decoder: Decoder, *, seed: int = 0) -> TrainState:
         """Step 0 with a copy of the decoder's weights and an empty optimiser; `seed` draws the adapters, where there are some."""
-        weights = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), nnx.state(decoder))
+        kept = jnp.dtype(self.config.parameter_dtype)
+        weights = jax.tree.map(lambda array: jnp.asarray(array, kept), nnx.state(decoder))
         weights = jax.device_put(weights, self._program.policy_shardings, may_alias=False)
         with jax.set_mesh(self.mesh):
             return self._program.empty_state(weights, np.uint32(seed))
@@ -149,28 +155,30 @@ def fit(
     schedule: Schedule,
     steps: int,
     seed: int,
+    input_state: dict[str, Any] | None = None,
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
-    save: Callable[[TrainState, int], None] = lambda state, step: None,
+    save: Callable[[TrainState, int, dict[str, Any]], None] = lambda state, step, input_state: None,
     save_every_steps: int | None = None,
 ) -> FitResult:
     """Train from `state.step` until `steps` updates are made in this phase.
 
-    `save(state, step)` is called every `save_every_steps` updates and when `should_stop` ends the loop; the state at the end of
-    the phase is returned and not saved. `on_step` sees every step once, in order.
+    `input_state` is what the checkpoint of `state` says about the place in the data; without one it is the place of `state.step`.
+    `save(state, step, input_state)` is called every `save_every_steps` updates and when `should_stop` ends the loop; the state at the end
+    of the phase is returned and not saved. `on_step` sees every step once, in order.
     """
-    if not rows.num_rows:
-        raise UserError("there are 0 rows to train on and a step needs at least 1: skip this phase or select more")
+    batches = Batches(rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows())
     done = saved = int(state.step)
-    own = trainer.own_rows()
+    if input_state is None:
+        batches.seek(done)
+    else:
+        batches.set_state(input_state)
     stopped, unread = False, None
     while done < steps:
         if should_stop():
             stopped = True
             break
-        chosen = rows_of_step(rows.num_rows, trainer.config.rows_per_step, seed=seed, step=done)
-        batch = rows.batch(chosen[own])
-        state, metrics = trainer.train_step(state, batch, schedule)
+        state, metrics = trainer.train_step(state, next(batches), schedule)
         done += 1
         if unread is not None:
             on_step(_read(*unread))
@@ -178,27 +186,18 @@ def fit(
         if save_every_steps is not None and done % save_every_steps == 0:
             on_step(_read(*unread))
             unread = None
-            save(state, done)
+            save(state, done, batches.get_state())
             saved = done
     if unread is not None:
         on_step(_read(*unread))
     if stopped and saved < done:
-        save(state, done)
-    return FitResult(state=state, steps=done, stopped=stopped)
+        save(state, done, batches.get_state())
+    return FitResult(state=state, steps=done, stopped=stopped, input_state=batches.get_state())
 
 
 def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
     """Steps in which every row is seen at least `epochs` times."""
     return -(-num_rows * epochs // rows_per_step)
-
-
-def rows_of_step(num_rows: int, rows_per_step: int, *, seed: int, step: int) -> Int[np.ndarray, "rows_per_step"]:
-    """Which rows a step sees: the epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step` of them."""
-    epochs, places = np.divmod(np.arange(step * rows_per_step, (step + 1) * rows_per_step), num_rows)
-    shuffles = {
-        epoch: np.random.default_rng((seed, epoch)).permutation(num_rows) for epoch in np.unique(epochs).tolist()
-    }
-    return np.concatenate([shuffle[places[epochs == epoch]] for epoch, shuffle in shuffles.items()])
 
 
 def _read(step: int, metrics: dict[str, Array]) -> StepMetrics:
@@ -236,6 +235,8 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
     """Kept for the life of the process, so that a second trainer of the same model compiles nothing."""
     plain = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
     policy_graph, abstract_weights = nnx.split(plain)
+    kept = jnp.dtype(config.parameter_dtype)
+    abstract_weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, kept), abstract_weights)
     rank, alpha = config.lora_rank, config.lora_alpha
 
     def with_adapters(decoder: Decoder, seed: Any) -> Decoder:
@@ -251,7 +252,7 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
 
     def empty_state(weights: nnx.State, seed: Any) -> TrainState:
         params = nnx.state(with_adapters(nnx.merge(policy_graph, weights), seed))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(split(params)[0]))
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(in_float32(split(params)[0])))
 
     def policy(params: nnx.State) -> nnx.State:
         return nnx.state(merged(nnx.merge(graph, params), rank=rank, alpha=alpha))
@@ -261,14 +262,27 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
 
     def train_step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
         trained, frozen = split(state.params)
+        trained_tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
-        def loss_of(trained: nnx.State) -> tuple[Array, dict[str, Array]]:
-            return mle_loss(nnx.merge(graph, trained, frozen), batch, attention=attention, remat=config.remat)
+        def loss_of(trained: nnx.State, part: Batch) -> tuple[Array, dict[str, Array]]:
+            return mle_loss(
+                nnx.merge(graph, trained, frozen),
+                part,
+                attention=attention,
+                remat=config.remat,
+                z_loss=config.z_loss,
+                trained_tokens=trained_tokens,
+            )
 
-        (_, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained)
-        direction, opt_state = optimizer.update(gradient, state.opt_state, trained)
+        loss_and_gradient = jax.value_and_grad(loss_of, has_aux=True)
+        if config.accumulation_steps == 1:
+            (_, metrics), gradient = loss_and_gradient(trained, batch)
+        else:
+            metrics, gradient = _accumulated(loss_and_gradient, trained, _parts(batch, config.accumulation_steps, mesh))
+        gradient = in_float32(gradient)
+        direction, opt_state = optimizer.update(gradient, state.opt_state, in_float32(trained))
         rate = learning_rate(schedule, state.step)
-        trained = jax.tree.map(lambda parameter, change: parameter - rate * change, trained, direction)
+        trained = moved(trained, direction, rate, state.step)
         metrics |= {"grad_norm": optax.global_norm(gradient), "learning_rate": rate}
         return TrainState(state.step + 1, nnx.merge_state(trained, frozen), opt_state), metrics
 
@@ -292,3 +306,32 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
         train_step=jax.jit(train_step, out_shardings=(shardings, whole), donate_argnums=0),
         score=jax.jit(score, out_shardings=whole),
     )
+
+
+def _parts(batch: Batch, count: int, mesh: Mesh) -> Batch:
+    """The rows in `count` parts, [count, rows / count, time]. Part n has every count-th row from n on, so that each device cuts what it
+    holds and no row moves.
+    """
+    layout = NamedSharding(mesh, PartitionSpec(None, RULES["batch"].mesh_axes))
+
+    def cut(array: Array) -> Array:
+        parts = jnp.moveaxis(array.reshape(-1, count, *array.shape[1:]), 1, 0)
+        return jax.lax.with_sharding_constraint(parts, layout)
+
+    return jax.tree.map(cut, batch)
+
+
+def _accumulated(
+    loss_and_gradient: Callable[[nnx.State, Batch], tuple[tuple[Array, dict[str, Array]], nnx.State]],
+    trained: nnx.State,
+    parts: Batch,
+) -> tuple[dict[str, Array], nnx.State]:
+    """Loss and gradient of all parts together: each is divided by the trained tokens of the whole already."""
+
+    def add_part(total: tuple[Array, nnx.State], part: Batch) -> tuple[tuple[Array, nnx.State], Array]:
+        (loss, metrics), gradient = loss_and_gradient(trained, part)
+        return (total[0] + loss, jax.tree.map(jnp.add, total[1], in_float32(gradient))), metrics["trained_tokens"]
+
+    nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), trained)
+    (loss, gradient), tokens = jax.lax.scan(add_part, (jnp.zeros((), jnp.float32), nothing), parts)
+    return {"loss": loss, "trained_tokens": tokens[0]}, gradient

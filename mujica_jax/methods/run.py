@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mujica_jax import distributed
 from mujica_jax.agents.mujica import Attempt, EnginePolicy, Mujica, run_episodes
 from mujica_jax.config import Config
 from mujica_jax.errors import StoreError
@@ -24,12 +25,14 @@ from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.methods.scoring import Scores, score_policy
+from mujica_jax.methods.shares import gather
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
+from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
-from mujica_jax.report import MetricsLog, Phase, Progress
+from mujica_jax.report import MetricsLog, NoMetrics, Phase, Progress
 from mujica_jax.rewards import f1_reward
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
@@ -37,6 +40,7 @@ from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.store import ShardEntry, Store, shard_name
 
 SAVE_EVERY_SECONDS = 15.0  # of training: what a kill may cost; a save takes about 60 ms for the tiny models
+KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,29 +64,42 @@ class Run:
         tokenizer: Tokenizer,
         decoder: Decoder,
         progress: Progress,
-        metrics: MetricsLog,
+        metrics: MetricsLog | NoMetrics,
+        preemption: Preemption,
     ) -> None:
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
-        self.progress, self.metrics = progress, metrics
+        self.progress, self.metrics, self.preemption = progress, metrics, preemption
         self.agent = make_agent(config, task, tokenizer)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer)
+        self.handover_seconds = 0.0  # what the last policy took from the trainer's devices to the engine's
         self._initial = decoder
 
     def initial_state(self) -> TrainState:
         return self.trainer.initial_state(self._initial, seed=self.config.seed)
 
     def use_policy(self, state: TrainState, version: int) -> None:
+        began = time.monotonic()
         use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
+        self.handover_seconds = time.monotonic() - began
 
     def commit_policy(self, state: TrainState, version: int) -> None:
-        """Write the policy as a Hugging Face directory."""
+        """Write the policy as a Hugging Face directory. The first process writes; the others help to gather what lies on their devices."""
+        self.preemption.enter(f"committing policy {version}")
+        name = f"policy {version}"
+        if distributed.told(name, lambda: version in self.store.policies()):
+            return
+        if not distributed.is_first():
+            gather_checkpoint(self.trainer.decoder(state))
+            distributed.meet(name)
+            return
 
         def write(directory: Path) -> None:
             save_checkpoint(self.trainer.decoder(state), directory / "model")
             self.tokenizer.save(directory / "model")
 
         self.store.commit_policy(version, write)
+        distributed.meet(name)
 
     def sample(
         self,
@@ -113,8 +130,9 @@ class Run:
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
         """A unit of work whose attempts depend on those before: `wave(trajectories so far)` gives the next ones, or none.
 
-        The engine's slots are emptied first, so that a unit is a function of its attempts and the policy alone. What is returned is
-        what the store holds: another process may have been first. None if there was nothing to play.
+        The engine's slots are emptied first, so that a unit is a function of its attempts and the policy alone. For the same reason
+        a preemption keeps nothing of the unit under way: its rest, played without the others, would be rounded differently. What is
+        returned is what the store holds: another process may have been first. None if there was nothing to play.
         """
         entry = self._intact_shard(round_number, shard)
         if entry is not None:
@@ -134,6 +152,7 @@ class Run:
                     policy_version=self.generator.policy_version,
                     concurrency=self.config.engine.slots,
                     on_episode=on_episode,
+                    poll=self.preemption.check,
                 )
             )
         if not trajectories:
@@ -176,20 +195,27 @@ class Run:
         floor: float,
         warmup_steps: int = 0,
     ) -> TrainState:
-        """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase."""
-        checkpoints = Checkpoints(self.store.root / "learning" / name.replace(" ", "-"), keep=1)
+        """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase.
+
+        A preemption saves the step it comes at.
+        """
+        folder = self.store.root / "learning" / name.replace(" ", "-")
+        checkpoints = Checkpoints(folder, keep=self.config.trainer.keep_checkpoints)
         found = checkpoints.restore_latest(self.trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
+        input_state = None if found is None else found[1]["input"]
         done = int(state.step)
         if done >= steps:
             return state
+        self.preemption.enter(f"{name}: learning", kept=f"step {done} of {steps} is kept")
         packed = rows()
         slots = self.config.trainer.rows_per_step * packed.row_tokens
         began, begun_at = time.monotonic(), done
-        last_save = began
+        last_save, saved = began, done
 
-        with self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage:
+        # A save goes on beside the steps and is finished before the phase ends, however it ends.
+        with checkpoints, self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage:
 
             def on_step(metrics: StepMetrics) -> None:
                 speed = slots * packed.efficiency * (metrics.step - begun_at) / (time.monotonic() - began)
@@ -209,12 +235,18 @@ class Run:
                     schedule=schedule(peak=peak, floor=floor, total_steps=steps, warmup_steps=warmup_steps),
                     steps=stretch,
                     seed=self.config.seed,
+                    input_state=input_state,
                     on_step=on_step,
+                    should_stop=self.preemption.at_step,
                 )
-                state, done = result.state, result.steps
-                if done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS:
-                    checkpoints.save(state, {"phase": name, "steps": steps})
-                    last_save = time.monotonic()
+                state, done, input_state = result.state, result.steps, result.input_state
+                due = result.stopped or done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS
+                if distributed.told(f"{name}: save", lambda due=due: due) and done > saved:
+                    checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
+                    last_save, saved = time.monotonic(), done
+                if result.stopped:
+                    checkpoints.finish()
+                    raise self.preemption.ended(f"step {saved} of {steps} is saved")
         return state
 
     _steps_a_stretch = 25
@@ -233,7 +265,7 @@ class Run:
     ) -> PhaseResult:
         """Evaluate greedily and sampled on the held-out questions and write the phase down; read it where it is written."""
         file = f"phases/{name.replace(' ', '-')}.json"
-        if not self.store.exists(file):
+        if not distributed.told(file, lambda: self.store.exists(file)):
             self.use_policy(state, version)
             scores = score_policy(
                 name,
@@ -243,6 +275,8 @@ class Run:
                 config=self.config,
                 progress=self.progress,
                 concurrency=self.config.engine.slots,
+                preemption=self.preemption,
+                gather=lambda kind, own: gather(self.store, f"{name} {kind}", own),
             )
             phase = Phase(
                 name=name,
@@ -258,8 +292,10 @@ class Run:
                 seconds=time.monotonic() - began,
             )
             result = PhaseResult(phase=phase, forward_tokens=forward_tokens, trained_slots=trained_slots)
-            self._write_scores(name, scores)
-            self.store.write_json_once(file, dataclasses.asdict(result))
+            if distributed.is_first():
+                self._write_scores(name, scores)
+                self.store.write_json_once(file, dataclasses.asdict(result))
+            distributed.meet(f"{name} is written down")
         found = self.store.read_json(file)
         return PhaseResult(**{**found, "phase": Phase(**found["phase"])})
 
@@ -304,7 +340,9 @@ def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> Ba
 def use_weights(
     generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
 ) -> None:
-    """Let the engine sample from these weights of a model like `decoder`. They are copied: training reuses its buffers."""
+    """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied: training reuses
+    its buffers.
+    """
     generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)
 
 

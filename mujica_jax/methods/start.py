@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from mujica_jax import distributed
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
@@ -27,7 +28,8 @@ from mujica_jax.models.qwix_package import import_qwix
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
-from mujica_jax.report import MetricsLog, Progress
+from mujica_jax.preemption import Preemption
+from mujica_jax.report import MetricsLog, NoConsole, NoMetrics, Progress
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.objects import explained
 from mujica_jax.trajectories.store import Store, open_run
@@ -39,7 +41,7 @@ SCRIPT_REPEATS = 200  # how often the scripts' own words are shown to the tokeni
 
 
 @contextlib.contextmanager
-def open_training(config: Config, directory: Path) -> Iterator[Run]:
+def open_training(config: Config, directory: Path, preemption: Preemption) -> Iterator[Run]:
     """The run in `directory`, new or begun before; its metrics files are closed at the end.
 
     What can be refused is refused before the directory is made, which remembers the configuration it was begun with.
@@ -57,11 +59,12 @@ def open_training(config: Config, directory: Path) -> Iterator[Run]:
     check_engine(
         size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
     )
-    store = open_run(directory, dataclasses.asdict(config), ignore=("run",))
-    progress = Progress()
+    about = dataclasses.asdict(config)
+    store = distributed.in_turn("the run", lambda: open_run(directory, about, ignore=("run", "distributed")))
+    progress = Progress() if distributed.is_first() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
     tokenizer, decoder = loaded or _new_model(config, task, store)
-    with MetricsLog(store.root) as metrics:
+    with MetricsLog(store.root) if distributed.is_first() else NoMetrics() as metrics:
         yield Run(
             config,
             store=store,
@@ -70,6 +73,7 @@ def open_training(config: Config, directory: Path) -> Iterator[Run]:
             decoder=decoder,
             progress=progress,
             metrics=metrics,
+            preemption=preemption,
         )
 
 
@@ -185,7 +189,7 @@ def _mesh(config: Config) -> Mesh:
 
 def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder]:
     """A randomly initialised decoder of the configured size, and the run's tokenizer."""
-    tokenizer = _trained_tokenizer(config, task, store)
+    tokenizer = distributed.in_turn("the tokenizer", lambda: _trained_tokenizer(config, task, store))
     size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
     return tokenizer, Decoder(size, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))
 
