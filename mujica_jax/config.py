@@ -179,7 +179,9 @@ class RemoteConfig:
 class DistributedConfig:
     """Several processes as one job: the same command on every host, with its own number. A TPU pod needs none of it."""
 
-    coordinator: str | None = None  # host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host
+    coordinator: str | None = (
+        None  # host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host
+    )
     processes: int = 1  # how many there are
     process: int = 0  # which one this is, from 0; it is the only field that differs between hosts
     deadline_seconds: float = 60.0  # how long the start waits for all, and after which silence one of them is lost

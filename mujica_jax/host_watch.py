@@ -80,10 +80,10 @@ class Watch:
             if process != self._process:
                 return status, f"{self._name(process)} ended: {sentence}"
         unheard = time.monotonic() - self._heard
-        if self._process and (
-            unheard > self._silence or (unheard > 2 * self._interval and self._store_is_gone())
-        ):
+        if self._process and unheard > self._silence:
             return self._lost([0], unheard)
+        if self._process and unheard > 2 * self._interval and self._store_is_gone():
+            return LOST, f"{self._name(0)} is gone: nobody listens at its address, {self._ends_too()}"
         silent = [
             process
             for process, changed in self._changed.items()
@@ -96,8 +96,11 @@ class Watch:
         verb = "have" if len(processes) > 1 else "has"
         return LOST, (
             f"{names} {verb} not been heard of for {seconds:.1f} s (distributed.deadline_seconds {self._deadline:g}), "
-            f"so {self._name(self._process)} ends too: {GO_ON}"
+            f"{self._ends_too()}"
         )
+
+    def _ends_too(self) -> str:
+        return f"so {self._name(self._process)} ends too: {GO_ON}"
 
     def _name(self, process: int) -> str:
         return f"process {process} on {self._hosts[process]}"

@@ -45,9 +45,7 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
     if processes > 1:
         coordinator = f"localhost:{port}"
         distributed.start(
-            DistributedConfig(
-                coordinator=coordinator, processes=processes, process=process, deadline_seconds=deadline
-            )
+            DistributedConfig(coordinator=coordinator, processes=processes, process=process, deadline_seconds=deadline)
         )
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 8 // processes)
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, **AXES))

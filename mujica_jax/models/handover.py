@@ -56,7 +56,7 @@ def _on_every_host(array: Array, target: Sharding) -> Mesh:
             f"use a divisor of {min(counts)}"
         )
     places = [device.local_hardware_id for device in wanted]
-    shape = target.mesh.devices.shape if isinstance(target, NamedSharding) else (1,) * len(MESH_AXES)
+    shape = tuple(target.mesh.shape.values()) if isinstance(target, NamedSharding) else (1,) * len(MESH_AXES)
     ordered = [device for devices in by_host.values() for device in _first(devices, places)]
     return Mesh(np.array(ordered).reshape(len(ordered) // math.prod(shape), *shape), (COPY, *MESH_AXES))
 
@@ -68,4 +68,6 @@ def _first(devices: list[Any], places: list[int | None]) -> list[Any]:
 
 
 def _devices(sharding: Sharding) -> list[Any]:
-    return list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else list(sharding.device_set)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return list(sharding.mesh.devices.flat)
+    return list(sharding.device_set)

@@ -135,9 +135,11 @@ def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
         if jax.process_count() == 1:
             return jax.device_put(array, sharding)
         rows = np.arange(len(array) * share)
-        return jax.make_array_from_callback(
-            (len(rows), *array.shape[1:]), sharding, lambda index: array[np.searchsorted(own, rows[index[0]])]
-        )
+
+        def of_device(index: tuple[slice, ...]) -> np.ndarray | Array:
+            return array[np.searchsorted(own, rows[index[0]])]
+
+        return jax.make_array_from_callback((len(rows), *array.shape[1:]), sharding, of_device)
 
     return jax.tree.map(put, batch)
 

@@ -120,11 +120,11 @@ class Progress:
         return Group(*rows)
 
 
-class NoConsole(io.TextIOBase):
+class NoConsole(io.StringIO):
     """Where every process of a job but the first shows its progress: they all do the same, and errors go to stderr."""
 
-    def write(self, text: str, /) -> int:
-        return len(text)
+    def write(self, s: str, /) -> int:
+        return len(s)
 
 
 class Stage:

@@ -5,8 +5,8 @@ stand one after the other, and step n takes the n-th `rows_per_step` of them. Gr
 another rule; the order here is the one that every published number was made with, and any step of it can be reached without those before.
 Grain keeps the place in it, by the protocol that its other data sources have.
 
-Several processes share a batch as the mesh lays its rows out (`models.sharding.own_rows`): each reads its own rows alone, and the batch of a
-step is the same whatever their number.
+Several processes share a batch as the mesh lays its rows out (`models.sharding.own_rows`): each reads its own rows alone, and the batch
+of a step is the same whatever their number.
 The rows lie in memory and a batch is four look-ups in them, so nothing is prefetched. Called by `learning.trainer.fit`. Grain is
 imported on first use: it takes 0.5 s.
 """
