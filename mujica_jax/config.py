@@ -203,4 +203,6 @@ class Config:
     distributed: DistributedConfig = DistributedConfig()
     init: str | None = None  # Hugging Face directory to start from instead of a random model
     seed: int = 0
-    run: str | None = None  # run directory; an existing one is resumed (default runs/<name>-<time>)
+    run: str | None = (
+        None  # run directory, local or gs://BUCKET/PREFIX; an existing one is resumed (default runs/<name>-<time>)
+    )

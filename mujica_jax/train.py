@@ -9,7 +9,6 @@ import shlex
 import sys
 import time
 import traceback
-from pathlib import Path
 
 from mujica_jax import distributed
 from mujica_jax.config import Config
@@ -33,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
             directory = config.run or distributed.told("run directory", lambda: _new_directory(config.name))
             again = words if _names_run(words) else [*words, "--run", directory]
             preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
-            train(config, Path(directory), preemption)
+            train(config, directory, preemption)
             distributed.finish()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -52,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def train(config: Config, directory: Path, preemption: Preemption) -> None:
+def train(config: Config, directory: str, preemption: Preemption) -> None:
     """The whole run. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.methods.control import run_control
@@ -60,8 +59,9 @@ def train(config: Config, directory: Path, preemption: Preemption) -> None:
     from mujica_jax.methods.start import open_training
     from mujica_jax.methods.warmup import warm_up
     from mujica_jax.report import Summary, closing_table, question_tree, summary_dict
+    from mujica_jax.trajectories.run_directory import run_path
 
-    with open_training(config, directory, preemption) as run:
+    with open_training(config, run_path(directory), preemption) as run:
         state, warmed, demonstrations = warm_up(run)
         _, rounds = run_mygo(run, state, demonstrations.rewarded)
         control = [run_control(run, state, demonstrations.rows, rounds)] if config.eval.control else []

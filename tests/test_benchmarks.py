@@ -64,6 +64,36 @@ def test_the_training_step_is_measured(tmp_path):
 
 
 @pytest.mark.slow
+def test_tokens_a_second_of_training_are_measured_beside_a_peer(tmp_path):
+    save_checkpoint(tiny_decoder(), tmp_path / "model")
+    sizes = ["--seconds", "1", "--rows", "1", "--conversations", "12"]
+    found = json.loads(printed("train_tokens.py", "--checkpoint", str(tmp_path / "model"), *sizes))
+    assert found["ours_steps"] > 0 and found["transformers_steps"] > 0
+    assert found["by_transformers"] == pytest.approx(
+        found["ours_tokens_per_second"] / found["transformers_tokens_per_second"], abs=0.02
+    )
+    assert found["packing"] > 0.5
+    refused = printed("train_tokens.py", "--checkpoint", str(tmp_path / "nowhere"), status=2)
+    assert "nowhere/config.json is missing" in refused
+    without_tunix = ["--tunix-python", sys.executable, "--without", "transformers"]
+    failed = printed("train_tokens.py", "--checkpoint", str(tmp_path / "model"), *sizes, *without_tunix, status=1)
+    assert "tunix_training.py ended with status 1" in failed and "No module named" in failed
+
+
+def test_the_conversations_to_train_on_are_those_that_are_promised():
+    program = runpy.run_path(str(ROOT / "benchmarks" / "train_tokens.py"))
+    made, again = (program["workload"](1000, seed=0) for _ in range(2))
+    assert all(np.array_equal(made[name], again[name]) for name in made)
+    lengths = made["lengths"]
+    assert lengths.size == 2000 and 320 < np.median(lengths) < 380 and 1500 < lengths.max() <= 2048
+    assert made["tokens"].size == made["trained"].size == lengths.sum()
+    found = program["conversations"](made)
+    assert [len(one.token_ids) for one in found] == lengths.tolist()
+    assert np.array_equal(np.concatenate([one.loss_mask for one in found]), made["trained"])
+    assert 0.32 < made["trained"].mean() < 0.36
+
+
+@pytest.mark.slow
 def test_under_overload_every_request_is_answered_or_refused_and_memory_is_bounded(tmp_path):
     save_checkpoint(tiny_decoder(), tmp_path / "model")
     sizes = ["--slots", "3", "--queue-size", "5", "--rounds", "3", "--prompt-tokens", "24", "--new-tokens", "6"]
@@ -101,3 +131,17 @@ def test_rollouts_are_measured_and_their_work_is_counted_by_the_formula(tmp_path
     in_layers, tokens, pairs = 4 * 256 + 3 * 384, 384 + 25, 384**2 / 2 + sum(range(384, 409))
     assert operations == 2 * in_layers * tokens + 2 * 400 * 16 + 4 * 2 * 8 * pairs
     assert read == 8 * 2 * 8 * 24
+
+
+def test_the_run_directory_is_measured_on_disk_and_in_a_bucket():
+    sizes = ["--shards", "3", "--rows", "4", "--turn-tokens", "20", "--policy-bytes", "10000"]
+    found = json.loads(printed("store.py", *sizes))
+    assert (found["shards"], found["rows_per_shard"], found["policy_bytes"]) == (3, 4, 10_000)
+    for place in ("disk", "bucket"):
+        rates = found[place]
+        assert len(rates) == 6 and min(rates.values()) > 0
+        for kind in ("read", "write"):
+            megabytes = rates[f"{kind}_shards_per_second"] * found["bytes_per_shard"] / 1e6
+            assert rates[f"{kind}_megabytes_per_second"] == pytest.approx(megabytes, rel=0.05, abs=0.02)
+    refused = printed("store.py", *sizes, "--bucket", "s3://bucket", status=2)
+    assert "is neither a local directory nor gs://BUCKET/NAME" in refused

@@ -1,4 +1,7 @@
 import errno
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_bucket import FakeBucket, use
 from flax import nnx
 
-from mujica_jax.errors import UserError
+from mujica_jax.errors import StoreUnavailable, UserError
 from mujica_jax.learning import checkpoints as checkpoints_module
 from mujica_jax.learning.checkpoints import COMMITTED, Checkpoints
+from mujica_jax.trajectories.run_directory import RunPath, run_path
 
 
 class State(NamedTuple):
@@ -33,15 +38,25 @@ def folders(checkpoints: Checkpoints) -> list[str]:
     return sorted(path.name for path in checkpoints.directory.iterdir())
 
 
-def largest_file(folder: Path) -> Path:
-    return max(
-        (path for path in (folder / "arrays").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
+def largest_file(folder: RunPath) -> RunPath:
+    if isinstance(folder, Path):
+        paths = [path for path in (folder / "arrays").rglob("*") if path.is_file()]
+        return max(paths, key=lambda path: path.stat().st_size)
+    return folder / max(folder.description("arrays"), key=lambda file: file["bytes"])["name"]
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def place(request, tmp_path, monkeypatch) -> RunPath:
+    """A folder for checkpoints, on local disk and in a bucket."""
+    if request.param == "disk":
+        return tmp_path / "run"
+    use(monkeypatch)
+    return run_path("gs://bucket/run/learning/warm-up")
 
 
 @pytest.fixture
-def three_saved(tmp_path) -> Checkpoints:
-    checkpoints = Checkpoints(tmp_path, keep=3)
+def three_saved(place) -> Checkpoints:
+    checkpoints = Checkpoints(place, keep=3)
     for step in (1, 2, 3):
         checkpoints.save(state(step), {"round": step})
     checkpoints.finish()
@@ -54,16 +69,16 @@ def save(checkpoints: Checkpoints, *given: Any, **metric: float) -> None:
         checkpoints.save(*given, **metric)
 
 
-def test_a_state_comes_back_bit_for_bit_with_its_loop_state(tmp_path):
+def test_a_state_comes_back_bit_for_bit_with_its_loop_state(place):
     loop_state = {"phase": "round", "round": 3, "k": 0.1 + 0.2, "done": [1, 2]}
-    save(Checkpoints(tmp_path / "run", keep=1), state(7), loop_state)
-    restored, loop_restored = Checkpoints(tmp_path / "run", keep=1).restore_latest(jax.eval_shape(lambda: state(0)))
+    save(Checkpoints(place, keep=1), state(7), loop_state)
+    restored, loop_restored = Checkpoints(place, keep=1).restore_latest(jax.eval_shape(lambda: state(0)))
     assert_same(restored, state(7))
     assert loop_restored == loop_state
 
 
-def test_nothing_saved_restores_nothing(tmp_path):
-    assert Checkpoints(tmp_path / "run", keep=1).restore_latest(state(0)) is None
+def test_nothing_saved_restores_nothing(place):
+    assert Checkpoints(place, keep=1).restore_latest(state(0)) is None
 
 
 def test_the_newest_is_restored_whatever_its_step(three_saved):
@@ -118,11 +133,11 @@ def test_another_model_is_refused_with_both_shapes(three_saved):
         three_saved.restore_latest(state(0, bias=nnx.Param(jnp.zeros(2))))
 
 
-def test_other_types_are_refused_with_both(tmp_path):
-    save(Checkpoints(tmp_path, keep=1), state(1), {})
+def test_other_types_are_refused_with_both(place):
+    save(Checkpoints(place, keep=1), state(1), {})
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim else leaf, state(1))
     with pytest.raises(UserError, match=r"keeps params/kernel in float32, and this run in bfloat16: .*parameter_dtype"):
-        Checkpoints(tmp_path, keep=1).restore_latest(narrow)
+        Checkpoints(place, keep=1).restore_latest(narrow)
 
 
 @pytest.fixture
@@ -152,12 +167,12 @@ def test_a_save_goes_on_beside_steps_that_reuse_its_buffers(tmp_path, slow_disk)
     assert_same(Checkpoints(tmp_path, keep=1).restore_latest(state(0, width=1 << 20))[0], expected)
 
 
-def test_one_save_is_under_way_at_a_time(tmp_path, slow_disk):
+def test_one_save_is_under_way_at_a_time(place, slow_disk):
     threading.Timer(0.3, slow_disk.set).start()
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
+    with Checkpoints(place, keep=2) as checkpoints:
         checkpoints.save(state(1), {})
         checkpoints.save(state(2), {})
-        assert (tmp_path / "000001" / COMMITTED).exists()
+        assert (place / "000001" / COMMITTED).exists()
     assert folders(checkpoints) == ["000001", "000002"]
 
 
@@ -199,16 +214,16 @@ def test_an_error_of_the_loop_is_not_covered_by_one_of_the_save(tmp_path, monkey
     assert "was not written" in caplog.text
 
 
-def test_an_exit_in_the_middle_of_a_save_leaves_it_whole(tmp_path, slow_disk):
+def test_an_exit_in_the_middle_of_a_save_leaves_it_whole(place, slow_disk):
     threading.Timer(0.3, slow_disk.set).start()
-    with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path, keep=1) as checkpoints:
+    with pytest.raises(KeyboardInterrupt), Checkpoints(place, keep=1) as checkpoints:
         checkpoints.save(state(1), {})
         raise KeyboardInterrupt
-    assert_same(Checkpoints(tmp_path, keep=1).restore_latest(state(0))[0], state(1))
+    assert_same(Checkpoints(place, keep=1).restore_latest(state(0))[0], state(1))
 
 
-def test_the_best_stays_beside_the_last_ones(tmp_path):
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
+def test_the_best_stays_beside_the_last_ones(place):
+    with Checkpoints(place, keep=2) as checkpoints:
         for step, metric in enumerate((0.5, 0.9, 0.7, 0.9, 0.1, 0.2), start=1):
             checkpoints.save(state(step), {"round": step}, metric=metric)
     assert folders(checkpoints) == ["000004", "000005", "000006"], "of two equal ones the newer"
@@ -222,17 +237,99 @@ def test_without_metrics_there_is_no_best(three_saved):
     assert three_saved.restore_best(state(0)) is None
 
 
-def test_a_damaged_best_gives_way_to_the_next_one(tmp_path, caplog):
-    with Checkpoints(tmp_path, keep=3) as checkpoints:
+def test_a_damaged_best_gives_way_to_the_next_one(place, caplog):
+    with Checkpoints(place, keep=3) as checkpoints:
         for step, metric in enumerate((0.5, 0.9, 0.7), start=1):
             checkpoints.save(state(step), {}, metric=metric)
-    largest_file(tmp_path / "000002").write_bytes(b"")
+    largest_file(place / "000002").write_bytes(b"")
     assert_same(checkpoints.restore_best(state(0))[0], state(3))
 
 
 def test_a_metric_that_json_does_not_hold_is_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         Checkpoints(tmp_path, keep=1).save(state(1), {}, metric=float("nan"))
+
+
+def test_what_a_checkpoint_costs_is_counted(place):
+    checkpoints = Checkpoints(place, keep=1)
+    save(checkpoints, state(1), {})
+    checkpoints.restore_latest(state(0))
+    found = checkpoints.costs.summary()
+    assert found["writes"] == found["reads"] == 1
+    assert found["write_bytes"] == found["read_bytes"] > 3 * 4 * 4
+    assert min(found["write_seconds"], found["read_seconds"]) > 0
+
+
+@pytest.fixture
+def fake(monkeypatch) -> FakeBucket:
+    return use(monkeypatch)
+
+
+def test_a_save_that_meets_faults_is_whole(fake):
+    whole = Checkpoints("gs://bucket/undisturbed", keep=1)
+    save(whole, state(7), {})
+    # TensorStore waits a second before it repeats a request, so that it meets one fault of each kind.
+    left = {"media": ["503", "lost answer"], "multipart": ["429", "cut upload", "lost answer", "503"]}
+
+    def faults(request):
+        waiting = left.get(request.query.get("uploadType", ""), [])
+        return waiting.pop() if waiting else None
+
+    fake.faults = faults
+    disturbed = Checkpoints("gs://bucket/run", keep=1)
+    save(disturbed, state(7), {"round": 7})
+    assert left == {"media": [], "multipart": []}
+    fake.faults = lambda request: "503" if request.kind == "download" and request.nth % 7 == 0 else None
+    restored, loop_state = Checkpoints("gs://bucket/run", keep=1).restore_latest(state(0))
+    assert_same(restored, state(7))
+    assert loop_state == {"round": 7}
+
+
+def test_a_bucket_that_tensorstore_gave_up_is_one_sentence(fake):
+    import tensorstore
+
+    fake.faults = lambda request: "503"
+    patience = {"max_retries": 2, "initial_delay": "1ms", "max_delay": "1ms"}  # Orbax's context takes 15 minutes
+    store = tensorstore.KvStore.open(
+        {"driver": "gcs", "bucket": "bucket", "path": "run/"},
+        context=tensorstore.Context({"gcs_request_retries": patience}),
+    ).result()
+    folder = run_path("gs://bucket/run/000007")
+    said = r"^gs://bucket/run/000007 could not be .*503.* start the same command"
+    with pytest.raises(StoreUnavailable, match=said), checkpoints_module._explained(folder):
+        store.write("x", b"").result()
+    with pytest.raises(ValueError, match="no shape"), checkpoints_module._explained(folder):
+        raise ValueError("no shape")
+
+
+def test_a_save_that_was_killed_before_its_mark_is_not_used_and_is_removed_by_the_next_one(fake):
+    checkpoints = Checkpoints("gs://bucket/run", keep=1)
+    save(checkpoints, state(1), {"round": 1})
+    for name in fake.names("bucket", "run/000001/arrays/"):
+        fake.put("bucket", name.replace("000001", "000002"), fake.content("bucket", name))
+    again = Checkpoints("gs://bucket/run", keep=1)
+    assert_same(again.restore_latest(state(0))[0], state(1))
+    save(again, state(3), {"round": 3})
+    assert folders(again) == ["000003"]
+
+
+def test_saving_to_a_bucket_loads_neither_tensorflow_nor_gcsfs(fake):
+    program = (
+        "import sys, jax.numpy as jnp\n"
+        "from mujica_jax.learning.checkpoints import Checkpoints\n"
+        "with Checkpoints('gs://bucket/run', keep=1) as checkpoints:\n"
+        "    checkpoints.save({'x': jnp.ones(3)}, {})\n"
+        "print({'tensorflow', 'gcsfs'} & sys.modules.keys())"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | fake.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout == "set()\n", shown.stderr
+    assert "run/000001/COMMITTED" in fake.names("bucket")
 
 
 def test_a_disk_that_cannot_be_used_is_one_sentence(tmp_path):

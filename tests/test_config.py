@@ -293,7 +293,31 @@ def test_every_field_of_the_optimiser_changes_its_updates(smoke):
             updates, state = optimizer.update(gradient, state, params)
         return updates["layers"]["kernel"].tolist()
 
-    assert_each_changes(smoke, "trainer", {"weight_decay": 0.3, "b1": 0.5, "b2": 0.5, "clip_norm": 3.0}, seen)
+    values = {"weight_decay": 0.3, "b1": 0.5, "b2": 0.5, "clip_norm": 3.0, "first_moment_dtype": "bfloat16"}
+    assert_each_changes(smoke, "trainer", values, seen)
+
+
+def test_every_field_of_the_step_changes_its_program(smoke):
+    def seen(config: Config) -> str:
+        return (
+            Trainer(MODEL, dataclasses.replace(config.trainer, rows_per_step=8, row_tokens=16)).lower_step().as_text()
+        )
+
+    values = {"accumulation_steps": 2, "z_loss": 1e-4, "parameter_dtype": "bfloat16", "dtype": "bfloat16"}
+    assert_each_changes(smoke, "trainer", values, seen)
+
+
+def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp_path):
+    class Asked(Exception):
+        pass
+
+    def asked(directory: Path, *, keep: int) -> None:
+        raise Asked(keep)
+
+    monkeypatch.setattr(run, "Checkpoints", asked)
+    parts: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
+    with pytest.raises(Asked, match="7"):
+        run.Run.learn(parts, "warm-up", None, None, steps=1, peak=1.0, floor=0.0)  # pyright: ignore[reportArgumentType]
 
 
 def test_help_texts_stand_where_they_are_looked_for():

@@ -1,12 +1,13 @@
 """Checkpoints of training: parameters, optimiser state, step, and a small dictionary of the loop around them.
 
     directory/000007/arrays/      Orbax, one array a leaf
-    directory/000007/COMMITTED    JSON: loop state, metric, shapes and types, size and SHA-256 of every file of the arrays; written last, by
-                                  rename
+    directory/000007/COMMITTED    JSON: loop state, metric, shapes and types, size and checksum of every file of the arrays; written last,
+                                  whole or not at all
 
 A checkpoint without COMMITTED, or whose files are not what it lists, is ignored, and the one before it is used. The files are checked
-before Orbax opens them, because Orbax restores most flipped bits without a word. Numbers only count up, so nothing is ever
-overwritten; the last `keep` stay, and the one with the highest metric where saves are given one.
+before Orbax opens them, because Orbax restores most flipped bits without a word: their SHA-256 on local disk, in a bucket the CRC32C
+that the service keeps of what it has stored, for which nothing is read. Numbers only count up, so nothing is ever overwritten; the
+last `keep` stay, and the one with the highest metric where saves are given one.
 
 A save holds the loop while the arrays are copied to the host; a thread writes, checks and commits them. (On CPU there is no copy: a step
 does not reuse a buffer that the writer still looks at.) One save is under way at a time: the next one, a restore, `finish` and the end of a
@@ -14,12 +15,13 @@ does not reuse a buffer that the writer still looks at.) One save is under way a
 first use: 0.3 s.
 """
 
+import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -28,9 +30,10 @@ import jax
 from mujica_jax import distributed
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import path_name
-from mujica_jax.trajectories.objects import explained, file_description, require_space, sync
+from mujica_jax.trajectories.costs import Costs
+from mujica_jax.trajectories.objects import COMMITTED, explained, file_description, require_space, sync
+from mujica_jax.trajectories.run_directory import RunPath, run_path
 
-COMMITTED = "COMMITTED"
 FILES_BYTES = 500_000  # what the small files of a checkpoint take on disk at most
 State = TypeVar("State")
 _log = logging.getLogger(__name__)
@@ -39,10 +42,12 @@ _log = logging.getLogger(__name__)
 class Checkpoints:
     """The checkpoints of one directory. Every process of a multi-host run sees the same directory and calls every method."""
 
-    def __init__(self, directory: str | Path, *, keep: int) -> None:
+    def __init__(self, directory: str | PurePath, *, keep: int, costs: Costs | None = None) -> None:
+        """`costs` is told the seconds and bytes of every save and restore."""
         assert keep >= 1, "keep at least one checkpoint"
-        self.directory = Path(directory).absolute()
+        self.directory = _absolute(run_path(directory))
         self.keep = keep
+        self.costs = Costs() if costs is None else costs
         self._number = max(self._numbers(), default=0)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[None] | None = None
@@ -86,7 +91,8 @@ class Checkpoints:
         arrays = _flatten(state)
         with explained(folder):
             self.directory.mkdir(parents=True, exist_ok=True)
-        require_space(self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES)
+        if isinstance(self.directory, Path):
+            require_space(self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES)
         manifest = {
             "loop_state": loop_state,
             "metric": metric,
@@ -94,19 +100,21 @@ class Checkpoints:
             "types": {name: str(array.dtype) for name, array in arrays.items()},
         }
         json.dumps(manifest, allow_nan=False)  # what JSON does not hold is refused here, not in the thread
-        with explained(folder):
+        with _explained(folder):
             writer = orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())
             writer.save(folder / "arrays", args=orbax.args.StandardSave(arrays))
             self._under_way = self._thread.submit(self._commit_when_written, writer, folder, manifest)
 
-    def _commit_when_written(self, writer: Any, folder: Path, manifest: dict[str, Any]) -> None:
-        with explained(folder):
+    def _commit_when_written(self, writer: Any, folder: RunPath, manifest: dict[str, Any]) -> None:
+        with self.costs.writing(), _explained(folder):
             try:
                 writer.wait_until_finished()
             finally:
                 writer.close()
             if jax.process_index() == 0:
-                _commit(folder, manifest | {"files": _files(folder)})
+                files = _files(folder)
+                self.costs.add_bytes(written=sum(file["bytes"] for file in files))
+                _commit(folder, manifest | {"files": files})
                 self._remove_old()
 
     def restore_latest(self, template: State) -> tuple[State, dict[str, Any]] | None:
@@ -130,7 +138,10 @@ class Checkpoints:
                 _log.warning("checkpoint %s is incomplete or damaged and is ignored", folder)
                 continue
             _refuse_other_arrays(folder, manifest, template)
-            return _restore(folder, template), manifest["loop_state"]
+            with self.costs.reading(), _explained(folder):
+                state = _restore(folder, template)
+            self.costs.add_bytes(read=sum(file["bytes"] for file in manifest["files"]))
+            return state, manifest["loop_state"]
         return None
 
     def _numbers(self) -> list[int]:
@@ -140,7 +151,7 @@ class Checkpoints:
         with explained(self.directory):
             return [int(folder.name) for folder in self.directory.iterdir() if folder.name.isdigit()]
 
-    def _folder(self, number: int) -> Path:
+    def _folder(self, number: int) -> RunPath:
         return self.directory / f"{number:06d}"
 
     def _remove_old(self) -> None:
@@ -148,7 +159,7 @@ class Checkpoints:
         numbers = sorted(self._numbers(), reverse=True)
         complete = [number for number in numbers if (self._folder(number) / COMMITTED).exists()]
         for number in set(numbers) - {*complete[: self.keep], *self._best_first()[:1]}:
-            shutil.rmtree(self._folder(number))
+            _remove(self._folder(number))
 
     def _best_first(self) -> list[int]:
         """Complete checkpoints that have a metric, the newer of two equal ones first."""
@@ -167,34 +178,70 @@ def _flatten(state: Any) -> dict[str, Any]:
     return flat
 
 
-def _commit(folder: Path, manifest: dict[str, Any]) -> None:
+def _absolute(directory: RunPath) -> RunPath:
+    if isinstance(directory, Path):
+        return directory.absolute()
+    from mujica_jax.trajectories.bucket_path import limit_tensorstore
+
+    limit_tensorstore()
+    return directory
+
+
+@contextlib.contextmanager
+def _explained(folder: RunPath) -> Iterator[None]:
+    """What is wrong with the disk or the bucket, in a sentence for the user."""
+    if isinstance(folder, Path):
+        with explained(folder):
+            yield
+        return
+    from mujica_jax.trajectories.bucket_path import tensorstore_explained
+
+    with tensorstore_explained(folder):
+        yield
+
+
+def _remove(folder: RunPath) -> None:
+    if isinstance(folder, Path):
+        shutil.rmtree(folder)
+    else:  # without its mark first: what a kill leaves of it is an incomplete checkpoint
+        (folder / COMMITTED).unlink(missing_ok=True)
+        folder.rmtree()
+
+
+def _commit(folder: RunPath, manifest: dict[str, Any]) -> None:
+    content = json.dumps(manifest, sort_keys=True, allow_nan=False)
+    if not isinstance(folder, Path):
+        (folder / COMMITTED).write_over(content.encode())
+        return
     unfinished = folder / f"{COMMITTED}.unfinished"
-    unfinished.write_text(json.dumps(manifest, sort_keys=True, allow_nan=False))
+    unfinished.write_text(content)
     sync(unfinished)
     unfinished.rename(folder / COMMITTED)
     sync(folder)
 
 
-def _files(folder: Path) -> list[dict[str, Any]]:
+def _files(folder: RunPath) -> list[dict[str, Any]]:
     """Every file of the arrays, with its size and checksum."""
+    if not isinstance(folder, Path):
+        return folder.description("arrays")
     paths = sorted(path for path in (folder / "arrays").rglob("*") if path.is_file())
     return [file_description(path, str(path.relative_to(folder))) for path in paths]
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
+def _manifest(folder: RunPath) -> dict[str, Any] | None:
     """What COMMITTED says, or None if the checkpoint is not complete and as it was written."""
     manifest = _mark(folder)
     return manifest if manifest is not None and manifest["files"] == _files(folder) else None
 
 
-def _mark(folder: Path) -> dict[str, Any] | None:
+def _mark(folder: RunPath) -> dict[str, Any] | None:
     try:
         return json.loads((folder / COMMITTED).read_text())
     except (FileNotFoundError, ValueError):
         return None
 
 
-def _refuse_other_arrays(folder: Path, manifest: dict[str, Any], template: Any) -> None:
+def _refuse_other_arrays(folder: RunPath, manifest: dict[str, Any], template: Any) -> None:
     leaves = _flatten(template)
     saved, wanted = manifest["shapes"], {name: list(leaf.shape) for name, leaf in leaves.items()}
     for name in sorted(saved.keys() | wanted.keys()):
@@ -215,7 +262,7 @@ def _words(shape: list[int] | None) -> str:
     return "absent" if shape is None else f"of shape {shape}"
 
 
-def _restore(folder: Path, template: State) -> State:
+def _restore(folder: RunPath, template: State) -> State:
     import orbax.checkpoint as orbax
 
     wanted = _flatten(template)

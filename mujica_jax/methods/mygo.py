@@ -29,7 +29,7 @@ from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.warmup import fitting
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.rewards import BEST_REWARD
-from mujica_jax.trajectories.packing import PackedRows, pack
+from mujica_jax.trajectories.packing import PackedRows, pack, too_long
 from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, select, threshold, training_rows
 from mujica_jax.trajectories.store import ShardEntry
 
@@ -49,7 +49,8 @@ def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> t
         name = f"round {number}"
         trajectories, k = _sample_round(run, state, number, k)
         kept = select(trajectories, k=k, keep_per_question=config.keep_per_question, best_reward=BEST_REWARD)
-        rows = fitting(run, training_rows(kept))
+        selected = training_rows(kept)
+        rows = fitting(run, selected)
         packed = _mixture(run, rows, replay, number)
         steps = steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs) if kept else 0
         if steps:
@@ -81,6 +82,7 @@ def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> t
                 "trajectories": len(trajectories),
                 "accepted": len(kept),
                 "rows": len(rows),
+                "too_long": too_long(selected, run.config.trainer.row_tokens),
                 "steps": steps,
                 "handover_seconds": run.handover_seconds,
             },

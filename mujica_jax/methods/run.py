@@ -200,11 +200,11 @@ class Run:
         A preemption saves the step it comes at.
         """
         folder = self.store.root / "learning" / name.replace(" ", "-")
-        checkpoints = Checkpoints(folder, keep=self.config.trainer.keep_checkpoints)
+        checkpoints = Checkpoints(folder, keep=self.config.trainer.keep_checkpoints, costs=self.store.costs)
         found = checkpoints.restore_latest(self.trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
-        input_state = None if found is None else found[1]["input"]
+        input_state = None if found is None else found[1].get("input")
         done = int(state.step)
         if done >= steps:
             return state
@@ -242,6 +242,7 @@ class Run:
                 state, done, input_state = result.state, result.steps, result.input_state
                 due = result.stopped or done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS
                 if distributed.told(f"{name}: save", lambda due=due: due) and done > saved:
+                    self.metrics.flush()  # a resumed run does not come past these steps again
                     checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
                     last_save, saved = time.monotonic(), done
                 if result.stopped:
@@ -294,10 +295,18 @@ class Run:
             result = PhaseResult(phase=phase, forward_tokens=forward_tokens, trained_slots=trained_slots)
             if distributed.is_first():
                 self._write_scores(name, scores)
+                self.metrics.flush()
                 self.store.write_json_once(file, dataclasses.asdict(result))
             distributed.meet(f"{name} is written down")
         found = self.store.read_json(file)
+        self._write_costs(name)
         return PhaseResult(**{**found, "phase": Phase(**found["phase"])})
+
+    def _write_costs(self, name: str) -> None:
+        """What the run directory took since the phase before, in seconds and bytes; once for each phase."""
+        if self.metrics.write(f"{name}/store", 0, self.store.costs.summary()):
+            self.store.costs.forget()
+            self.metrics.flush()
 
     def _write_scores(self, name: str, scores: Scores) -> None:
         folder = f"eval/{name.replace(' ', '-')}"

@@ -31,7 +31,8 @@ from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.preemption import Preemption
 from mujica_jax.report import MetricsLog, NoConsole, NoMetrics, Progress
 from mujica_jax.tasks.task import Task
-from mujica_jax.trajectories.objects import explained
+from mujica_jax.trajectories.objects import COMMITTED
+from mujica_jax.trajectories.run_directory import RunPath
 from mujica_jax.trajectories.store import Store, open_run
 
 TOKENIZER = "tokenizer"
@@ -41,7 +42,7 @@ SCRIPT_REPEATS = 200  # how often the scripts' own words are shown to the tokeni
 
 
 @contextlib.contextmanager
-def open_training(config: Config, directory: Path, preemption: Preemption) -> Iterator[Run]:
+def open_training(config: Config, directory: RunPath, preemption: Preemption) -> Iterator[Run]:
     """The run in `directory`, new or begun before; its metrics files are closed at the end.
 
     What can be refused is refused before the directory is made, which remembers the configuration it was begun with.
@@ -64,7 +65,7 @@ def open_training(config: Config, directory: Path, preemption: Preemption) -> It
     progress = Progress() if distributed.is_first() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
     tokenizer, decoder = loaded or _new_model(config, task, store)
-    with MetricsLog(store.root) if distributed.is_first() else NoMetrics() as metrics:
+    with MetricsLog(store.root, store.costs) if distributed.is_first() else NoMetrics() as metrics:
         yield Run(
             config,
             store=store,
@@ -196,11 +197,7 @@ def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Dec
 
 def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
     """The run's tokenizer: trained once on the task's training text and the words that our prompts and scripts use."""
-    folder = store.root / TOKENIZER
-    if not (folder / "COMMITTED").exists():
+    if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
         texts = itertools.chain(task.tokenizer_text(), *itertools.repeat(tuple(sample_text()), SCRIPT_REPEATS))
-        tokenizer = Tokenizer.train(texts, config.model.vocab_tokens)
-        with explained(folder):
-            tokenizer.save(folder)
-        store.write_json_once(f"{TOKENIZER}/COMMITTED", {"vocabulary": tokenizer.vocab_size})
-    return Tokenizer.load(folder)
+        store.commit_folder(TOKENIZER, Tokenizer.train(texts, config.model.vocab_tokens).save, {})
+    return Tokenizer.load(store.folder(TOKENIZER))

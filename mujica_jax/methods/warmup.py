@@ -23,7 +23,7 @@ from mujica_jax.methods.run import KEPT_SHARDS, PhaseResult, Run, tokens_of
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Conversation, Question, Trajectory, Turn
 from mujica_jax.rewards import BEST_REWARD
-from mujica_jax.trajectories.packing import pack
+from mujica_jax.trajectories.packing import pack, too_long
 from mujica_jax.trajectories.select import accepts, training_rows
 
 ROUND = 0  # the warm-up's trajectories are round 0 of the run directory
@@ -83,11 +83,13 @@ def fitting(run: Run, conversations: list[Conversation]) -> list[Conversation]:
     limit = run.config.trainer.row_tokens
     trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
     kept = _trainable(trained, limit)
-    if len(kept) < len(trained):
-        run.progress.line(
-            f"{len(trained) - len(kept)} of {len(trained)} conversations exceed {limit} tokens and are left out"
-        )
+    _say_left_out(run, too_long(trained, limit), len(trained), "conversations")
     return kept
+
+
+def _say_left_out(run: Run, left_out: int, of: int, what: str) -> None:
+    if left_out:
+        run.progress.line(f"{left_out} of {of} {what} exceed {run.config.trainer.row_tokens} tokens and are left out")
 
 
 def _trainable(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
@@ -220,15 +222,16 @@ def _read(run: Run) -> TrainState:
 
 
 def reading_rows(run: Run, count: int, stream: int) -> list[Conversation]:
-    """`count` documents as rows, all of their tokens trained; `stream` chooses other documents."""
+    """`count` documents as rows, all of their tokens trained, without those longer than a row; `stream` chooses other documents."""
     documents = run.task.reading_documents(seed=1000 * run.config.seed + stream)
     rows = []
     for text in itertools.islice(documents, count):
         ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
-        if len(ids) <= run.config.trainer.row_tokens:
-            turn = Turn(role="model", token_ids=ids, text=text, trained=True)
-            rows.append(Conversation(role="single", turns=(turn,)))
-    return rows
+        turn = Turn(role="model", token_ids=ids, text=text, trained=True)
+        rows.append(Conversation(role="single", turns=(turn,)))
+    kept = [row for row in rows if len(row.token_ids) <= run.config.trainer.row_tokens]
+    _say_left_out(run, len(rows) - len(kept), len(rows), "reading documents")
+    return kept
 
 
 def _mixed_reading(run: Run, conversations: list[Conversation]) -> list[Conversation]:

@@ -5,7 +5,11 @@ so attention and rotary angles are those of the conversation alone: packed equal
 (`Conversation.loss_mask`), made where the tokens were made. Called by the methods before `learning.trainer.fit`.
 
 The order is a pure function of the seed: shuffle, then first-fit decreasing inside windows of the shuffled order (a window mixes
-lengths well enough to fill rows and keeps the search short), then the rows are shuffled.
+lengths well enough to fill rows and keeps the search short), then the rows are shuffled. Processes that are given the same conversations
+make the same rows.
+
+A conversation longer than a row is never cut: its later turns were sampled after the earlier ones, and half of it would teach them
+without. `pack` refuses it; the methods leave it out first (`too_long` counts, and a line and the metrics of the phase say how many).
 """
 
 import dataclasses
