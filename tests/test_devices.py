@@ -113,6 +113,15 @@ def test_what_lies_on_two_processes_is_exported_by_one(trainer, two_processes):
     jax.tree.map(np.testing.assert_array_equal, policy, trainer.policy(found[0]))
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_each_process_has_the_policy_whole_on_its_engine_s_devices(two_processes, tensor):
+    policy = jax.tree.leaves(nnx.state(load_checkpoint(two_processes / "policy")))
+    for process in range(2):
+        handed = np.load(two_processes / f"{process}-engine-{tensor}.npz")
+        for found, wanted in zip(handed.values(), policy, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one(trainer, on_one_device, two_processes, tmp_path):
     finished(begin(tmp_path, 1, STEPS, SECONDS))

@@ -3,7 +3,8 @@
     python train_on_devices.py DIRECTORY PROCESSES PROCESS PORT STEPS DEADLINE_SECONDS [SECONDS_A_STEP]
 
 Each process writes DIRECTORY/PROCESS.json: the losses, and which packed rows it read. The last state is saved as a checkpoint, and its
-policy as a Hugging Face directory. With SECONDS_A_STEP it is slow enough to be killed between two steps.
+policy as a Hugging Face directory; DIRECTORY/PROCESS-engine-N.npz holds the policy as an engine over N devices of this process gets it.
+With SECONDS_A_STEP it is slow enough to be killed between two steps.
 """
 
 import dataclasses
@@ -21,6 +22,8 @@ from mujica_jax.config import DistributedConfig
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import StepMetrics, Trainer, fit
+from mujica_jax.models.handover import handed_over
+from mujica_jax.models.sharding import make_mesh
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
 from mujica_jax.trajectories.packing import Batch, PackedRows, pack
 
@@ -67,6 +70,11 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
     assert len(split) == 3 * 8, "every matrix is split over fsdp or tensor, and so are both its moments"
     with Checkpoints(Path(directory) / "learning", keep=1) as checkpoints:
         checkpoints.save(result.state, {})
+    for tensor in (1, 2):
+        mesh = make_mesh(1, 1, tensor, jax.local_devices()) if tensor > 1 else None
+        handed = jax.tree.leaves(handed_over(trainer.policy(result.state), mesh))
+        assert {frozenset(array.sharding.device_set) for array in handed} == {frozenset(jax.local_devices()[:tensor])}
+        np.savez(Path(directory) / f"{process}-engine-{tensor}.npz", *map(np.asarray, handed))
     decoder = trainer.decoder(result.state)
     if distributed.is_first():
         save_checkpoint(decoder, Path(directory) / "policy")
