@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from mujica_jax.config import AgentConfig, Config, DistributedConfig, RemoteConfig, TrainerConfig
+from mujica_jax.config import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
 LEAST: Mapping[str, int | float] = {  # smallest value of a field
@@ -32,6 +32,9 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "trainer.row_tokens": 2,
     "trainer.rows_per_step": 1,
     "trainer.weight_decay": 0,
+    "trainer.spike_deviations": 0,
+    "trainer.spike_window_steps": 2,
+    "trainer.most_skips_in_a_row": 1,
     "trainer.accumulation_steps": 1,
     "trainer.z_loss": 0,
     "trainer.keep_checkpoints": 1,
@@ -57,11 +60,15 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "distributed.process": 0,
     "distributed.deadline_seconds": 1,
     "distributed.barrier_seconds": 1,
+    "metrics.every_steps": 1,
+    "metrics.compared_conversations": 0,
+    "metrics.port": 0,
     "seed": 0,
 }
 ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "trainer.lora_alpha", "mygo.temperature", "eval.temperature")
 BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.oversight")  # and at least 0: shares
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
+LARGEST_PORT = 65535
 LARGEST_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
 
 
@@ -74,6 +81,8 @@ def check(config: Config) -> None:
     for name in BELOW_ONE:
         _require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
     _require(config, "seed", lambda value: value <= LARGEST_SEED, f"at most {LARGEST_SEED}")
+    _require(config, "metrics.port", lambda value: value <= LARGEST_PORT, f"at most {LARGEST_PORT}")
+    check_profile(config.profile)
     for section, steps in (("reading", config.reading.steps), ("warmup", config.warmup.steps), ("mygo", 1)):
         if steps:
             _check_rates(config, section)
@@ -141,6 +150,21 @@ def check_distributed(distributed: DistributedConfig) -> None:
     if number >= count:
         raise UserError(
             f"distributed.process is {number} and distributed.processes {count}: number the processes from 0 to {count - 1}"
+        )
+
+
+def check_profile(profile: ProfileConfig) -> None:
+    """The window begins at a step and does not end before it."""
+    if profile.steps is None:
+        if profile.phase is not None:
+            raise UserError(
+                f"profile.phase is {profile.phase} and profile.steps is not given: give it too, as in --profile.steps 20 25"
+            )
+        return
+    first, last = profile.steps
+    if not 1 <= first <= last:
+        raise UserError(
+            f"profile.steps is {first} {last}: give the first step, from 1, and a last one that is not before it"
         )
 
 

@@ -34,7 +34,19 @@ FLOORS = (  # from the ground up; a room is a folder or a file of the package
     ("train", "sample"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
-HEAVY = {"tensorflow", "tensorflow_datasets", "torch", "jetstream", "seqio", "scann", "qwix", "grain", "orbax"}
+HEAVY = {
+    "tensorflow",
+    "tensorflow_datasets",
+    "torch",
+    "jetstream",
+    "seqio",
+    "scann",
+    "qwix",
+    "grain",
+    "orbax",
+    "google",
+    "gcsfs",
+}
 ADAPTERS = {  # files whose whole purpose is the package; imported where they are used
     "inference/jetstream.py": {"jetstream"},
     "inference/serving.py": {"jetstream"},

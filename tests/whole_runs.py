@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
 }
-SECONDS = 180  # far more than any of them takes
+SECONDS = 900  # far more than any of them takes, on a busy machine too
 
 
 def start(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

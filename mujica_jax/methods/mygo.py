@@ -24,7 +24,7 @@ import numpy as np
 from mujica_jax import distributed
 from mujica_jax.agents.mujica import Attempt
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
-from mujica_jax.methods.run import KEPT_SHARDS, PhaseResult, Run, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, PhaseResult, Run, tokens_of
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.warmup import fitting
 from mujica_jax.records import Conversation, Question, Trajectory
@@ -48,10 +48,12 @@ def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> t
         began = time.monotonic()
         name = f"round {number}"
         trajectories, k = _sample_round(run, state, number, k)
+        run.compare(state, trajectories, number)
         kept = select(trajectories, k=k, keep_per_question=config.keep_per_question, best_reward=BEST_REWARD)
         selected = training_rows(kept)
         rows = fitting(run, selected)
-        packed = _mixture(run, rows, replay, number)
+        with run.clock.stage("packing"):
+            packed = _mixture(run, rows, replay, number)
         steps = steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs) if kept else 0
         if steps:
             state = _learn_round(run, state, packed, number, steps)
@@ -84,7 +86,6 @@ def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> t
                 "rows": len(rows),
                 "too_long": too_long(selected, run.config.trainer.row_tokens),
                 "steps": steps,
-                "handover_seconds": run.handover_seconds,
             },
         )
     return state, results
@@ -136,7 +137,12 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
     trajectories: list[Trajectory] = []
     seen = correct = 0
     k = previous_k
-    with run.progress.stage(f"round {number}: sampling", total=2 * len(questions), unit="questions") as stage:
+    with (
+        run.counted(SAMPLING, number),
+        run.progress.stage(
+            f"round {number}: sampling", total=2 * len(questions), unit="questions", live=run.counters.figures
+        ) as stage,
+    ):
 
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal seen, correct

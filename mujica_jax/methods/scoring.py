@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mujica_jax import distributed
@@ -15,6 +15,7 @@ from mujica_jax.inference.requests import Generator
 from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import Progress
+from mujica_jax.report.progress import Figure
 from mujica_jax.tasks.task import Task
 
 
@@ -52,10 +53,11 @@ def score_policy(
     progress: Progress,
     concurrency: int,
     preemption: Preemption,
+    live: Callable[[], Mapping[str, Figure]] = dict,
     gather: Callable[[str, Sequence[Trajectory]], Sequence[Trajectory]] = lambda kind, own: own,
 ) -> Scores:
-    """Scores of the generator's policy, `concurrency` episodes at a time; `name` is shown with the progress. Several processes share
-    the questions, and `gather(kind, own trajectories)` brings together what they played.
+    """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the progress. Several
+    processes share the questions, and `gather(kind, own trajectories)` brings together what they played.
     """
     questions = held_out_questions(task, config)
     if not (own := distributed.share(questions)):
@@ -73,7 +75,7 @@ def score_policy(
         preemption.enter(f"{name}: evaluating, {kind}")
         generator.forget()  # so that a score does not depend on what was decoded before
         right = done = 0
-        with progress.stage(f"{name}: evaluating, {kind}", total=len(own), unit="episodes") as stage:
+        with progress.stage(f"{name}: evaluating, {kind}", total=len(own), unit="episodes", live=live) as stage:
 
             def on_episode(trajectory: Trajectory) -> None:
                 nonlocal right, done

@@ -16,6 +16,7 @@ from mujica_jax import distributed
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
+from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engines import CACHE_DTYPES, check_engine
 from mujica_jax.methods.run import Run
 from mujica_jax.models import quantization
@@ -30,6 +31,7 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.preemption import Preemption
 from mujica_jax.report import MetricsLog, NoConsole, NoMetrics, Progress
+from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.objects import COMMITTED
 from mujica_jax.trajectories.run_directory import RunPath
@@ -61,12 +63,15 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
         size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
     )
     about = dataclasses.asdict(config)
-    store = distributed.in_turn("the run", lambda: open_run(directory, about, ignore=("run", "distributed")))
+    ignored = ("run", "metrics", "profile", "distributed")
+    store = distributed.in_turn("the run", lambda: open_run(directory, about, ignore=ignored))
     progress = Progress() if distributed.is_first() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
     tokenizer, decoder = loaded or _new_model(config, task, store)
-    with MetricsLog(store.root, store.costs) if distributed.is_first() else NoMetrics() as metrics:
-        yield Run(
+    with (
+        MetricsLog(store.root, store.costs, config.metrics, about) if distributed.is_first() else NoMetrics() as metrics
+    ):
+        run = Run(
             config,
             store=store,
             task=task,
@@ -76,6 +81,23 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
             metrics=metrics,
             preemption=preemption,
         )
+        with _served(run):
+            yield run
+        run.profile.close()
+
+
+@contextlib.contextmanager
+def _served(run: Run) -> Iterator[None]:
+    """What the engine does, for Prometheus, if the configuration names a port."""
+    if not run.config.metrics.port:
+        yield
+        return
+    port, close = serve_metrics(run.counters, port=run.config.metrics.port)
+    run.progress.line(f"the engine's counters: http://127.0.0.1:{port}/metrics")
+    try:
+        yield
+    finally:
+        close()
 
 
 def build_task(config: Config) -> Task:
@@ -152,6 +174,8 @@ def require_packages(config: Config) -> None:
         import_qwix(f"trainer.lora_rank {config.trainer.lora_rank}")
     if config.engine.weights != "compute":
         import_qwix(f"engine.weights {config.engine.weights}")
+    if config.metrics.wandb != "off":
+        import_wandb(f"metrics.wandb {config.metrics.wandb}")
 
 
 def check_dtypes(config: Config) -> None:

@@ -19,7 +19,7 @@ from mujica_jax.agents.mujica import Attempt, Mujica
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
-from mujica_jax.methods.run import KEPT_SHARDS, PhaseResult, Run, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, PhaseResult, Run, tokens_of
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Conversation, Question, Trajectory, Turn
 from mujica_jax.rewards import BEST_REWARD
@@ -168,7 +168,10 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
         return run.sample(ROUND, shard, attempts, heard, agent=few_shot)[1]
 
     name = f"{NAME}: sampling with worked examples"
-    with run.progress.stage(name, total=wanted, unit="correct") as stage:
+    with (
+        run.counted(SAMPLING, ROUND),
+        run.progress.stage(name, total=wanted, unit="correct", live=run.counters.figures) as stage,
+    ):
         # As many shards at a time as there are processes; what is played beyond what is wanted is not used, whatever their number.
         numbered = enumerate(orders)
         while group := list(itertools.islice(numbered, distributed.processes())):

@@ -7,6 +7,7 @@ tensorboardX are imported at their first use, so that importing this package cos
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
 from mujica_jax.report.progress import NoConsole, Progress, Stage
 from mujica_jax.report.results import Phase, Summary, closing_table, question_tree, score_table, summary_dict
+from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.report.text import plain, visible
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Phase",
     "Progress",
     "Stage",
+    "StageClock",
     "Summary",
     "closing_table",
     "plain",

@@ -60,8 +60,8 @@ def test_two_hosts_end_with_the_numbers_of_one(alone, tmp_path):
     assert (first.status, second.status) == (0, 0), first.messages + second.messages
     assert outcome(directory) == outcome(alone)
     assert "\nphase " in first.output and "run directory" not in second.output, "one of them writes and shows"
-    rounds = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "mygo"]
-    assert [line["handover_seconds"] > 0 for line in rounds] == [True, True]
+    times = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "time"]
+    assert [line["weight_handover_seconds"] > 0 for line in times] == [True, True]
 
 
 def test_one_host_that_is_killed_ends_the_other_and_the_same_command_goes_on(alone, tmp_path):
