@@ -92,9 +92,8 @@ class TrainerConfig:
     clip_norm: float = 1.0  # global gradient norm
     # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations above its running mean.
     spike_deviations: float = 0.0
-    spike_window_steps: int = (
-        64  # updates that the running mean looks back on; before there are as many none is skipped
-    )
+    # Updates that the running mean looks back on; before there are as many none is skipped.
+    spike_window_steps: int = 64
     most_skips_in_a_row: int = 8  # one more ends the run
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
     # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole layers. auto: none up
@@ -206,9 +205,8 @@ class RemoteConfig:
 class DistributedConfig:
     """Several processes as one job: the same command on every host, with its own number. A TPU pod needs none of it."""
 
-    coordinator: str | None = (
-        None  # host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host
-    )
+    # Host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host.
+    coordinator: str | None = None
     processes: int = 1  # how many there are
     process: int = 0  # which one this is, from 0; it is the only field that differs between hosts
     deadline_seconds: float = 60.0  # how long the start waits for all, and after which silence one of them is lost

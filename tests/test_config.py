@@ -316,7 +316,7 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
     class Asked(Exception):
         pass
 
-    def asked(directory: Path, *, keep: int) -> None:
+    def asked(directory: Path, *, keep: int, **_: object) -> None:
         raise Asked(keep)
 
     monkeypatch.setattr(run, "Checkpoints", asked)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from whole_runs import CONFIG, DISTURBED, ENVIRONMENT, ROOT, SECONDS, Ended, json_lines, outcome
 
+from mujica_jax.trajectories import shards
+
 # Two devices: a sum of two numbers does not depend on who adds them, so that losses, and all that follows from them, are equal to the bit.
 MESH = ("--trainer.fsdp", "2")
 
@@ -46,6 +48,16 @@ def job(directory: Path, processes: int, *flags: str, last: dict[str, Any] | Non
     return ended
 
 
+def numbers(directory: Path) -> dict:
+    """The outcome, with what was said in the evaluations: their log-probabilities are rounded as the questions are dealt out."""
+    found = outcome(directory)
+    del found["evaluations"]
+    files = sorted((directory / "eval").glob("*.parquet"))
+    said = [[c for t in shards.decode(f.read_bytes(), f.name) for c in t.conversations] for f in files]
+    assert len(said) == 4
+    return found | {"said": [[[turn.token_ids for turn in c.turns] for c in spoken] for spoken in said]}
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("alone") / "run"
@@ -58,7 +70,7 @@ def test_two_hosts_end_with_the_numbers_of_one(alone, tmp_path):
     directory = tmp_path / "run"
     first, second = job(directory, 2)
     assert (first.status, second.status) == (0, 0), first.messages + second.messages
-    assert outcome(directory) == outcome(alone)
+    assert numbers(directory) == numbers(alone)
     assert "\nphase " in first.output and "run directory" not in second.output, "one of them writes and shows"
     times = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "time"]
     assert [line["weight_handover_seconds"] > 0 for line in times] == [True, True]
@@ -73,7 +85,7 @@ def test_one_host_that_is_killed_ends_the_other_and_the_same_command_goes_on(alo
     assert first.status not in (0, 2) and not (directory / "summary.json").exists()
     first, second = job(directory, 2)
     assert (first.status, second.status) == (0, 0), first.messages + second.messages
-    assert outcome(directory) == outcome(alone)
+    assert numbers(directory) == numbers(alone)
 
 
 def test_a_mistake_is_told_once_by_each_process(tmp_path):
