@@ -92,9 +92,8 @@ class TrainerConfig:
     clip_norm: float = 1.0  # global gradient norm
     # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations above its running mean.
     spike_deviations: float = 0.0
-    spike_window_steps: int = (
-        64  # updates that the running mean looks back on; before there are as many none is skipped
-    )
+    # Updates that the running mean looks back on; before there are as many none is skipped.
+    spike_window_steps: int = 64
     most_skips_in_a_row: int = 8  # one more ends the run
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
     # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole layers. auto: none up
@@ -203,6 +202,18 @@ class RemoteConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several processes as one job: the same command on every host, with its own number. A TPU pod needs none of it."""
+
+    # Host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host.
+    coordinator: str | None = None
+    processes: int = 1  # how many there are
+    process: int = 0  # which one this is, from 0; it is the only field that differs between hosts
+    deadline_seconds: float = 60.0  # how long the start waits for all, and after which silence one of them is lost
+    barrier_seconds: float = 3600.0  # how long one waits for others that are alive and have more to do
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     name: str  # names the default run directory
     task: TaskConfig
@@ -214,6 +225,7 @@ class Config:
     warmup: WarmupConfig
     mygo: MygoConfig
     eval: EvalConfig
+    distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
     init: str | None = None  # Hugging Face directory to start from instead of a random model

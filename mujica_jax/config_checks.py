@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from mujica_jax.config import AgentConfig, Config, ProfileConfig, RemoteConfig, TrainerConfig
+from mujica_jax.config import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
 LEAST: Mapping[str, int | float] = {  # smallest value of a field
@@ -56,6 +56,10 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "mygo.epochs": 1,
     "mygo.replay": 0,
     "eval.questions": 1,
+    "distributed.processes": 1,
+    "distributed.process": 0,
+    "distributed.deadline_seconds": 1,
+    "distributed.barrier_seconds": 1,
     "metrics.every_steps": 1,
     "metrics.compared_conversations": 0,
     "metrics.port": 0,
@@ -95,6 +99,7 @@ def check(config: Config) -> None:
     _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
     check_limits(config.agent)
     check_rows(config.trainer)
+    check_distributed(config.distributed)
 
 
 def check_limits(agent: AgentConfig) -> None:
@@ -126,6 +131,25 @@ def check_rows(trainer: TrainerConfig) -> None:
         raise UserError(
             f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and trainer.row_tokens is {trainer.row_tokens}: "
             f"use {SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)}, or trainer.attention auto"
+        )
+
+
+def check_distributed(distributed: DistributedConfig) -> None:
+    """A job is described wholly, or not at all. (A wrong address is answered when it is used, by `roll_call`.)"""
+    count, number = distributed.processes, distributed.process
+    if distributed.coordinator is None and (count > 1 or number > 0):
+        raise UserError(
+            f"distributed.processes is {count}, distributed.process {number} and there is no coordinator: give "
+            "--distributed.coordinator host:port of process 0 too, or none of them (a TPU pod needs none)"
+        )
+    if distributed.coordinator is not None and count < 2:
+        raise UserError(
+            f"distributed.coordinator is {distributed.coordinator} and distributed.processes is {count}: a job has at least 2, "
+            "and one process needs no coordinator"
+        )
+    if number >= count:
+        raise UserError(
+            f"distributed.process is {number} and distributed.processes {count}: number the processes from 0 to {count - 1}"
         )
 
 

@@ -22,6 +22,7 @@ from mujica_jax import config as config_module
 from mujica_jax.config import (
     AgentConfig,
     Config,
+    DistributedConfig,
     EngineConfig,
     EvalConfig,
     MetricsConfig,
@@ -66,6 +67,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     WarmupConfig: ("warmup", "config"),
     MygoConfig: ("mygo", "config"),
     EvalConfig: ("eval",),
+    DistributedConfig: ("config",),
     MetricsConfig: ("metrics", "config"),
     ProfileConfig: ("profile", "config"),
     RemoteConfig: ("remote",),
@@ -314,7 +316,7 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
     class Asked(Exception):
         pass
 
-    def asked(directory: Path, *, keep: int) -> None:
+    def asked(directory: Path, *, keep: int, **_: object) -> None:
         raise Asked(keep)
 
     monkeypatch.setattr(run, "Checkpoints", asked)

@@ -14,7 +14,19 @@ from mujica_jax.config import Config
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mujica_jax"
 FLOORS = (  # from the ground up; a room is a folder or a file of the package
-    ("models", "config", "config_files", "config_checks", "records", "metrics", "errors", "preemption"),
+    (
+        "models",
+        "config",
+        "config_files",
+        "config_checks",
+        "records",
+        "metrics",
+        "errors",
+        "preemption",
+        "roll_call",
+        "host_watch",
+        "distributed",
+    ),
     ("inference", "retrieval", "rewards"),
     ("tasks", "trajectories", "index"),
     ("agents", "learning", "report"),

@@ -44,7 +44,7 @@ from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.lora import adapted, check_rank, merged
-from mujica_jax.models.sharding import RULES, make_mesh, shard_batch, shardings_of
+from mujica_jax.models.sharding import RULES, make_mesh, own_rows, shard_batch, shardings_of
 from mujica_jax.trajectories.batches import Batches
 from mujica_jax.trajectories.packing import Batch, PackedRows
 
@@ -121,9 +121,14 @@ class Trainer:
         return nnx.merge(self._program.policy_graph, jax.tree.map(jnp.copy, self.policy(state)))
 
     def train_step(self, state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
-        """One update. Returns at once, with metrics that are still being computed; `state` cannot be used again."""
+        """One update with this process's `own_rows` of a batch. Returns at once, with metrics that are still being computed; `state`
+        cannot be used again."""
         with jax.set_mesh(self.mesh):
             return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
+
+    def own_rows(self) -> Int[np.ndarray, " own"]:
+        """Which rows of a step's batch this process has to bring."""
+        return own_rows(self.config.rows_per_step, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
         """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no device."""
@@ -141,7 +146,8 @@ class Trainer:
         scores = np.zeros(rows.tokens.shape, np.float32)
         for start in range(0, rows.num_rows, self.config.rows_per_step):
             chosen = np.arange(start, start + self.config.rows_per_step)
-            batch = rows.batch(chosen % rows.num_rows)  # a last batch that is short begins again, to keep its shape
+            # A last batch that is short begins again, to keep its shape.
+            batch = rows.batch(chosen[self.own_rows()] % rows.num_rows)
             with jax.set_mesh(self.mesh):
                 scored = np.asarray(self._program.score(state.params, shard_batch(batch, self.mesh)))
             inside = chosen < rows.num_rows
@@ -169,7 +175,7 @@ def fit(
     `save(state, step, input_state)` is called every `save_every_steps` updates and when `should_stop` ends the loop; the state at the end
     of the phase is returned and not saved. `on_step` sees every step once, in order.
     """
-    batches = Batches(rows, trainer.config.rows_per_step, seed=seed)
+    batches = Batches(rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows())
     done = saved = int(state.step)
     if input_state is None:
         batches.seek(done)

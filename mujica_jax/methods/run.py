@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mujica_jax import distributed
 from mujica_jax.agents.mujica import Attempt, EnginePolicy, Mujica, run_episodes
 from mujica_jax.config import Config
 from mujica_jax.errors import StoreError
@@ -28,14 +29,15 @@ from mujica_jax.learning.step_figures import StepFigures
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.methods.agreement import compared
 from mujica_jax.methods.scoring import Scores, score_policy
+from mujica_jax.methods.shares import gather
 from mujica_jax.models.compilations import compilations
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
 from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
-from mujica_jax.report import MetricsLog, Phase, Progress, StageClock
+from mujica_jax.report import MetricsLog, NoMetrics, Phase, Progress, StageClock
 from mujica_jax.rewards import f1_reward
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
@@ -70,7 +72,7 @@ class Run:
         tokenizer: Tokenizer,
         decoder: Decoder,
         progress: Progress,
-        metrics: MetricsLog,
+        metrics: MetricsLog | NoMetrics,
         preemption: Preemption,
     ) -> None:
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
@@ -91,8 +93,15 @@ class Run:
             use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
 
     def commit_policy(self, state: TrainState, version: int) -> None:
-        """Write the policy as a Hugging Face directory."""
+        """Write the policy as a Hugging Face directory. The first process writes; the others help to gather what lies on their devices."""
         self.preemption.enter(f"committing policy {version}")
+        name = f"policy {version}"
+        if distributed.told(name, lambda: version in self.store.policies()):
+            return
+        if not distributed.is_first():
+            gather_checkpoint(self.trainer.decoder(state))
+            distributed.meet(name)
+            return
 
         def write(directory: Path) -> None:
             save_checkpoint(self.trainer.decoder(state), directory / "model")
@@ -100,6 +109,7 @@ class Run:
 
         with self.clock.stage("saving"):
             self.store.commit_policy(version, write)
+        distributed.meet(name)
 
     @contextlib.contextmanager
     def counted(self, kind: str, step: int) -> Iterator[None]:
@@ -114,7 +124,8 @@ class Run:
     def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
         """Tell how far the engine's log-probabilities are from those of the trainer, whose `state` is what they were sampled from."""
         conversations = self.config.metrics.compared_conversations
-        if not conversations or self.metrics.has(AGREEMENT, round_number):
+        told = distributed.told(AGREEMENT, lambda: self.metrics.has(AGREEMENT, round_number))
+        if not conversations or told:
             return
         with self.clock.stage("scoring"):
             found = compared(
@@ -270,7 +281,7 @@ class Run:
                 state, done, input_state = result.state, result.steps, result.input_state
                 self.profile.after(done, state)
                 due = result.stopped or done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS
-                if due and done > saved:
+                if distributed.told(f"{name}: save", lambda due=due: due) and done > saved:
                     with self.clock.stage("saving"):
                         self.metrics.flush()  # a resumed run does not come past these steps again
                         checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
@@ -296,7 +307,7 @@ class Run:
     ) -> PhaseResult:
         """Evaluate greedily and sampled on the held-out questions and write the phase down; read it where it is written."""
         file = f"phases/{name.replace(' ', '-')}.json"
-        if not self.store.exists(file):
+        if not distributed.told(file, lambda: self.store.exists(file)):
             self.use_policy(state, version)
             kind, step = self._line(name, version)
             with self.counted(f"{kind}{EVALUATING}", step):
@@ -310,6 +321,7 @@ class Run:
                     concurrency=self.config.engine.slots,
                     preemption=self.preemption,
                     live=self.counters.figures,
+                    gather=lambda kind, own: gather(self.store, f"{name} {kind}", own),
                 )
             phase = Phase(
                 name=name,
@@ -325,11 +337,13 @@ class Run:
                 seconds=time.monotonic() - began,
             )
             result = PhaseResult(phase=phase, forward_tokens=forward_tokens, trained_slots=trained_slots)
-            self._write_scores(name, scores)
-            # Before the phase counts as done: after that it is not come past again.
-            self._write_seconds(f"{kind}{TIME}", step)
-            self.metrics.flush()
-            self.store.write_json_once(file, dataclasses.asdict(result))
+            if distributed.is_first():
+                self._write_scores(name, scores)
+                # Before the phase counts as done: after that it is not come past again.
+                self._write_seconds(f"{kind}{TIME}", step)
+                self.metrics.flush()
+                self.store.write_json_once(file, dataclasses.asdict(result))
+            distributed.meet(f"{name} is written down")
         found = self.store.read_json(file)
         self._write_costs(name)
         return PhaseResult(**{**found, "phase": Phase(**found["phase"])})
@@ -390,7 +404,9 @@ def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> Ba
 def use_weights(
     generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
 ) -> None:
-    """Let the engine sample from these weights of a model like `decoder`. They are copied: training reuses its buffers."""
+    """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied: training reuses
+    its buffers.
+    """
     generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)
 
 

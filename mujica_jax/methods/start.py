@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from mujica_jax import distributed
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
@@ -29,7 +30,7 @@ from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.preemption import Preemption
-from mujica_jax.report import MetricsLog, Progress
+from mujica_jax.report import MetricsLog, NoConsole, NoMetrics, Progress
 from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.objects import COMMITTED
@@ -62,11 +63,14 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
         size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
     )
     about = dataclasses.asdict(config)
-    store = open_run(directory, about, ignore=("run", "metrics", "profile"))
-    progress = Progress()
+    ignored = ("run", "metrics", "profile", "distributed")
+    store = distributed.in_turn("the run", lambda: open_run(directory, about, ignore=ignored))
+    progress = Progress() if distributed.is_first() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
     tokenizer, decoder = loaded or _new_model(config, task, store)
-    with MetricsLog(store.root, store.costs, config.metrics, about) as metrics:
+    with (
+        MetricsLog(store.root, store.costs, config.metrics, about) if distributed.is_first() else NoMetrics() as metrics
+    ):
         run = Run(
             config,
             store=store,
@@ -210,7 +214,7 @@ def _mesh(config: Config) -> Mesh:
 
 def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder]:
     """A randomly initialised decoder of the configured size, and the run's tokenizer."""
-    tokenizer = _trained_tokenizer(config, task, store)
+    tokenizer = distributed.in_turn("the tokenizer", lambda: _trained_tokenizer(config, task, store))
     size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
     return tokenizer, Decoder(size, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))
 

@@ -109,6 +109,25 @@ class MetricsLog:
                 self._tensorboard.add(json.loads(written))
 
 
+class NoMetrics:
+    """In the place of a MetricsLog in every process of a job but the first, which writes for all."""
+
+    def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
+        return False
+
+    def has(self, phase: str, step: int) -> bool:
+        return False
+
+    def flush(self) -> None:
+        pass
+
+    def __enter__(self) -> "NoMetrics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class _TensorBoard:
     """An event file, written in this thread.
 

@@ -1,6 +1,7 @@
 """Progress of a stage: a live display on a terminal, one plain line every few seconds anywhere else."""
 
 import contextlib
+import io
 import math
 import sys
 import time
@@ -128,6 +129,13 @@ class Progress:
             figures = Text("  " + ", ".join(stage.figures_now()), style="cyan", no_wrap=True, overflow="ellipsis")
             rows += [row, figures]
         return Group(*rows)
+
+
+class NoConsole(io.StringIO):
+    """Where every process of a job but the first shows its progress: they all do the same, and errors go to stderr."""
+
+    def write(self, s: str, /) -> int:
+        return len(s)
 
 
 class Stage:
