@@ -90,6 +90,11 @@ class TrainerConfig:
     b1: float = 0.9
     b2: float = 0.95
     clip_norm: float = 1.0  # global gradient norm
+    # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations above its running mean.
+    spike_deviations: float = 0.0
+    # Updates that the running mean looks back on; before there are as many none is skipped.
+    spike_window_steps: int = 64
+    most_skips_in_a_row: int = 8  # one more ends the run
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
     # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole layers. auto: none up
     # to four layers, full beyond.
@@ -160,6 +165,27 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """What a run tells of itself, beside metrics.jsonl, which is always written (docs/metrics.md). May change at a restart."""
+
+    every_steps: int = 10  # learning steps between two lines
+    tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory
+    # Also to Weights & Biases (needs the extra `wandb`). offline: files in the run directory, for `wandb sync`.
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "mujica_jax"
+    compared_conversations: int = 64  # of each round, scored by the trainer to compare it with the engine; 0: none
+    port: int = 0  # serve what the engine does as Prometheus's text at http://127.0.0.1:PORT/metrics; 0: not at all
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """A window of learning steps under JAX's profiler, written into the run directory (docs/metrics.md). May change at a restart."""
+
+    steps: tuple[int, int] | None = None  # the first and the last step traced, as in `--profile.steps 20 25`
+    phase: str | None = None  # the phase they are of, as in "round 1" (default: the first that trains them)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
     """A model behind an OpenAI-compatible endpoint, evaluated instead of a checkpoint."""
 
@@ -176,6 +202,18 @@ class RemoteConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several processes as one job: the same command on every host, with its own number. A TPU pod needs none of it."""
+
+    # Host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host.
+    coordinator: str | None = None
+    processes: int = 1  # how many there are
+    process: int = 0  # which one this is, from 0; it is the only field that differs between hosts
+    deadline_seconds: float = 60.0  # how long the start waits for all, and after which silence one of them is lost
+    barrier_seconds: float = 3600.0  # how long one waits for others that are alive and have more to do
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     name: str  # names the default run directory
     task: TaskConfig
@@ -187,8 +225,9 @@ class Config:
     warmup: WarmupConfig
     mygo: MygoConfig
     eval: EvalConfig
+    distributed: DistributedConfig = DistributedConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
     init: str | None = None  # Hugging Face directory to start from instead of a random model
     seed: int = 0
-    run: str | None = (
-        None  # run directory, local or gs://BUCKET/PREFIX; an existing one is resumed (default runs/<name>-<time>)
-    )
+    run: str | None = None  # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)

@@ -178,6 +178,8 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
 def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preemption) -> None:
     """Score, print, and write the two files."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
+    from mujica_jax.inference.counters import LiveCounters
+    from mujica_jax.inference.generator import BatchedGenerator
     from mujica_jax.methods.run import make_agent
     from mujica_jax.methods.scoring import score_policy
     from mujica_jax.methods.start import build_task, check_dtypes, require_packages, use_compilation_cache
@@ -192,6 +194,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     use_compilation_cache()
     task = build_task(config)
     tokenizer, generator = policy.open(config)
+    live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
     progress = Progress()
     progress.line(f"{policy.name} from {policy.place}, {task.name} ({task.environment.kind})")
     scores = score_policy(
@@ -202,6 +205,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
         config=config,
         progress=progress,
         concurrency=policy.concurrency(config),
+        live=live,
         preemption=preemption,
     )
     summary = scores.summary()

@@ -26,8 +26,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
-from jax.experimental import multihost_utils
 
+from mujica_jax import distributed
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import path_name
 from mujica_jax.trajectories.costs import Costs
@@ -51,7 +51,7 @@ class Checkpoints:
         self._number = max(self._numbers(), default=0)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[None] | None = None
-        _meet_other_processes("checkpoints are listed")
+        distributed.meet("checkpoints are listed")
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -59,7 +59,10 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors gone."""
+        """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors gone. Not where an
+        error ends one of several processes: a save needs them all, and `distributed.leave` runs no thread's end."""
+        if error is not None and distributed.processes() > 1:
+            return
         try:
             self.finish()
         except Exception:
@@ -73,7 +76,7 @@ class Checkpoints:
             return
         under_way, self._under_way = self._under_way, None
         under_way.result()
-        _meet_other_processes("the checkpoint is committed")
+        distributed.meet("the checkpoint is committed")
 
     def save(self, state: Any, loop_state: dict[str, Any], *, metric: float | None = None) -> None:
         """Begin to write a checkpoint, after which those beyond the last `keep` and the best are removed.
@@ -267,8 +270,3 @@ def _restore(folder: RunPath, template: State) -> State:
     with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
         arrays = checkpointer.restore(folder / "arrays", args=orbax.args.StandardRestore(abstract))
     return jax.tree.unflatten(jax.tree.structure(template), [arrays[name] for name in wanted])
-
-
-def _meet_other_processes(where: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(where)

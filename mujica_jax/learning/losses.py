@@ -14,6 +14,7 @@ static shapes. Called by `learning.trainer`.
 """
 
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -117,17 +118,21 @@ def _target_scores(
     """log p of `targets` under the logits of `hidden`, and the normalizers of these logits; 0 where not wanted.
 
     Each device walks through the rows it holds: the head is gathered once and its gradient summed once, where the compiler, left
-    alone, would do both in every chunk. The tensor axis stays the compiler's.
+    alone, would do both in every chunk. A head that is split over devices comes in parts and its gradient leaves in parts, a sum
+    that moves half as much as one that everybody gets whole. The tensor axis stays the compiler's.
     """
-    walk: Any = functools.partial(_chunked_scores, normalized=normalized)
     mesh = jax.sharding.get_abstract_mesh()
     split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     if not split:
-        return walk(table, hidden, targets, wanted)
-    rows, whole = PartitionSpec(split), PartitionSpec()
+        return _chunked_scores(table, hidden, targets, wanted, normalized=normalized, parts=())
+    parts = tuple(axis for axis in RULES["embed"].mesh_axes if axis in split)
+    if table.shape[1] % math.prod(mesh.shape[axis] for axis in parts):
+        parts = ()
+    walk: Any = functools.partial(_chunked_scores, normalized=normalized, parts=parts)
+    rows, head = PartitionSpec(split), PartitionSpec(None, parts)
     return jax.shard_map(
         walk,
-        in_specs=(whole, rows, rows, rows),
+        in_specs=(head, rows, rows, rows),
         out_specs=(rows, rows),
         axis_names=set(split),
         check_vma=False,
@@ -135,12 +140,13 @@ def _target_scores(
 
 
 def _chunked_scores(
-    table: Float[Array, "vocab hidden"],
+    table: Float[Array, "vocab part"],
     hidden: Float[Array, "rows time hidden"],
     targets: Int[Array, "rows time"],
     wanted: Bool[Array, "rows time"],
     *,
     normalized: bool,
+    parts: tuple[str, ...],
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     rows, time = targets.shape
     chunk = min(time, max(1, CHUNK_POSITIONS // rows))
@@ -159,28 +165,37 @@ def _chunked_scores(
         moved = jnp.moveaxis(walked, 0, 1).reshape(rows, chunks * chunk)[:, :time]
         return jnp.where(wanted, jnp.take_along_axis(moved, place, axis=1), 0.0)
 
-    walked: Any = _walk(normalized, table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
+    walked: Any = _walk(normalized, parts, table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
     log_probs, normalizers = walked
     return in_rows(log_probs), in_rows(normalizers) if normalized else jnp.zeros_like(wanted, jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _walk(
     normalized: bool,
-    table: Float[Array, "vocab hidden"],
+    parts: tuple[str, ...],
+    table: Float[Array, "vocab part"],
     hidden: Float[Array, "chunks rows chunk hidden"],
     targets: Int[Array, "chunks rows chunk"],
     wanted: Bool[Array, "chunks rows chunk"],
 ) -> tuple[Float[Array, "chunks rows chunk"], Float[Array, "chunks rows chunk"] | None]:
     """log p of the targets and, where `normalized`, the normalizers, chunk after chunk; a chunk in which nothing is wanted is 0 and
-    costs nothing.
+    costs nothing. `parts` names the mesh axes over which the columns of the table are split, none if this is the whole table.
 
     The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands all that its
     backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a gigabyte for 512 tokens.
     """
-    narrow = table.astype(hidden.dtype)
+    return _walk_forward(normalized, parts, table, hidden, targets, wanted)[0]
 
-    def one_chunk(carry: None, chunk_of: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, Array | None]]:
+
+def _walk_forward(
+    normalized: bool, parts: tuple[str, ...], table: Array, *chunks: Array
+) -> tuple[tuple[Array, Array | None], tuple[Array, ...]]:
+    narrow = table.astype(chunks[0].dtype)  # before it is gathered: that moves half as much
+    if parts:
+        narrow = jax.lax.all_gather(narrow, parts, axis=1, tiled=True)
+
+    def one_chunk(carry: None, chunk_of: tuple[Array, ...]) -> tuple[None, tuple[Array, Array | None]]:
         hidden, targets, wanted = chunk_of
 
         def some(hidden: Array, targets: Array) -> tuple[Array, Array | None]:
@@ -195,29 +210,22 @@ def _walk(
 
         return carry, jax.lax.cond(wanted.any(), some, nothing, hidden, targets)
 
-    return jax.lax.scan(one_chunk, None, (hidden, targets, wanted))[1]
-
-
-def _walk_forward(
-    normalized: bool, table: Array, *chunks: Array
-) -> tuple[tuple[Array, Array | None], tuple[Array, ...]]:
-    return _walk(normalized, table, *chunks), (table, *chunks)
+    return jax.lax.scan(one_chunk, None, chunks)[1], (narrow, table, *chunks)
 
 
 def _walk_backward(
-    normalized: bool, kept: tuple[Array, ...], upstream: tuple[Array, Array | None]
+    normalized: bool, parts: tuple[str, ...], kept: tuple[Array, ...], upstream: tuple[Array, Array | None]
 ) -> tuple[Array | None, ...]:
     """d log p[target] / d logits = onehot(target) - softmax(logits), d normalizer / d logits = softmax(logits). The head's gradient adds
-    up in float32, over chunks in one place and over devices outside.
+    up in float32, over chunks in one place and over devices outside or, where the head is in parts, here.
     """
-    table, *chunks = kept
-    narrow = table.astype(chunks[0].dtype)
+    narrow, table, *chunks = kept
 
     def one_chunk(head: Array, chunk_of: Any) -> tuple[Array, Array]:
         hidden, targets, wanted, (of_log_probs, of_normalizers) = chunk_of
 
         def some(head: Array) -> tuple[Array, Array]:
-            at_target = targets[..., None] == jnp.arange(table.shape[0])
+            at_target = targets[..., None] == jnp.arange(narrow.shape[0])
             softmax = jax.nn.softmax(scores(narrow, hidden), axis=-1)
             pull = (at_target - softmax) * of_log_probs[..., None]
             if of_normalizers is not None:
@@ -229,7 +237,9 @@ def _walk_backward(
 
         return jax.lax.cond(wanted.any(), some, lambda head: (head, jnp.zeros_like(hidden)), head)
 
-    head, states = jax.lax.scan(one_chunk, jnp.zeros_like(table, jnp.float32), (*chunks, upstream))
+    head, states = jax.lax.scan(one_chunk, jnp.zeros_like(narrow, jnp.float32), (*chunks, upstream))
+    if parts:
+        head = jax.lax.psum_scatter(head, parts, scatter_dimension=1, tiled=True)
     return head.astype(table.dtype), states, None, None
 
 

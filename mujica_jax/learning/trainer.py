@@ -5,7 +5,8 @@ The loop's order is fixed:
     1. stop, if asked to;
     2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose place is saved with the state;
     3. dispatch the step;
-    4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite ends the run here;
+    4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite, and too many spikes
+       (`learning.spikes`), end the run here;
     5. save if a save is due, after this step's own metrics were read: so nothing broken is ever saved, and the next batch is drawn
        after the save. A run restored from there continues with exactly the batches it would have seen.
 
@@ -38,11 +39,12 @@ from mujica_jax.config_checks import check_rows
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import mle_loss, token_log_probs
 from mujica_jax.learning.optimizer import Schedule, adamw, in_float32, learning_rate, moved, schedule
+from mujica_jax.learning.spikes import judged, no_spikes, refuse_many, unless
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.lora import adapted, check_rank, merged
-from mujica_jax.models.sharding import RULES, make_mesh, shard_batch, shardings_of
+from mujica_jax.models.sharding import RULES, make_mesh, own_rows, shard_batch, shardings_of
 from mujica_jax.trajectories.batches import Batches
 from mujica_jax.trajectories.packing import Batch, PackedRows
 
@@ -53,6 +55,7 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]  # updates made in this phase; the schedule and the order of batches count from its start
     params: nnx.State  # with LoRA: the frozen weights and the adapters
     opt_state: Any  # of what is trained
+    spikes: Any = ()  # `learning.spikes.Spikes` where the configuration asks for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ class StepMetrics:
     grad_norm: float  # before clipping
     learning_rate: float
     trained_tokens: int
+    skipped: int = 0  # updates of this phase that were spikes and were not made (`learning.spikes`)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +100,12 @@ class Trainer:
             return self._program.empty_state(weights, np.uint32(seed))
 
     def next_phase(self, state: TrainState) -> TrainState:
-        """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients."""
-        return state._replace(step=jax.device_put(np.int32(0), self._program.shardings.step))
+        """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients, and what a usual loss
+        is has to be learnt anew.
+        """
+        shardings = self._program.shardings
+        spikes = jax.device_put(no_spikes(), shardings.spikes) if self.config.spike_deviations else ()
+        return state._replace(step=jax.device_put(np.int32(0), shardings.step), spikes=spikes)
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of a state, without its arrays: what a checkpoint is restored into."""
@@ -113,9 +121,14 @@ class Trainer:
         return nnx.merge(self._program.policy_graph, jax.tree.map(jnp.copy, self.policy(state)))
 
     def train_step(self, state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
-        """One update. Returns at once, with metrics that are still being computed; `state` cannot be used again."""
+        """One update with this process's `own_rows` of a batch. Returns at once, with metrics that are still being computed; `state`
+        cannot be used again."""
         with jax.set_mesh(self.mesh):
             return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
+
+    def own_rows(self) -> Int[np.ndarray, " own"]:
+        """Which rows of a step's batch this process has to bring."""
+        return own_rows(self.config.rows_per_step, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
         """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no device."""
@@ -133,7 +146,8 @@ class Trainer:
         scores = np.zeros(rows.tokens.shape, np.float32)
         for start in range(0, rows.num_rows, self.config.rows_per_step):
             chosen = np.arange(start, start + self.config.rows_per_step)
-            batch = rows.batch(chosen % rows.num_rows)  # a last batch that is short begins again, to keep its shape
+            # A last batch that is short begins again, to keep its shape.
+            batch = rows.batch(chosen[self.own_rows()] % rows.num_rows)
             with jax.set_mesh(self.mesh):
                 scored = np.asarray(self._program.score(state.params, shard_batch(batch, self.mesh)))
             inside = chosen < rows.num_rows
@@ -161,13 +175,14 @@ def fit(
     `save(state, step, input_state)` is called every `save_every_steps` updates and when `should_stop` ends the loop; the state at the end
     of the phase is returned and not saved. `on_step` sees every step once, in order.
     """
-    batches = Batches(rows, trainer.config.rows_per_step, seed=seed)
+    batches = Batches(rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows())
     done = saved = int(state.step)
     if input_state is None:
         batches.seek(done)
     else:
         batches.set_state(input_state)
     stopped, unread = False, None
+    read = functools.partial(_read, most_skips=trainer.config.most_skips_in_a_row)
     while done < steps:
         if should_stop():
             stopped = True
@@ -175,15 +190,15 @@ def fit(
         state, metrics = trainer.train_step(state, next(batches), schedule)
         done += 1
         if unread is not None:
-            on_step(_read(*unread))
+            on_step(read(*unread))
         unread = (done, metrics)
         if save_every_steps is not None and done % save_every_steps == 0:
-            on_step(_read(*unread))
+            on_step(read(*unread))
             unread = None
             save(state, done, batches.get_state())
             saved = done
     if unread is not None:
-        on_step(_read(*unread))
+        on_step(read(*unread))
     if stopped and saved < done:
         save(state, done, batches.get_state())
     return FitResult(state=state, steps=done, stopped=stopped, input_state=batches.get_state())
@@ -194,15 +209,19 @@ def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
     return -(-num_rows * epochs // rows_per_step)
 
 
-def _read(step: int, metrics: dict[str, Array]) -> StepMetrics:
+def _read(step: int, metrics: dict[str, Array], *, most_skips: int) -> StepMetrics:
     """Wait for a step's metrics."""
-    values = {name: float(value) for name, value in metrics.items() if name != "trained_tokens"}
+    counts = {name: int(metrics[name]) for name in ("trained_tokens", "skipped") if name in metrics}
+    values: dict[str, Any] = {name: float(value) for name, value in metrics.items() if name not in counts}
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         raise NotFinite(
             f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the run ends before this is saved; "
             "lower the learning rate or start from another checkpoint"
         )
-    return StepMetrics(step=step, trained_tokens=int(metrics["trained_tokens"]), **values)
+    if "skipped" in counts:
+        refuse_many(values, step=step, most=most_skips)
+        del values["skipped_in_a_row"]
+    return StepMetrics(step=step, **counts, **values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,7 +265,8 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
 
     def empty_state(weights: nnx.State, seed: Any) -> TrainState:
         params = nnx.state(with_adapters(nnx.merge(policy_graph, weights), seed))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(in_float32(split(params)[0])))
+        spikes = no_spikes() if config.spike_deviations else ()
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(in_float32(split(params)[0])), spikes)
 
     def policy(params: nnx.State) -> nnx.State:
         return nnx.state(merged(nnx.merge(graph, params), rank=rank, alpha=alpha))
@@ -276,9 +296,14 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
         gradient = in_float32(gradient)
         direction, opt_state = optimizer.update(gradient, state.opt_state, in_float32(trained))
         rate = learning_rate(schedule, state.step)
-        trained = moved(trained, direction, rate, state.step)
+        after, spikes = moved(trained, direction, rate, state.step), state.spikes
         metrics |= {"grad_norm": optax.global_norm(gradient), "learning_rate": rate}
-        return TrainState(state.step + 1, nnx.merge_state(trained, frozen), opt_state), metrics
+        if config.spike_deviations:
+            limits = {"deviations": config.spike_deviations, "window": config.spike_window_steps}
+            skip, spikes = judged(spikes, metrics["loss"], metrics["grad_norm"], **limits)
+            after, opt_state = unless(skip, (trained, state.opt_state), (after, opt_state))
+            metrics |= {"skipped": spikes.skipped, "skipped_in_a_row": spikes.in_a_row}
+        return TrainState(state.step + 1, nnx.merge_state(after, frozen), opt_state, spikes), metrics
 
     def score(params: nnx.State, batch: Batch) -> Array:
         return token_log_probs(nnx.merge(graph, params), batch, attention=attention, remat=config.remat)

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from mujica_jax import distributed
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
+from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engines import CACHE_DTYPES, check_engine
 from mujica_jax.methods.run import Run
 from mujica_jax.models import quantization
@@ -28,7 +30,8 @@ from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.preemption import Preemption
-from mujica_jax.report import MetricsLog, Progress
+from mujica_jax.report import MetricsLog, NoConsole, NoMetrics, Progress
+from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.objects import COMMITTED
 from mujica_jax.trajectories.run_directory import RunPath
@@ -59,12 +62,16 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     check_engine(
         size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
     )
-    store = open_run(directory, dataclasses.asdict(config), ignore=("run",))
-    progress = Progress()
+    about = dataclasses.asdict(config)
+    ignored = ("run", "metrics", "profile", "distributed")
+    store = distributed.in_turn("the run", lambda: open_run(directory, about, ignore=ignored))
+    progress = Progress() if distributed.is_first() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
     tokenizer, decoder = loaded or _new_model(config, task, store)
-    with MetricsLog(store.root, store.costs) as metrics:
-        yield Run(
+    with (
+        MetricsLog(store.root, store.costs, config.metrics, about) if distributed.is_first() else NoMetrics() as metrics
+    ):
+        run = Run(
             config,
             store=store,
             task=task,
@@ -74,6 +81,23 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
             metrics=metrics,
             preemption=preemption,
         )
+        with _served(run):
+            yield run
+        run.profile.close()
+
+
+@contextlib.contextmanager
+def _served(run: Run) -> Iterator[None]:
+    """What the engine does, for Prometheus, if the configuration names a port."""
+    if not run.config.metrics.port:
+        yield
+        return
+    port, close = serve_metrics(run.counters, port=run.config.metrics.port)
+    run.progress.line(f"the engine's counters: http://127.0.0.1:{port}/metrics")
+    try:
+        yield
+    finally:
+        close()
 
 
 def build_task(config: Config) -> Task:
@@ -150,6 +174,8 @@ def require_packages(config: Config) -> None:
         import_qwix(f"trainer.lora_rank {config.trainer.lora_rank}")
     if config.engine.weights != "compute":
         import_qwix(f"engine.weights {config.engine.weights}")
+    if config.metrics.wandb != "off":
+        import_wandb(f"metrics.wandb {config.metrics.wandb}")
 
 
 def check_dtypes(config: Config) -> None:
@@ -188,7 +214,7 @@ def _mesh(config: Config) -> Mesh:
 
 def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder]:
     """A randomly initialised decoder of the configured size, and the run's tokenizer."""
-    tokenizer = _trained_tokenizer(config, task, store)
+    tokenizer = distributed.in_turn("the tokenizer", lambda: _trained_tokenizer(config, task, store))
     size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
     return tokenizer, Decoder(size, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))
 

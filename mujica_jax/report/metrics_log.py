@@ -1,4 +1,4 @@
-"""The metrics of a run: `metrics.jsonl` and TensorBoard files, nothing counted twice after a resume."""
+"""The metrics of a run: `metrics.jsonl`, TensorBoard files and, if asked for, Weights & Biases. Nothing counted twice after a resume."""
 
 import json
 import math
@@ -11,7 +11,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from mujica_jax.config import MetricsConfig
 from mujica_jax.errors import StoreError, StoreUnavailable
+from mujica_jax.report.wandb_log import WandbLog
 from mujica_jax.trajectories.costs import Costs
 from mujica_jax.trajectories.objects import explained
 from mujica_jax.trajectories.run_directory import AppendedObject, RunPath, open_to_append
@@ -30,16 +32,30 @@ class MetricsLog:
     bucket lines wait some seconds for an upload; `flush` is called before anything is written that a resumed run goes on from.
     """
 
-    def __init__(self, directory: RunPath, costs: Costs | None = None) -> None:
-        self._directory = directory
+    def __init__(
+        self,
+        directory: RunPath,
+        costs: Costs | None = None,
+        config: MetricsConfig | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`about` is the run's configuration, for those who show it beside the curves."""
+        config = MetricsConfig() if config is None else config
+        self._directory, self._draws = directory, config.tensorboard
         self._costs = Costs() if costs is None else costs
         self._path = directory / "metrics.jsonl"
         with explained(self._path):
             directory.mkdir(parents=True, exist_ok=True)
             self._earlier = _last_steps(self._path)  # of each phase, written by earlier runs
+            self._lines = self._path.read_bytes().count(b"\n") if self._path.exists() else 0
         self._file = open_to_append(self._path)
         self._last_step = dict(self._earlier)
         self._tensorboard: _TensorBoard | None = None
+        self._wandb = None if config.wandb == "off" else WandbLog(config, directory, about or {})
+
+    def has(self, phase: str, step: int) -> bool:
+        """Whether this step, or a later one of its phase, is written."""
+        return step <= self._last_step.get(phase, -1)
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
         """Append one line; False where an earlier run has written it. Values are strings, or numbers (anything `float` takes)."""
@@ -53,7 +69,11 @@ class MetricsLog:
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         with explained(self._path), self._costs.writing(len(data)):
             _append(self._file, data)
-            self._draw(line)
+            if self._draws:
+                self._draw(line)
+        if self._wandb is not None:
+            self._wandb.add(line, _scalars(line), self._lines)
+        self._lines += 1
         self._last_step[phase] = step
         return True
 
@@ -67,6 +87,8 @@ class MetricsLog:
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -85,6 +107,25 @@ class MetricsLog:
             self._tensorboard = _TensorBoard(self._directory)
             for written in self._path.read_text(encoding="utf-8").splitlines():  # ends with `line`
                 self._tensorboard.add(json.loads(written))
+
+
+class NoMetrics:
+    """In the place of a MetricsLog in every process of a job but the first, which writes for all."""
+
+    def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
+        return False
+
+    def has(self, phase: str, step: int) -> bool:
+        return False
+
+    def flush(self) -> None:
+        pass
+
+    def __enter__(self) -> "NoMetrics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class _TensorBoard:

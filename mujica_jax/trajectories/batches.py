@@ -5,7 +5,8 @@ stand one after the other, and step n takes the n-th `rows_per_step` of them. Gr
 another rule; the order here is the one that every published number was made with, and any step of it can be reached without those before.
 Grain keeps the place in it, by the protocol that its other data sources have.
 
-Processes share a batch by contiguous stretches, as a mesh lays rows out, so the batch of a step is the same whatever their number.
+Several processes share a batch as the mesh lays its rows out (`models.sharding.own_rows`): each reads its own rows alone, and the batch
+of a step is the same whatever their number.
 The rows lie in memory and a batch is four look-ups in them, so nothing is prefetched. Called by `learning.trainer.fit`. Grain is
 imported on first use: it takes 0.5 s.
 """
@@ -25,22 +26,16 @@ class Batches:
     """An endless iterator over the batches of one fit. Its state is JSON and goes into the checkpoint beside the training state."""
 
     def __init__(
-        self, rows: PackedRows, rows_per_step: int, *, seed: int, process_index: int = 0, process_count: int = 1
+        self, rows: PackedRows, rows_per_step: int, *, seed: int, own: Int[np.ndarray, " own"] | None = None
     ) -> None:
-        """`process_count` processes share each batch, and this one gets stretch number `process_index` of it."""
+        """`own`: which of the `rows_per_step` rows of a batch this process brings; None is all of them."""
         import grain
 
         if not rows.num_rows:
             raise UserError("there are 0 rows to train on and a step needs at least 1: skip this phase or select more")
-        if rows_per_step % process_count:
-            raise UserError(
-                f"trainer.rows_per_step {rows_per_step} cannot be split over {process_count} processes: "
-                f"use a multiple of {process_count}"
-            )
-        assert 0 <= process_index < process_count, f"process {process_index} is none of {process_count}"
         # What the place in the order depends on. The number of processes is not among it: another one continues.
         self._order = {"rows": rows.num_rows, "rows_per_step": rows_per_step, "seed": seed}
-        steps = _RowsOfSteps(rows.num_rows, rows_per_step, seed, process_index, process_count)
+        steps = _RowsOfSteps(rows.num_rows, rows_per_step, seed, np.arange(rows_per_step) if own is None else own)
         in_order = grain.MapDataset.source(steps).map(rows.batch)
         self._iterator = in_order.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).__iter__()
 
@@ -74,16 +69,13 @@ class _RowsOfSteps:
     num_rows: int
     rows_per_step: int
     seed: int
-    process_index: int
-    process_count: int
+    own: Int[np.ndarray, " own"]
 
     def __len__(self) -> int:
         return sys.maxsize  # the epochs never end
 
     def __getitem__(self, index: SupportsIndex) -> Int[np.ndarray, "rows"]:
-        chosen = rows_of_step(self.num_rows, self.rows_per_step, seed=self.seed, step=int(index))
-        share = self.rows_per_step // self.process_count
-        return chosen[self.process_index * share : (self.process_index + 1) * share]
+        return rows_of_step(self.num_rows, self.rows_per_step, seed=self.seed, step=int(index))[self.own]
 
 
 def rows_of_step(num_rows: int, rows_per_step: int, *, seed: int, step: int) -> Int[np.ndarray, "rows_per_step"]:
