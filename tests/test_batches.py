@@ -60,7 +60,7 @@ def test_any_step_is_reached_without_those_before():
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
 def test_the_batch_of_a_step_does_not_depend_on_the_number_of_processes(processes):
-    parts = [drawn(batches(process_index=n, process_count=processes), 5) for n in range(processes)]
+    parts = [drawn(batches(own=own), 5) for own in np.split(np.arange(ROWS_PER_STEP), processes)]
     assert {len(batch) for part in parts for batch in part} == {ROWS_PER_STEP // processes}
     together = [list(itertools.chain(*of_step)) for of_step in zip(*parts, strict=True)]
     assert together == drawn(batches(), 5)
@@ -69,7 +69,7 @@ def test_the_batch_of_a_step_does_not_depend_on_the_number_of_processes(processe
 def test_another_number_of_processes_continues():
     one = batches()
     drawn(one, 7)
-    of_two = [batches(process_index=n, process_count=2) for n in range(2)]
+    of_two = [batches(own=own) for own in np.split(np.arange(ROWS_PER_STEP), 2)]
     for part in of_two:
         part.set_state(one.get_state())
     assert [first + second for first, second in zip(*(drawn(part, 3) for part in of_two), strict=True)] == drawn(one, 3)
@@ -96,11 +96,6 @@ def test_packing_knows_the_seed_and_no_process():
 def test_a_place_in_another_order_is_refused(changes, words):
     with pytest.raises(UserError, match=words):
         batches(**changes).set_state(batches().get_state())
-
-
-def test_rows_that_processes_cannot_share_are_refused():
-    with pytest.raises(UserError, match="rows_per_step 8 cannot be split over 3 processes: use a multiple of 3"):
-        batches(process_count=3)
 
 
 def test_no_rows_are_refused():

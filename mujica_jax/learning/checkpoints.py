@@ -39,6 +39,16 @@ State = TypeVar("State")
 _log = logging.getLogger(__name__)
 
 
+class _ToldByFinish(logging.Filter):
+    """Orbax logs what its thread raised, with a traceback. `finish` raises the same, and a full disk is worth one sentence."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.funcName != "_thread_func"
+
+
+_TOLD_BY_FINISH = _ToldByFinish()  # one: a logger keeps each filter once
+
+
 class Checkpoints:
     """The checkpoints of one directory. Every process of a multi-host run sees the same directory and calls every method."""
 
@@ -100,6 +110,7 @@ class Checkpoints:
             "types": {name: str(array.dtype) for name, array in arrays.items()},
         }
         json.dumps(manifest, allow_nan=False)  # what JSON does not hold is refused here, not in the thread
+        logging.getLogger("absl").addFilter(_TOLD_BY_FINISH)
         with _explained(folder):
             writer = orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())
             writer.save(folder / "arrays", args=orbax.args.StandardSave(arrays))

@@ -10,6 +10,7 @@ tokens, is worth the best reward. A start may name
 
     signal      and where it comes: at the `update`-th progress report of a `phase` (0: as it begins), or instead of the `write`-th time
                 that something is brought to the disk or renamed
+    saved       a pattern of files in the run directory: the signal waits until there is one
     then_write  SIGKILL follows instead of that-th write after the signal
     full        "disk": from the `write`-th such time on the disk takes nothing more
     file_bytes  what one file may hold at most (RLIMIT_FSIZE)
@@ -48,6 +49,7 @@ from mujica_jax.preemption import Preemption
 from mujica_jax.records import Trajectory
 from mujica_jax.report.progress import Stage
 
+SECONDS_TO_SAVE = 60.0
 NOTED = "MUJICA_SIGNALLED"  # names the file that holds when the signal came
 
 
@@ -133,7 +135,10 @@ def no_space() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def then_kill(name: str, write: int | None) -> None:
+def then_kill(name: str, directory: Path, saved: str | None, write: int | None) -> None:
+    until = time.monotonic() + SECONDS_TO_SAVE
+    while saved is not None and not any(directory.glob(saved)) and time.monotonic() < until:
+        time.sleep(0.01)
     send(name)
     if write is not None:
         at_write(write, functools.partial(send, "SIGKILL"), once=True)
@@ -155,12 +160,14 @@ def disturbed(
     phase: str | None = None,
     update: int = 0,
     write: int | None = None,
+    saved: str | None = None,
     then_write: int | None = None,
     full: str | None = None,
     file_bytes: int | None = None,
     stretch: int | None = None,
     rows: str | None = None,
 ) -> int:
+    directory = Path(words[words.index("--run") + 1])
     reward_by_tokens()
     if signal is None or signal == "SIGKILL":
         run.SAVE_EVERY_SECONDS = 0.0  # so that a kill within a phase finds something to go on from
@@ -175,7 +182,7 @@ def disturbed(
     elif write is not None and signal is not None:
         at_write(write, functools.partial(send, signal), once=True)
     elif phase is not None and signal is not None:
-        in_phase(phase, update, functools.partial(then_kill, signal, then_write))
+        in_phase(phase, update, functools.partial(then_kill, signal, directory, saved, then_write))
     return train.main(words)
 
 

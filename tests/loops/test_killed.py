@@ -26,7 +26,13 @@ def test_killed_again_and_again_it_ends_as_if_it_had_not_been(undisturbed, tmp_p
     directory, first, second = tmp_path / "run", tmp_path / "first", tmp_path / "second"
     ends = killed(
         directory,
-        {"phase": "reading: learning", "update": 9, "stretch": 7, "rows": str(first)},
+        {
+            "phase": "reading: learning",
+            "update": 9,
+            "stretch": 7,
+            "saved": "learning/reading/*/COMMITTED",
+            "rows": str(first),
+        },
         {"phase": "warm-up: learning", "update": 40, "rows": str(second)},
         {"phase": "round 1: sampling", "update": 2},
         {"phase": "round 2: evaluating, greedy", "update": 5},
