@@ -136,7 +136,7 @@ def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
             return jax.device_put(array, sharding)
         rows = np.arange(len(array) * share)
 
-        def of_device(index: tuple[slice, ...]) -> np.ndarray | Array:
+        def of_device(index: Any) -> np.ndarray | Array:
             return array[np.searchsorted(own, rows[index[0]])]
 
         return jax.make_array_from_callback((len(rows), *array.shape[1:]), sharding, of_device)
