@@ -425,7 +425,7 @@ def scalars_of(directory) -> list[tuple[str, int, float]]:
 
 
 def test_without_tensorboard_there_is_no_such_file(tmp_path):
-    with MetricsLog(tmp_path, MetricsConfig(tensorboard=False)) as log:
+    with MetricsLog(tmp_path, config=MetricsConfig(tensorboard=False)) as log:
         log.write("warm-up", 1, {"loss": 0.125})
     assert not list(tmp_path.glob("events.*")) and len(lines_of(tmp_path)) == 1
 

@@ -51,7 +51,7 @@ class Ended:
     seconds_after_signal: float | None
 
 
-def disturbed(directory: Path, *starts: dict[str, Any]) -> list[Ended]:
+def disturbed(directory: Path | str, *starts: dict[str, Any]) -> list[Ended]:
     """The starts, one after the other, with `--run directory`; what they may name stands in `loops/disturbed_train.py`."""
     words = [str(CONFIG), "--run", str(directory)]
     command = [*DISTURBED, json.dumps([{"words": words, **start} for start in starts])]
@@ -62,7 +62,7 @@ def disturbed(directory: Path, *starts: dict[str, Any]) -> list[Ended]:
     return [Ended(**json.loads(line)) for line in ended.stdout.splitlines()]
 
 
-def rest(directory: Path, **options: Any) -> str:
+def rest(directory: Path | str, **options: Any) -> str:
     """The run goes on and ends. What it printed."""
     (ended,) = disturbed(directory, options)
     assert ended.status == 0, ended.messages

@@ -41,7 +41,7 @@ def test_killed_again_and_again_it_ends_as_if_it_had_not_been(undisturbed, tmp_p
 
 @pytest.mark.slow
 def test_killed_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    killed(tmp_path / "run", *({"phase": phase, "update": update} for phase, update in PHASES))
+    killed(tmp_path / "run", *({"phase": phase, "update": update} for phase, update in PHASES.items()))
     rest(tmp_path / "run")
     assert outcome(tmp_path / "run") == undisturbed.outcome
 
