@@ -91,6 +91,11 @@ def process() -> int:
     return _job.process
 
 
+def host() -> str:
+    """The name of the machine, as messages give it."""
+    return _job.hosts[_job.process]
+
+
 def processes() -> int:
     return len(_job.hosts)
 
@@ -112,7 +117,7 @@ def meet(name: str) -> None:
     from jax.errors import JaxRuntimeError
 
     client, key = _client(), _key(name)
-    client.key_value_set(f"arrived/{key}/{_job.process}", _job.hosts[_job.process])
+    client.key_value_set(f"arrived/{key}/{_job.process}", host())
     try:
         client.wait_at_barrier(key, _milliseconds(_job.barrier_seconds))
     except JaxRuntimeError as error:
@@ -280,7 +285,7 @@ def _did_not_come(missing: list[int], name: str) -> str:
     names = " and ".join(f"process {number} on {_job.hosts[number]}" for number in missing)
     return (
         f"{names} did not come to '{name}' within {_job.barrier_seconds:g} s (distributed.barrier_seconds), where "
-        f"process {_job.process} on {_job.hosts[_job.process]} waits: look at the output there, or raise it"
+        f"process {_job.process} on {host()} waits: look at the output there, or raise it"
     )
 
 

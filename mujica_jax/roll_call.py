@@ -30,13 +30,13 @@ def call_roll(coordinator: str, processes: int, process: int, *, host: str, dead
 
 
 def split_address(coordinator: str) -> tuple[str, int]:
-    """`host:port`, `[v6]:port`."""
+    """`host:port`. Raises UserError for anything else."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(
             f"distributed.coordinator is {coordinator} and must be the host of process 0 and a free port there, as in 10.0.0.2:8476"
         )
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 def listens(address: tuple[str, int], timeout_seconds: float) -> bool:

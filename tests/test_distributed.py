@@ -15,6 +15,7 @@ from mujica_jax import distributed, train
 from mujica_jax.config import DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.host_watch import LOST, Watch
+from mujica_jax.methods import start
 from mujica_jax.roll_call import call_roll, listens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -257,6 +258,15 @@ def test_a_job_of_one_process_imports_nothing():
     )
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_a_run_directory_that_hosts_do_not_share_is_one_sentence(monkeypatch, tmp_path):
+    start._open_shared(tmp_path / "a", {})
+    monkeypatch.setattr(distributed, "_job", distributed.Job(hosts=("a", "b"), process=1))
+    assert start._open_shared(tmp_path / "a", {}).root == tmp_path / "a"
+    with pytest.raises(UserError, match=r"process 1 on b sees no run in .*, which process 0 has begun"):
+        start._open_shared(tmp_path / "b", {})
+    assert not (tmp_path / "b" / "config.json").exists()
 
 
 def test_a_pod_of_several_workers_is_recognised(monkeypatch, tmp_path):

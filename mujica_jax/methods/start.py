@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.objects import COMMITTED
 from mujica_jax.trajectories.run_directory import RunPath
-from mujica_jax.trajectories.store import Store, open_run
+from mujica_jax.trajectories.store import CONFIG, Store, open_run
 
 TOKENIZER = "tokenizer"
 # 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not at all.
@@ -63,8 +64,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
         size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
     )
     about = dataclasses.asdict(config)
-    ignored = ("run", "metrics", "profile", "distributed")
-    store = distributed.in_turn("the run", lambda: open_run(directory, about, ignore=ignored))
+    store = distributed.in_turn("the run", lambda: _open_shared(directory, about))
     progress = Progress() if distributed.is_first() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
     tokenizer, decoder = loaded or _new_model(config, task, store)
@@ -84,6 +84,16 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
         with _served(run):
             yield run
         run.profile.close()
+
+
+def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
+    """The run as its first process began it: every other one must find it, or each would train by itself on a disk of its own."""
+    if not distributed.is_first() and not Store(directory).exists(CONFIG):
+        raise UserError(
+            f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has begun: "
+            "give a --run directory that all hosts share"
+        )
+    return open_run(directory, about, ignore=("run", "metrics", "profile", "distributed"))
 
 
 @contextlib.contextmanager
