@@ -72,6 +72,7 @@ def finished(job: Sequence[subprocess.Popen[str]]) -> None:
     finally:
         for process in job:
             process.kill()
+            process.communicate()
 
 
 def records(folder: Path, processes: int) -> list[dict]:
@@ -163,6 +164,7 @@ def test_a_process_that_is_lost_is_named_and_the_other_ends_within_the_deadline(
     finally:
         for process in job:
             process.kill()
+            process.communicate()
     assert other.returncode == LOST, messages
     last = messages.strip().splitlines()[-1]
     assert last.startswith(loss.sentence.format(host=socket.gethostname())), messages
