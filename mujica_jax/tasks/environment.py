@@ -1,12 +1,12 @@
-"""Environments over the retrievers: the triples of an entity, or the passages that BM25 finds."""
+"""Environments over the retrievers: the triples of an entity, or the passages that an index finds."""
 
 import re
 from typing import Literal
 
 from mujica_jax.records import Entity
-from mujica_jax.retrieval.bm25 import Bm25Index
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph import Triple, TripleGraph
+from mujica_jax.retrieval.retriever import Retriever
 from mujica_jax.tasks.task import Material
 
 _words = re.compile(r"\w+")
@@ -51,20 +51,17 @@ class GraphEnvironment:
 
 
 class TextEnvironment:
-    """The `top_k` best passages by BM25. A search takes a fraction of a millisecond on thousands of passages, so it runs inline."""
+    """The `top_k` best passages of a retriever."""
 
     kind: Literal["graph", "text"] = "text"
 
-    def __init__(self, index: Bm25Index, top_k: int) -> None:
-        self.index, self.top_k = index, top_k
+    def __init__(self, retriever: Retriever, top_k: int) -> None:
+        self.retriever, self.top_k = retriever, top_k
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         del entity  # texts have no candidates
-        passages = self.index.passages
-        return tuple(
-            Material(text=f"{passages[position].title}: {passages[position].text}", title=passages[position].title)
-            for position, _ in self.index.search([query], self.top_k)[0]
-        )
+        found = await self.retriever.search(query, self.top_k)
+        return tuple(Material(text=f"{passage.title}: {passage.text}", title=passage.title) for passage in found)
 
 
 def _content(text: str) -> set[str]:
