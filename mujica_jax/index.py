@@ -1,6 +1,7 @@
 """Indexes from the command line: build one, measure its recall, ask it.
 
-    python -m mujica_jax.index build --corpus FILE [FILE ...] --kind accelerator|bm25 [--embedder NAME] --out DIR
+    python -m mujica_jax.index build --corpus FILE [FILE ...] --kind scann|accelerator|bm25 [--embedder NAME] --out DIR
+    python -m mujica_jax.index build --embeddings INDEX --kind scann --out DIR
     python -m mujica_jax.index recall --index DIR --questions FILE [--k 2 5 20]
     python -m mujica_jax.index query --index DIR "Who directed The Purple Shore?"
 
@@ -47,14 +48,32 @@ def build(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval.embedders import find_embedder
 
     dense = given.kind != "bm25"
-    _refuse_unread(given, ("embedder", "prefixes", "storage") if not dense else ("tokenizer",))
+    embeds = dense and given.embeddings is None
+    unread = {
+        "tokenizer": dense,
+        "embedder": not embeds,
+        "prefixes": not embeds,
+        "storage": not embeds,
+        "embeddings": not dense,
+        "recall_target": given.kind != "accelerator",
+    }
+    for name, of_no_use in unread.items():
+        if of_no_use and (value := getattr(given, name)) is not None:
+            what = f"kind {given.kind}" + (" with --embeddings" if dense and not embeds else "")
+            raise UserError(
+                f"--{name.replace('_', '-')} is {value} and an index of {what} does not read it: leave it out"
+            )
+    if (given.corpus is None) == (given.embeddings is None) or (given.skip and given.corpus is None):
+        raise UserError("an index is made of passages: give --corpus with or without --skip, or --embeddings alone")
     recipe = indexes.Recipe(
         kind=given.kind,
-        corpus=tuple(given.corpus),
+        corpus=tuple(given.corpus or ()),
+        source=given.embeddings,
         skip=given.skip,
         tokeniser=given.tokenizer or "default",
-        embedder=find_embedder(given.embedder or DEFAULT_EMBEDDER, given.prefixes) if dense else None,
+        embedder=find_embedder(given.embedder or DEFAULT_EMBEDDER, given.prefixes) if embeds else None,
         storage=given.storage or "bfloat16",
+        recall_target=given.recall_target,
     )
     progress = Progress(sys.stderr)
     manifest, found = indexes.build(Path(given.out), recipe, _Reported(progress))
@@ -80,7 +99,7 @@ def recall(given: argparse.Namespace) -> None:
     ended = time.monotonic()
     shares = {k: 0.0 for k in given.k}
     for (_, gold), hits in zip(questions, found, strict=True):
-        titles = [index.passages[position].title for position, _ in hits]
+        titles: list[Any] = [index.passages[position].title for position, _ in hits]
         for k in shares:
             shares[k] += len(gold & set(titles[:k])) / len(gold)
     result: dict[str, Any] = {f"recall@{k}": round(100 * share / len(questions), 2) for k, share in shares.items()}
@@ -133,7 +152,7 @@ def _questions(records: Iterator[tuple[int, object]], file: str) -> Iterator[tup
     for line, record in records:
         text = record.get("question") if isinstance(record, dict) else None
         facts: Any = record.get("supporting_facts") if isinstance(record, dict) else None
-        titles = [
+        titles: list[Any] = [
             fact[0] if isinstance(fact, list) and fact else fact for fact in (facts if isinstance(facts, list) else ())
         ]
         if not isinstance(text, str) or not titles or not all(isinstance(title, str) for title in titles):
@@ -150,10 +169,10 @@ def _check_k(k: int, index: "Index") -> None:
         )
 
 
-def _refuse_unread(given: argparse.Namespace, names: Sequence[str]) -> None:
-    for name in names:
-        if (value := getattr(given, name)) is not None:
-            raise UserError(f"--{name} is {value} and an index of kind {given.kind} does not read it: leave it out")
+def _share(text: str) -> float:
+    if not 0 < (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -172,15 +191,20 @@ def _parser() -> argparse.ArgumentParser:
             "--prefixes", choices=("none", "bge", "e5"), help="instead of those that follow from the name"
         )
 
+    def with_target(made: argparse.ArgumentParser) -> None:
+        text = "let the accelerator search approximately: the share of the k best that it should find"
+        made.add_argument("--recall-target", type=_share, metavar="SHARE", help=text)
+
     built = command(build, "Build an index of a corpus. A killed build goes on with the same command.")
-    built.add_argument(
-        "--corpus", nargs="+", required=True, metavar="FILE", help="JSON arrays, JSON Lines, Parquet, tar"
-    )
-    built.add_argument("--kind", choices=("accelerator", "bm25"), required=True)
+    built.add_argument("--corpus", nargs="+", metavar="FILE", help="JSON arrays, JSON Lines, Parquet, tar")
+    text = "a dense index whose passages and embeddings are taken instead"
+    built.add_argument("--embeddings", metavar="INDEX", help=text)
+    built.add_argument("--kind", choices=("accelerator", "bm25", "scann"), required=True)
     built.add_argument("--out", required=True, metavar="DIR", help="directory of the index")
     built.add_argument("--tokenizer", choices=("default", "elasticsearch"), help="of bm25")
     built.add_argument("--storage", choices=("bfloat16", "int8"), help="of embeddings on disk (bfloat16)")
     built.add_argument("--skip", action="store_true", help="leave out and count passages that would be refused")
+    with_target(built)
     with_embedder(built, f"default {DEFAULT_EMBEDDER}")
 
     measured = command(recall, "Recall of gold titles, as one JSON line.")
@@ -193,9 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--k", type=int, default=5)
     for made in (measured, asked):
         made.add_argument("--index", required=True, metavar="DIR")
-        made.add_argument(
-            "--recall-target", type=float, metavar="SHARE", help="let an accelerator search approximately (0 to 1)"
-        )
+        with_target(made)
         with_embedder(made, "default: the one the index was built with")
     return parser
 

@@ -66,6 +66,11 @@ def compressed(vectors: np.ndarray, storage: Storage) -> Embeddings:
     return Embeddings(integers, scales)
 
 
+def encoded_rows(folder: Path) -> int:
+    """How many an earlier start has embedded."""
+    return read_json(folder / PROGRESS)["rows"] if (folder / PROGRESS).exists() else 0
+
+
 def encode(
     passages: Sequence[Passage],
     embedder: "Embedder",
@@ -74,7 +79,7 @@ def encode(
     on_rows: Callable[[int], None] = lambda done: None,
 ) -> Embeddings:
     """Embed what is not embedded yet. A chunk counts once its bytes are on disk and `encoded.json` says so."""
-    done = read_json(folder / PROGRESS)["rows"] if (folder / PROGRESS).exists() else 0
+    done = encoded_rows(folder)
     widths = {_file(folder, storage): embedder.dimension * DTYPES[storage].itemsize}
     if storage == "int8":
         widths[folder / SCALES] = np.dtype(np.float32).itemsize

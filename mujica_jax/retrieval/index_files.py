@@ -86,7 +86,7 @@ def commit(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     names = sorted(
         str(path.relative_to(folder))
         for path in folder.rglob("*")
-        if path.is_file() and path.name not in (PLAN, MANIFEST, LOCK)
+        if path.is_file() and path.name not in (PLAN, MANIFEST) and not path.name.startswith(".")
     )
     files = []
     for name in names:

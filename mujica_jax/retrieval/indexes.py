@@ -5,6 +5,8 @@ open_index(folder)
 """
 
 import dataclasses
+import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,13 +17,14 @@ from mujica_jax.retrieval import index_files
 from mujica_jax.retrieval.bm25 import Bm25Index, Tokeniser
 from mujica_jax.retrieval.corpus import Passage, Skipped, stream_corpus
 from mujica_jax.retrieval.embedders import EmbedderFolder, find_embedder
-from mujica_jax.retrieval.embeddings import Embeddings, Storage, encode, open_embeddings
+from mujica_jax.retrieval.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
 from mujica_jax.retrieval.passages import FILE, PassageFile, write_passages
 
-Kind = Literal["accelerator", "bm25"]
+Kind = Literal["accelerator", "bm25", "scann"]
 Hits = list[tuple[int, float]]  # positions and scores, best first
 
-COUNTS, BM25_FOLDER = "corpus.json", "bm25"
+COUNTS, BM25_FOLDER, SCANN_FOLDER = "corpus.json", "bm25", "scann"
+DENSE_PLAN = ("corpus", "skip", "embedder", "embedder_version", "dimension", "storage")  # what embeddings depend on
 
 
 class Index(Protocol):
@@ -52,16 +55,25 @@ class Recipe:
     """What an index is made of."""
 
     kind: Kind
-    corpus: tuple[str, ...]
+    corpus: tuple[str, ...] = ()
+    source: str | None = None  # an index whose passages and embeddings are taken, instead of a corpus and an embedder
     skip: bool = False  # leave out bad passages and count them, instead of refusing the corpus
     tokeniser: Tokeniser = "default"  # bm25 only
     embedder: EmbedderFolder | None = None  # all others
     storage: Storage = "bfloat16"
+    recall_target: float | None = None  # accelerator only: search approximately
 
     def plan(self) -> dict[str, Any]:
         """All that the content of the index depends on."""
-        files = [{"name": Path(path).name, **_file(path)} for path in self.corpus]
-        plan: dict[str, Any] = {"kind": self.kind, "corpus": files, "skip": self.skip}
+        plan: dict[str, Any] = {"kind": self.kind}
+        if self.kind == "accelerator":
+            plan |= {"recall_target": self.recall_target}
+        if self.source is not None:
+            taken = index_files.read_manifest(self.source)
+            if taken["kind"] == "bm25":
+                raise UserError(f"the index {self.source} is of kind bm25 and has no embeddings: give a dense one")
+            return plan | {name: taken[name] for name in DENSE_PLAN}
+        plan |= {"corpus": [{"name": Path(path).name, **_file(path)} for path in self.corpus], "skip": self.skip}
         if self.embedder is None:
             return plan | {"tokeniser": self.tokeniser}
         return plan | {
@@ -79,6 +91,8 @@ def build(folder: Path, recipe: Recipe, reporter: Reporter) -> tuple[dict[str, A
         if finished:
             return index_files.read_manifest(folder), True
         began = time.monotonic()
+        if recipe.source is not None:
+            _take(Path(recipe.source), folder)
         counts = _write_corpus(folder, recipe, reporter)
         passages = PassageFile(folder / FILE)
         about: dict[str, Any] = {**plan, **counts}
@@ -86,7 +100,9 @@ def build(folder: Path, recipe: Recipe, reporter: Reporter) -> tuple[dict[str, A
             with reporter.stage("indexing words", None, "passages"):
                 Bm25Index(passages, recipe.tokeniser).save(folder / BM25_FOLDER)
         else:
-            _embed(folder, passages, recipe, reporter)
+            embeddings = _embed(folder, passages, plan, recipe, reporter)
+            if recipe.kind == "scann":
+                about["scann"] = _partition(folder, embeddings, reporter)
         about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
         return index_files.commit(folder, about), False
 
@@ -106,13 +122,26 @@ def open_index(folder: str | Path, embedder: EmbedderFolder | None = None, recal
     if manifest["kind"] == "bm25":
         return Bm25Index.load(folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"])
 
-    from mujica_jax.retrieval.accelerator import AcceleratorSearch
     from mujica_jax.retrieval.dense import DenseIndex
 
     embedder = find_embedder(manifest["embedder"]) if embedder is None else embedder
     check_embedder(folder, manifest, embedder)
-    vectors = AcceleratorSearch(_embeddings(folder, manifest), recall_target=recall_target)
-    return DenseIndex(passages, embedder.load(), vectors, version=manifest["version"])
+    version = manifest["version"]
+    if manifest["kind"] == "scann":
+        if recall_target is not None:
+            raise UserError(
+                f"a recall target is given and the index {folder} is of kind scann, which has its own: leave it out"
+            )
+        from mujica_jax.retrieval.scann_search import ScannParameters, ScannSearch
+
+        vectors = ScannSearch.load(folder / SCANN_FOLDER, len(passages), ScannParameters(**manifest["scann"]))
+    else:
+        from mujica_jax.retrieval.accelerator import AcceleratorSearch
+
+        target = manifest["recall_target"] if recall_target is None else recall_target
+        version += "" if recall_target is None else f"-{recall_target}"
+        vectors = AcceleratorSearch(_embeddings(folder, manifest), recall_target=target)
+    return DenseIndex(passages, embedder.load(), vectors, version=version)
 
 
 def read_kind(folder: str | Path) -> str:
@@ -151,10 +180,41 @@ def _write_corpus(folder: Path, recipe: Recipe, reporter: Reporter) -> dict[str,
     return counts
 
 
-def _embed(folder: Path, passages: PassageFile, recipe: Recipe, reporter: Reporter) -> Embeddings:
-    assert recipe.embedder is not None, "dense indexes have an embedder"
+def _embed(
+    folder: Path, passages: PassageFile, plan: Mapping[str, Any], recipe: Recipe, reporter: Reporter
+) -> Embeddings:
+    if encoded_rows(folder) == len(passages):  # an embedder need not be loaded
+        return open_embeddings(folder, len(passages), plan["dimension"], plan["storage"])
+    assert recipe.embedder is not None, "what is taken from another index is whole"
     with reporter.stage("embedding", len(passages), "passages") as done:
         return encode(passages, recipe.embedder.load(_data_mesh()), folder, recipe.storage, done)
+
+
+def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict[str, Any]:
+    """ScaNN's files take their place when all of them are written. Returns the parameters."""
+    from mujica_jax.retrieval.scann_search import ScannSearch, parameters_for
+
+    parameters, unfinished = parameters_for(len(embeddings)), folder / f".{SCANN_FOLDER}.new"
+    if not (folder / SCANN_FOLDER).exists():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with reporter.stage("building ScaNN's partitions", len(embeddings), "passages") as done:
+            ScannSearch.build(embeddings, parameters).save(unfinished)
+            done(len(embeddings))
+        unfinished.replace(folder / SCANN_FOLDER)
+    return dataclasses.asdict(parameters)
+
+
+def _take(source: Path, folder: Path) -> None:
+    """Passages and embeddings of another index, without a copy where the file system can; its counts before its passages."""
+    for path in (*source.glob("embeddings.*"), source / PROGRESS, source / COUNTS, source / FILE):
+        if not (folder / path.name).exists():
+            unfinished = folder / f".{path.name}.new"
+            unfinished.unlink(missing_ok=True)
+            try:
+                os.link(path, unfinished)
+            except OSError:
+                shutil.copyfile(path, unfinished)
+            unfinished.replace(folder / path.name)
 
 
 def _embeddings(folder: Path, manifest: Mapping[str, Any]) -> Embeddings:
