@@ -4,6 +4,7 @@
     python -m mujica_jax.index build --embeddings INDEX --kind scann --out DIR
     python -m mujica_jax.index recall --index DIR --questions FILE [--k 2 5 20]
     python -m mujica_jax.index query --index DIR "Who directed The Purple Shore?"
+    python -m mujica_jax.index serve --index DIR --host 0.0.0.0 --port 8600
 
 `recall` prints one JSON line: the mean share of a question's gold titles (`supporting_facts`) among the titles of its first k passages, in
 percent. docs/retrieval.md has the formats, the embedders and the measured numbers.
@@ -12,6 +13,7 @@ percent. docs/retrieval.md has the formats, the embedders and the measured numbe
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -127,6 +129,31 @@ def query(given: argparse.Namespace) -> None:
         print(json.dumps(found, ensure_ascii=False))
 
 
+def serve(given: argparse.Namespace) -> None:
+    from mujica_jax.retrieval.hits_cache import HitsCache, cache_folder
+    from mujica_jax.retrieval.indexes import read_kind
+    from mujica_jax.retrieval.retriever import IndexRetriever
+    from mujica_jax.retrieval.service import make_app, make_server, open_port
+
+    kind = read_kind(given.index)
+    opened = open_port(given.host, given.port)
+    with contextlib.closing(opened):
+        index = _opened(given)
+        retriever = IndexRetriever(
+            index,
+            cache=None if kind == "bm25" else HitsCache(cache_folder(), index.version),
+            most_waiting=given.most_waiting,
+            deadline_seconds=given.deadline_seconds,
+        )
+        host, port = opened.getsockname()[:2]
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        print(f"serving {given.index} (version {index.version}) at http://{address}", flush=True)
+        for number in (signal.SIGTERM, signal.SIGINT):  # the server ends by them, and then sends them on
+            signal.signal(number, lambda *_: None)
+        make_server(make_app(retriever, kind)).run(sockets=[opened])
+    print(retriever.statistics.sentence(), flush=True)
+
+
 class _Reported:
     """Tells the console how far a build is."""
 
@@ -215,7 +242,12 @@ def _parser() -> argparse.ArgumentParser:
     asked = command(query, "The passages found for one query, as JSON lines.")
     asked.add_argument("text", metavar="QUERY")
     asked.add_argument("--k", type=int, default=5)
-    for made in (measured, asked):
+    served = command(serve, "An HTTP service: POST /search, GET /healthz, GET /metrics.")
+    served.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1; 0.0.0.0 for other hosts)")
+    served.add_argument("--port", type=int, default=8600)
+    served.add_argument("--most-waiting", type=int, default=1024, help="queries in line before others get 429")
+    served.add_argument("--deadline-seconds", type=float, default=30.0, help="for one query")
+    for made in (measured, asked, served):
         made.add_argument("--index", required=True, metavar="DIR")
         with_target(made)
         with_embedder(made, "default: the one the index was built with")

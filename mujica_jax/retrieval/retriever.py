@@ -53,6 +53,7 @@ class Health:
     version: str  # of the index
     passages: int
     seconds: float  # that one search took
+    kind: str = ""  # of the index, where a service says it
 
 
 class Retriever(Protocol):

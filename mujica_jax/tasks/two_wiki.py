@@ -22,13 +22,14 @@ from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Question
 from mujica_jax.retrieval.bm25 import Bm25Index
+from mujica_jax.retrieval.client import open_remote
 from mujica_jax.retrieval.corpus import Passage, read_corpus
 from mujica_jax.retrieval.embedders import find_embedder
 from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
 from mujica_jax.retrieval.hits_cache import HitsCache, cache_folder
 from mujica_jax.retrieval.indexes import Index, open_index, read_kind
 from mujica_jax.retrieval.passages import PassageFile
-from mujica_jax.retrieval.retriever import IndexRetriever
+from mujica_jax.retrieval.retriever import IndexRetriever, Retriever
 from mujica_jax.tasks.chains import answer_from_evidence, follows_from_evidence
 from mujica_jax.tasks.demonstrations import CopyPlan, Demonstrations, copy_plan, renamed_copy
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
@@ -217,8 +218,8 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
             f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set augmented_copies "
             "to 0 or environment to graph"
         )
-    index = _index(config)
-    gold = _titled(index.passages, {title for record in records for title in record.titles})
+    retriever, passages = _retriever(config)
+    gold = _titled(passages, {title for record in records for title in record.titles})
     titles = {passage.title for passage in gold}
     sample = {
         record.id
@@ -237,10 +238,17 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
         if record.id in sample and record.titles and titles.issuperset(record.titles)
     ]
     _refuse_none(questions, config, "gold passages in the corpus")
+    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions, gold)
+
+
+def _retriever(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
+    """What is searched, and the passages in which questions have their gold ones."""
+    if config.index is not None and config.index.startswith(("http://", "https://")):
+        return open_remote(config.index, config.retriever), _corpus(config)
+    index = _index(config)
     in_memory = config.index is None
     cache = None if in_memory else HitsCache(cache_folder(), index.version)
-    retriever = IndexRetriever(index, inline=in_memory, cache=cache)
-    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions, gold)
+    return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
 
 
 def _index(config: TwoWikiConfig) -> Index:
@@ -251,7 +259,7 @@ def _index(config: TwoWikiConfig) -> Index:
                 "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index build --corpus "
                 f"FILE --kind accelerator --embedder {config.embedder} --out DIR` and give --task.index DIR"
             )
-        return Bm25Index(read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages")), "default")
+        return Bm25Index(_corpus(config), "default")
     kind = read_kind(config.index)
     if (kind == "bm25") != (config.retriever == "bm25"):
         raise UserError(
@@ -264,6 +272,10 @@ def _index(config: TwoWikiConfig) -> Index:
             f"top_k is {config.top_k} and the index {config.index} holds {len(index.passages):,} passages: lower top_k"
         )
     return index
+
+
+def _corpus(config: TwoWikiConfig) -> list[Passage]:
+    return read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))
 
 
 def _titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:
