@@ -2,6 +2,7 @@
 
     python -m mujica_jax.index build --corpus FILE [FILE ...] --kind scann|accelerator|bm25 [--embedder NAME] --out DIR
     python -m mujica_jax.index build --embeddings INDEX --kind scann --out DIR
+    python -m mujica_jax.index estimate --corpus FILE [FILE ...] --kind KIND [--passages N]
     python -m mujica_jax.index recall --index DIR --questions FILE [--k 2 5 20]
     python -m mujica_jax.index query --index DIR "Who directed The Purple Shore?"
     python -m mujica_jax.index serve --index DIR --host 0.0.0.0 --port 8600
@@ -12,6 +13,7 @@ percent. docs/retrieval.md has the formats, the embedders and the measured numbe
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import signal
 import sys
@@ -84,6 +86,26 @@ def build(given: argparse.Namespace) -> None:
     progress.line(
         f"{given.out}: {manifest['passages']:,} passages, version {manifest['version']}{' (was there already)' * found}"
     )
+
+
+def estimate(given: argparse.Namespace) -> None:
+    from mujica_jax.retrieval import estimates, indexes
+    from mujica_jax.retrieval.corpus import Skipped, stream_corpus
+    from mujica_jax.retrieval.embedders import find_embedder
+
+    recipe = indexes.Recipe(
+        kind=given.kind,
+        corpus=tuple(given.corpus),
+        tokeniser=given.tokenizer or "default",
+        embedder=find_embedder(given.embedder or DEFAULT_EMBEDDER, given.prefixes) if given.kind != "bm25" else None,
+        storage=given.storage or "bfloat16",
+    )
+    sample, passages = estimates.count_and_sample(stream_corpus(recipe.corpus, Skipped()), given.passages)
+    if not sample or passages < 1:
+        raise UserError(
+            f"{', '.join(recipe.corpus)}: {len(sample)} passages were read and {passages} are asked for: give at least one"
+        )
+    print(json.dumps(dataclasses.asdict(estimates.estimate(recipe, sample, passages))))
 
 
 def recall(given: argparse.Namespace) -> None:
@@ -222,17 +244,22 @@ def _parser() -> argparse.ArgumentParser:
         text = "let the accelerator search approximately: the share of the k best that it should find"
         made.add_argument("--recall-target", type=_share, metavar="SHARE", help=text)
 
+    estimated = command(estimate, "Bytes and seconds that an index will take, as one JSON line.")
+    estimated.add_argument("--corpus", nargs="+", required=True, metavar="FILE")
+    estimated.add_argument("--passages", type=int, help="as if it had so many (default: all are counted)")
     built = command(build, "Build an index of a corpus. A killed build goes on with the same command.")
     built.add_argument("--corpus", nargs="+", metavar="FILE", help="JSON arrays, JSON Lines, Parquet, tar")
     text = "a dense index whose passages and embeddings are taken instead"
     built.add_argument("--embeddings", metavar="INDEX", help=text)
-    built.add_argument("--kind", choices=("accelerator", "bm25", "scann"), required=True)
     built.add_argument("--out", required=True, metavar="DIR", help="directory of the index")
-    built.add_argument("--tokenizer", choices=("default", "elasticsearch"), help="of bm25")
-    built.add_argument("--storage", choices=("bfloat16", "int8"), help="of embeddings on disk (bfloat16)")
+    for made in (built, estimated):
+        made.add_argument("--kind", choices=("accelerator", "bm25", "scann"), required=True)
+        made.add_argument("--tokenizer", choices=("default", "elasticsearch"), help="of bm25")
+        made.add_argument("--storage", choices=("bfloat16", "int8"), help="of embeddings on disk (bfloat16)")
     built.add_argument("--skip", action="store_true", help="leave out and count passages that would be refused")
     with_target(built)
-    with_embedder(built, f"default {DEFAULT_EMBEDDER}")
+    for made in (built, estimated):
+        with_embedder(made, f"default {DEFAULT_EMBEDDER}")
 
     measured = command(recall, "Recall of gold titles, as one JSON line.")
     measured.add_argument(

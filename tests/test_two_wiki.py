@@ -305,6 +305,22 @@ def test_a_crowded_entity_shows_what_shares_words_with_the_query():
     assert search(roomy, "date of death", Entity(id="Q1", label="Ann"))[0].text == "Ann, place of birth, Rome"
 
 
+def test_a_crowded_entity_shows_what_the_embedder_finds_nearest(folder, tmp_path):
+    embedder = tiny_embedder(tmp_path / "embedder")
+    rows = [f"Ann\trelation\tword{n}\tQ1\t" for n in range(12)]
+    with open(folder / "triples.tsv", "a") as file:
+        file.write("\n".join(rows) + "\n")
+    changes = {"retriever": "dense", "embedder": str(embedder), "top_k": 3}
+    task = two_wiki.build(config(folder, **changes))
+    found = [material.text for material in search(task.environment, "word7", Entity(id="Q1", label="Ann"))]
+    by_words = two_wiki.build(config(folder, top_k=100))
+    texts = [material.text for material in search(by_words.environment, "word7", Entity(id="Q1", label="Ann"))]
+    assert len(texts) >= 12
+    model = find_embedder(str(embedder)).load()
+    scores = model.embed(texts, "passage") @ model.embed(["word7"], "query")[0]
+    assert found == [texts[place] for place in (-scores).argsort(kind="stable")[:3]]
+
+
 def test_an_unknown_entity_has_no_materials_and_none_is_a_typed_error():
     environment = GraphEnvironment(TripleGraph([]), top_k=3)
     assert search(environment, "x", Entity(id="Q9", label="X")) == ()

@@ -32,6 +32,7 @@ from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import MetricsLog, Phase, Progress
 from mujica_jax.rewards import f1_reward
+from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.packing import PackedRows
@@ -274,6 +275,9 @@ class Run:
             )
             result = PhaseResult(phase=phase, forward_tokens=forward_tokens, trained_slots=trained_slots)
             self._write_scores(name, scores)
+            if isinstance(self.task.environment, TextEnvironment):
+                statistics = self.task.environment.retriever.statistics
+                self.metrics.write(f"{name}/retrieval", version, dataclasses.asdict(statistics))
             self.store.write_json_once(file, dataclasses.asdict(result))
         found = self.store.read_json(file)
         return PhaseResult(**{**found, "phase": Phase(**found["phase"])})

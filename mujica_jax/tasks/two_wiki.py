@@ -14,7 +14,7 @@ import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from mujica_jax.config import TwoWikiConfig
@@ -24,6 +24,7 @@ from mujica_jax.records import Entity, Question
 from mujica_jax.retrieval.bm25 import Bm25Index
 from mujica_jax.retrieval.client import open_remote
 from mujica_jax.retrieval.corpus import Passage, read_corpus
+from mujica_jax.retrieval.dense import nearest
 from mujica_jax.retrieval.embedders import find_embedder
 from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
 from mujica_jax.retrieval.hits_cache import HitsCache, cache_folder
@@ -178,7 +179,7 @@ def build(config: TwoWikiConfig) -> TwoWiki:
     graph = TripleGraph(with_known_ids(_read_graph(config.data_dir), records))
     questions = [question for record in records if (question := graph_question(record, graph)) is not None]
     _refuse_none(questions, config, "evidences and entity_ids")
-    return TwoWiki(config, GraphEnvironment(graph, config.top_k), questions)
+    return TwoWiki(config, GraphEnvironment(graph, config.top_k, _ranked(config)), questions)
 
 
 def is_held_out(question_id: str, hold_out_percent: int) -> bool:
@@ -249,6 +250,14 @@ def _retriever(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
     in_memory = config.index is None
     cache = None if in_memory else HitsCache(cache_folder(), index.version)
     return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
+
+
+def _ranked(config: TwoWikiConfig) -> Callable[[str, Sequence[str]], list[int]] | None:
+    """How an entity's triples are ordered where they are more than `top_k`; None: by the words they share with the query."""
+    if config.retriever == "bm25":
+        return None
+    embedder = find_embedder(config.embedder).load()
+    return lambda query, texts: [place for place, _ in nearest(embedder, query, texts, len(texts))]
 
 
 def _index(config: TwoWikiConfig) -> Index:
