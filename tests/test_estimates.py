@@ -9,6 +9,7 @@ from tiny_embedder import tiny_embedder, write_corpus
 from mujica_jax import index
 
 PASSAGES = 1500
+SMALL_BYTES = 50_000  # codebooks and configurations, whatever the size of the corpus
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,10 @@ def test_the_disk_is_as_full_as_estimated(folder, capsys, kind, extra):
         return sum(file["bytes"] for file in files if file["name"].startswith(beginnings))
 
     built = {"passages": of("passages."), "words": of("bm25/"), "embeddings": of("embeddings."), "scann": of("scann/")}
-    assert found["disk_bytes"] == pytest.approx({name: size for name, size in built.items() if size}, rel=0.1)
-    assert found["searching_bytes"] <= 1.1 * max(built["words"], built["embeddings"], built["scann"])
+    assert found["disk_bytes"] == pytest.approx(
+        {name: size for name, size in built.items() if size}, rel=0.1, abs=SMALL_BYTES
+    )
+    assert found["searching_bytes"] <= 1.1 * max(built["words"], built["embeddings"], built["scann"]) + SMALL_BYTES
 
 
 def test_a_number_of_passages_takes_the_place_of_counting(folder, capsys):
