@@ -1,7 +1,7 @@
 # make install   a virtual environment in .venv with everything (a second call does nothing)
 # make train     install, then a training run:   make train ARGS="configs/two_wiki_kg_nano.py --seed 1"
 # make test      install, then the tests:        make test ARGS="tests/test_report.py -k tree"
-# make test-slow what takes longer: a kill between any two writes; eight devices against one; programs of 7B and 8B models compiled for TPUs
+# make test-slow what takes longer: kills and SIGTERM in every phase; eight devices against one; programs of 7B and 8B models compiled for TPUs
 # make lint      install, then ruff and pyright
 # make clean     remove .venv and all caches; runs/ stays
 #

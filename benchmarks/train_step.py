@@ -3,14 +3,9 @@
     python benchmarks/train_step.py DIRECTORY [--rows 4] [--row-tokens 512] [--dtype float32] [--attention auto] [--remat auto]
 
 DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. The rows are packed from
-conversations of uneven length of which a third is trained, as an agent's are. The floating-point operations of a step are counted by
-formula, without what is recomputed:
-
-    slots x 6 x weights of the layers                   (a multiply-add is two, the backward pass twice the forward pass)
-    + trained tokens x 6 x weights of the head          (untrained positions never meet the head)
-    + 12 x layers x heads x head_dim x sum over conversations of length x (length + 1) / 2
-
-so the share falls with padding, with attention across conversations, and with everything that is no matrix product.
+conversations of uneven length of which a third is trained, as an agent's are. The floating-point operations of a step are counted by the
+formula of `mujica_jax/models/operations.py`, so the share falls with padding, with attention across conversations, and with everything that
+is no matrix product.
 """
 
 import argparse
@@ -28,15 +23,14 @@ from mujica_jax.config import TrainerConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import Trainer
+from mujica_jax.models.chips import measured_operations
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.host_memory import keep_freed_memory
-from mujica_jax.models.layers import block_weights
+from mujica_jax.models.operations import attended_pairs, training_operations
 from mujica_jax.models.weights import load_config
 from mujica_jax.records import Conversation, Turn
-from mujica_jax.trajectories.packing import PackedRows, pack
-
-MATMUL_SIZE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
+from mujica_jax.trajectories.packing import pack
 
 
 def median_seconds(call, repeats: int) -> float:
@@ -47,14 +41,6 @@ def median_seconds(call, repeats: int) -> float:
         call()
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
-
-
-def matmul_peak(dtype: str, repeats: int) -> float:
-    """Operations a second of one large square product."""
-    size = MATMUL_SIZE[jax.default_backend()]
-    matrix = jnp.ones((size, size), jnp.dtype(dtype))
-    product = jax.jit(lambda matrix: matrix @ matrix)
-    return 2 * size**3 / median_seconds(lambda: product(matrix).block_until_ready(), repeats)
 
 
 def conversations(model: DecoderConfig, tokens: int, longest: int) -> list[Conversation]:
@@ -72,19 +58,6 @@ def conversations(model: DecoderConfig, tokens: int, longest: int) -> list[Conve
         found.append(Conversation(role="single", turns=turns))
         total += length
     return found
-
-
-def model_operations(model: DecoderConfig, rows: PackedRows, chosen: np.ndarray) -> float:
-    in_layers = model.num_layers * sum(int(np.prod(weight.shape)) for weight in block_weights(model) if weight.inputs)
-    segments = rows.segment_ids[chosen]
-    lengths = [np.bincount(row[row > 0])[1:] for row in segments]
-    pairs = sum(float(np.sum(of_row * (of_row + 1) / 2)) for of_row in lengths)
-    trained = int(rows.loss_mask[chosen].sum())
-    return (
-        6.0 * segments.size * in_layers
-        + 6.0 * trained * model.vocab_size * model.hidden_size
-        + 12.0 * model.num_layers * model.num_heads * model.head_dim * pairs
-    )
 
 
 def main() -> int:
@@ -126,8 +99,13 @@ def main() -> int:
         metrics["loss"].block_until_ready()
 
     seconds = median_seconds(step, given.repeats)
-    peak = matmul_peak(given.dtype, given.repeats)
-    operations = model_operations(model, rows, chosen)
+    peak = measured_operations(jax.default_backend(), given.dtype)
+    operations = training_operations(
+        model,
+        slots=chosen.size * given.row_tokens,
+        trained_tokens=int(rows.loss_mask[chosen].sum()),
+        pairs=attended_pairs(rows.segment_ids[chosen]),
+    )
     tokens = int(np.sum(rows.segment_ids[chosen] > 0))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     print(

@@ -1,12 +1,11 @@
-"""2WikiMultihopQA over passages, with a checkpoint of 7 to 8 billion parameters on 32 chips (v5e:4x8).
+"""2WikiMultihopQA over passages, with Qwen2.5-7B on 32 chips (v5e:4x8).
 
     python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind accelerator --out INDEX
     python -m mujica_jax.train configs/two_wiki_text_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX
 
-The training steps of Qwen2.5-7B, Qwen3-8B and Llama-3.1-8B compile for this topology and fit, and so does the engine on four of its
-chips, for Qwen2.5-7B has four heads of keys (`tests/test_tpu_compile.py`). A whole run there is still to come. Questions, attempts and
-learning rates are those of the Mujica-MyGO paper, and so is the embedder, bge-large-en-v1.5. The `model` section is not read with
---init.
+The training step compiles for this topology and fits, and so does the engine on four of its chips, for Qwen2.5-7B has four heads of keys
+(`tests/test_tpu_compile.py`). A whole run there is still to come. Questions, attempts and learning rates are those of the Mujica-MyGO
+paper, and so is the embedder, bge-large-en-v1.5. The `model` section is not read with --init.
 """
 
 from mujica_jax.config import (

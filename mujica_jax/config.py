@@ -99,11 +99,25 @@ class TrainerConfig:
     b1: float = 0.9
     b2: float = 0.95
     clip_norm: float = 1.0  # global gradient norm
+    # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations above its running mean.
+    spike_deviations: float = 0.0
+    # Updates that the running mean looks back on; before there are as many none is skipped.
+    spike_window_steps: int = 64
+    most_skips_in_a_row: int = 8  # one more ends the run
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
     # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole layers. auto: none up
     # to four layers, full beyond.
     remat: Literal["auto", "none", "dots", "full"] = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"  # compute type; parameters and optimiser state stay float32
+    # Type of the computation; what is kept between steps has the two types below.
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # What the weights are kept in. bfloat16 halves them and rounds every update at random, so that small ones count on average.
+    parameter_dtype: Literal["float32", "bfloat16"] = "float32"
+    # What Adam keeps its mean of gradients in; its mean of squares stays float32, where changes below 1/256 would be lost.
+    first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    # Parts of rows_per_step that go through the model one after the other before the update: less memory, the same result.
+    accumulation_steps: int = 1
+    z_loss: float = 0.0  # weight of the squared log-normaliser in the loss; 1e-4 is usual where bfloat16 logits drift
+    keep_checkpoints: int = 1  # newest checkpoints of a phase that stay
     # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init` (needs the extra `qwix`).
     lora_rank: int = 0
     lora_alpha: float = 32.0  # what adapters compute counts alpha / rank times
@@ -160,6 +174,27 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """What a run tells of itself, beside metrics.jsonl, which is always written (docs/metrics.md). May change at a restart."""
+
+    every_steps: int = 10  # learning steps between two lines
+    tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory
+    # Also to Weights & Biases (needs the extra `wandb`). offline: files in the run directory, for `wandb sync`.
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "mujica_jax"
+    compared_conversations: int = 64  # of each round, scored by the trainer to compare it with the engine; 0: none
+    port: int = 0  # serve what the engine does as Prometheus's text at http://127.0.0.1:PORT/metrics; 0: not at all
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """A window of learning steps under JAX's profiler, written into the run directory (docs/metrics.md). May change at a restart."""
+
+    steps: tuple[int, int] | None = None  # the first and the last step traced, as in `--profile.steps 20 25`
+    phase: str | None = None  # the phase they are of, as in "round 1" (default: the first that trains them)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
     """A model behind an OpenAI-compatible endpoint, evaluated instead of a checkpoint."""
 
@@ -176,6 +211,18 @@ class RemoteConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several processes as one job: the same command on every host, with its own number. A TPU pod needs none of it."""
+
+    # Host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host.
+    coordinator: str | None = None
+    processes: int = 1  # how many there are
+    process: int = 0  # which one this is, from 0; it is the only field that differs between hosts
+    deadline_seconds: float = 60.0  # how long the start waits for all, and after which silence one of them is lost
+    barrier_seconds: float = 3600.0  # how long one waits for others that are alive and have more to do
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     name: str  # names the default run directory
     task: TaskConfig
@@ -187,6 +234,9 @@ class Config:
     warmup: WarmupConfig
     mygo: MygoConfig
     eval: EvalConfig
+    distributed: DistributedConfig = DistributedConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
     init: str | None = None  # Hugging Face directory to start from instead of a random model
     seed: int = 0
-    run: str | None = None  # run directory; an existing one is resumed (default runs/<name>-<time>)
+    run: str | None = None  # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)

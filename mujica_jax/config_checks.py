@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from mujica_jax.config import AgentConfig, Config, RemoteConfig, TrainerConfig
+from mujica_jax.config import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
 LEAST: Mapping[str, int | float] = {  # smallest value of a field
@@ -32,6 +32,12 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "trainer.row_tokens": 2,
     "trainer.rows_per_step": 1,
     "trainer.weight_decay": 0,
+    "trainer.spike_deviations": 0,
+    "trainer.spike_window_steps": 2,
+    "trainer.most_skips_in_a_row": 1,
+    "trainer.accumulation_steps": 1,
+    "trainer.z_loss": 0,
+    "trainer.keep_checkpoints": 1,
     "trainer.lora_rank": 0,
     "trainer.data": 1,
     "trainer.fsdp": 1,
@@ -50,11 +56,19 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "mygo.epochs": 1,
     "mygo.replay": 0,
     "eval.questions": 1,
+    "distributed.processes": 1,
+    "distributed.process": 0,
+    "distributed.deadline_seconds": 1,
+    "distributed.barrier_seconds": 1,
+    "metrics.every_steps": 1,
+    "metrics.compared_conversations": 0,
+    "metrics.port": 0,
     "seed": 0,
 }
 ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "trainer.lora_alpha", "mygo.temperature", "eval.temperature")
 BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.oversight")  # and at least 0: shares
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
+LARGEST_PORT = 65535
 LARGEST_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
 
 
@@ -67,6 +81,8 @@ def check(config: Config) -> None:
     for name in BELOW_ONE:
         _require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
     _require(config, "seed", lambda value: value <= LARGEST_SEED, f"at most {LARGEST_SEED}")
+    _require(config, "metrics.port", lambda value: value <= LARGEST_PORT, f"at most {LARGEST_PORT}")
+    check_profile(config.profile)
     for section, steps in (("reading", config.reading.steps), ("warmup", config.warmup.steps), ("mygo", 1)):
         if steps:
             _check_rates(config, section)
@@ -83,6 +99,7 @@ def check(config: Config) -> None:
     _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
     check_limits(config.agent)
     check_rows(config.trainer)
+    check_distributed(config.distributed)
 
 
 def check_limits(agent: AgentConfig) -> None:
@@ -97,17 +114,57 @@ def check_limits(agent: AgentConfig) -> None:
 
 
 def check_rows(trainer: TrainerConfig) -> None:
-    """Every device of data x fsdp gets as many rows of a batch, and the rows have a length that the attention kernel takes."""
+    """Every device of data x fsdp gets as many rows of each part of a batch, and rows have a length that the attention kernel takes."""
     row_parts = trainer.data * trainer.fsdp
     if trainer.rows_per_step % row_parts:
         raise UserError(
             f"trainer.rows_per_step {trainer.rows_per_step} cannot be split over data x fsdp = {row_parts} devices: "
             f"use a multiple of {row_parts}"
         )
+    if trainer.rows_per_step % (row_parts * trainer.accumulation_steps):
+        raise UserError(
+            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split into trainer.accumulation_steps "
+            f"{trainer.accumulation_steps} parts of as many rows on data x fsdp = {row_parts} devices: "
+            f"use a multiple of {row_parts * trainer.accumulation_steps}"
+        )
     if trainer.attention == "splash" and trainer.row_tokens % SPLASH_LANES:
         raise UserError(
             f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and trainer.row_tokens is {trainer.row_tokens}: "
             f"use {SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)}, or trainer.attention auto"
+        )
+
+
+def check_distributed(distributed: DistributedConfig) -> None:
+    """A job is described wholly, or not at all. (A wrong address is answered when it is used, by `roll_call`.)"""
+    count, number = distributed.processes, distributed.process
+    if distributed.coordinator is None and (count > 1 or number > 0):
+        raise UserError(
+            f"distributed.processes is {count}, distributed.process {number} and there is no coordinator: give "
+            "--distributed.coordinator host:port of process 0 too, or none of them (a TPU pod needs none)"
+        )
+    if distributed.coordinator is not None and count < 2:
+        raise UserError(
+            f"distributed.coordinator is {distributed.coordinator} and distributed.processes is {count}: a job has at least 2, "
+            "and one process needs no coordinator"
+        )
+    if number >= count:
+        raise UserError(
+            f"distributed.process is {number} and distributed.processes {count}: number the processes from 0 to {count - 1}"
+        )
+
+
+def check_profile(profile: ProfileConfig) -> None:
+    """The window begins at a step and does not end before it."""
+    if profile.steps is None:
+        if profile.phase is not None:
+            raise UserError(
+                f"profile.phase is {profile.phase} and profile.steps is not given: give it too, as in --profile.steps 20 25"
+            )
+        return
+    first, last = profile.steps
+    if not 1 <= first <= last:
+        raise UserError(
+            f"profile.steps is {first} {last}: give the first step, from 1, and a last one that is not before it"
         )
 
 

@@ -92,13 +92,15 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
 
 
 def _value(hint: Any, value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
     options = (
         typing.get_args(hint)
         if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
         else (hint,)
     )
+    if isinstance(value, list) and any(typing.get_origin(option) is tuple for option in options):
+        return tuple(value)
+    if not isinstance(value, Mapping):
+        return value
     sections = [option for option in options if dataclasses.is_dataclass(option)]
     for section in sections:
         if {field.name for field in dataclasses.fields(section)} == set(value):

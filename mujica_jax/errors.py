@@ -11,3 +11,7 @@ class StoreError(UserError):
 
 class RunMismatch(UserError):
     """The run directory belongs to another configuration."""
+
+
+class StoreUnavailable(UserError):
+    """A store did not answer within its deadline. Nothing is known about its objects, so none of them counts as damaged."""

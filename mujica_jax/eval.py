@@ -27,10 +27,12 @@ from mujica_jax.config_files import from_dict, load_config, override, take_file
 from mujica_jax.errors import UserError
 from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.preemption import Preempted, Preemption
+from mujica_jax.trajectories.run_directory import run_path
 
 if TYPE_CHECKING:
     from mujica_jax.methods.scoring import ScoredGenerator
     from mujica_jax.models.tokenizer import Tokenizer
+    from mujica_jax.trajectories.run_directory import RunPath
 
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
 WANTED = "give --checkpoint a run directory or a Hugging Face directory"
@@ -40,7 +42,9 @@ WANTED = "give --checkpoint a run directory or a Hugging Face directory"
 class EvalArguments:
     """Evaluate a policy on held-out questions: what is evaluated, and the parts of a configuration that matter to it."""
 
-    checkpoint: str | None  # a run directory, or a Hugging Face directory together with a configuration name
+    checkpoint: (
+        str | None
+    )  # a run directory (local or gs://BUCKET/PREFIX), or a Hugging Face directory together with a configuration name
     policy: int | None = None  # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
     task: TaskConfig
@@ -57,12 +61,9 @@ class Checkpoint:
 
     name: str
     model: Path  # a Hugging Face directory
+    place: str  # where it comes from: the same, or the name of which it is a local copy
     version: int
-    out: Path
-
-    @property
-    def place(self) -> str:
-        return str(self.model)
+    out: "RunPath"
 
     def concurrency(self, config: Config) -> int:
         return config.engine.slots
@@ -79,7 +80,7 @@ class Checkpoint:
         return tokenizer, generator
 
     def about(self) -> dict[str, Any]:
-        return {"checkpoint": str(self.model), "policy": self.version}
+        return {"checkpoint": self.place, "policy": self.version}
 
     def closing_lines(self) -> list[str]:
         return []
@@ -114,7 +115,7 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
             f"`python -m mujica_jax.eval {HELP_CONFIG} --remote.base-url {remote} ...`"
         )
     if name is None and checkpoint is not None:
-        config = _run_config(Path(checkpoint))
+        config = _run_config(run_path(checkpoint))
     else:
         config = load_config(name or HELP_CONFIG)
     shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
@@ -138,19 +139,22 @@ def find_endpoint(given: EvalArguments, config: Config) -> Endpoint:
         raise UserError(
             f"--policy is {given.policy} and {given.remote.base_url} is no run directory: leave --policy out"
         )
-    return open_endpoint(given.remote, config, Path(given.out or "eval"))
+    return open_endpoint(given.remote, config, run_path(given.out or "eval"))
 
 
 def find_checkpoint(given: EvalArguments) -> Checkpoint:
     """The policy to evaluate, every file compared with its checksum where it belongs to a run."""
     assert given.checkpoint is not None, "only an endpoint is evaluated without one"
-    folder = Path(given.checkpoint)
+    folder = run_path(given.checkpoint)
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {WANTED}")
     if not _is_run(folder):
         if given.policy is not None:
             raise UserError(f"--policy is {given.policy} and {folder} is no run directory: leave --policy out")
-        return Checkpoint(name=str(folder), model=folder, version=0, out=Path(given.out or "eval"))
+        if not isinstance(folder, Path):
+            raise UserError(f"{folder} is no run directory, and models are read from local disk: copy it here")
+        out = run_path(given.out or "eval")
+        return Checkpoint(name=str(folder), model=folder, place=str(folder), version=0, out=out)
 
     from mujica_jax.methods.control import POLICY as CONTROL
     from mujica_jax.trajectories.store import Store
@@ -162,19 +166,27 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
     if version is None:
         raise UserError(f"{folder} has no policy yet: go on with the run until its warm-up is done")
     model = store.policy_path(version) / "model"
-    return Checkpoint(name=f"policy {version}", model=model, version=version, out=Path(given.out or folder / "eval"))
+    return Checkpoint(
+        name=f"policy {version}",
+        model=model,
+        place=str(store.policy_place(version) / "model"),
+        version=version,
+        out=folder / "eval" if given.out is None else run_path(given.out),
+    )
 
 
 def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preemption) -> None:
     """Score, print, and write the two files."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
+    from mujica_jax.inference.counters import LiveCounters
+    from mujica_jax.inference.generator import BatchedGenerator
     from mujica_jax.methods.run import make_agent
     from mujica_jax.methods.scoring import score_policy
     from mujica_jax.methods.start import build_task, check_dtypes, require_packages, use_compilation_cache
     from mujica_jax.models.host_memory import keep_freed_memory
     from mujica_jax.report import Progress, score_table
     from mujica_jax.tasks.environment import TextEnvironment
-    from mujica_jax.trajectories.objects import write_over
+    from mujica_jax.trajectories.run_directory import write_over
 
     _require_writable(policy.out)
     require_packages(config)
@@ -183,6 +195,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     use_compilation_cache()
     task = build_task(config)
     tokenizer, generator = policy.open(config)
+    live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
     progress = Progress()
     progress.line(f"{policy.name} from {policy.place}, {task.name} ({task.environment.kind})")
     scores = score_policy(
@@ -193,6 +206,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
         config=config,
         progress=progress,
         concurrency=policy.concurrency(config),
+        live=live,
         preemption=preemption,
     )
     summary = scores.summary()
@@ -218,8 +232,10 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     progress.line(f"results and predictions: {file}")
 
 
-def _require_writable(folder: Path) -> None:
-    """Asked first: an evaluation takes minutes and its results must have a place."""
+def _require_writable(folder: "RunPath") -> None:
+    """Asked first: an evaluation takes minutes and its results must have a place. (A bucket says at the first write.)"""
+    if not isinstance(folder, Path):
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -228,7 +244,7 @@ def _require_writable(folder: Path) -> None:
         raise UserError(f"cannot write into {folder}: choose another folder with --out")
 
 
-def _run_config(folder: Path) -> Config:
+def _run_config(folder: "RunPath") -> Config:
     """The configuration a run directory was begun with."""
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {WANTED}")
@@ -240,13 +256,13 @@ def _run_config(folder: Path) -> Config:
     return from_dict(Config, _json(folder / "config.json")["config"])
 
 
-def _is_run(folder: Path) -> bool:
+def _is_run(folder: "RunPath") -> bool:
     """A run's config.json holds the configuration beside versions; that of a Hugging Face directory is the model's own."""
     file = folder / "config.json"
-    return file.is_file() and isinstance(_json(file).get("config"), dict)
+    return file.exists() and isinstance(_json(file).get("config"), dict)
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _json(file: "RunPath") -> dict[str, Any]:
     try:
         value = json.loads(file.read_text())
     except ValueError as error:

@@ -8,8 +8,9 @@ Without a configuration file it trains the tiny world. The same --run directory 
 import shlex
 import sys
 import time
-from pathlib import Path
+import traceback
 
+from mujica_jax import distributed
 from mujica_jax.config import Config
 from mujica_jax.config_checks import check
 from mujica_jax.config_files import command_line
@@ -17,6 +18,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.preemption import Preempted, Preemption
 
 DEFAULT_CONFIG = "tiny_world"
+USER_ERROR = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,20 +28,30 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             config = command_line(words, default=DEFAULT_CONFIG)
             check(config)
-            directory = config.run or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+            distributed.start(config.distributed)
+            directory = config.run or distributed.told("run directory", lambda: _new_directory(config.name))
             again = words if _names_run(words) else [*words, "--run", directory]
             preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
-            train(config, Path(directory), preemption)
+            train(config, directory, preemption)
+            distributed.finish()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2
+            distributed.leave(str(error), USER_ERROR)
+            return USER_ERROR
         except Preempted as ended:
             print(f"\n{ended}", file=sys.stderr)
+            distributed.leave(str(ended), preemption.status)
             return preemption.status
+        except Exception:
+            if distributed.processes() > 1:
+                traceback.print_exc()
+                distributed.wait_for_watch()
+                distributed.leave("an error of the program, which its output shows", 1)
+            raise
     return 0
 
 
-def train(config: Config, directory: Path, preemption: Preemption) -> None:
+def train(config: Config, directory: str, preemption: Preemption) -> None:
     """The whole run. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.methods.control import run_control
@@ -47,8 +59,9 @@ def train(config: Config, directory: Path, preemption: Preemption) -> None:
     from mujica_jax.methods.start import open_training
     from mujica_jax.methods.warmup import warm_up
     from mujica_jax.report import Summary, closing_table, question_tree, summary_dict
+    from mujica_jax.trajectories.run_directory import run_path
 
-    with open_training(config, directory, preemption) as run:
+    with open_training(config, run_path(directory), preemption) as run:
         state, warmed, demonstrations = warm_up(run)
         _, rounds = run_mygo(run, state, demonstrations.rewarded)
         control = [run_control(run, state, demonstrations.rows, rounds)] if config.eval.control else []
@@ -60,11 +73,16 @@ def train(config: Config, directory: Path, preemption: Preemption) -> None:
             phases=phases,
             seconds=sum(phase.seconds for phase in phases),
         )
-        run.store.write_json_once("summary.json", summary_dict(summary))
+        if distributed.is_first():
+            run.store.write_json_once("summary.json", summary_dict(summary))
         run.progress.show(closing_table(phases))
         if solved := run.solved_question(phases[-1].name):
             run.progress.show(question_tree(*solved))
         run.progress.line(f"policies, predictions and metrics: {directory}")
+
+
+def _new_directory(name: str) -> str:
+    return f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _names_run(words: list[str]) -> bool:

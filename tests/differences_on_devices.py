@@ -120,6 +120,13 @@ def main() -> None:
     (states, scores), (others, other_scores) = trained(**LORA), trained(**LORA, data=2, fsdp=2, tensor=2)
     found["LoRA, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
     found["LoRA, data 2 x fsdp 2 x tensor 2: log-probabilities"] = apart(scores, other_scores)
+    z_loss = {"z_loss": 0.1}
+    (states, scores), (others, other_scores) = (
+        trained(**z_loss),
+        trained(**z_loss, accumulation_steps=2, data=2, fsdp=2),
+    )
+    found["z-loss, in two parts, data 2 x fsdp 2: state"] = max(map(apart, states, others))
+    found["z-loss, in two parts, data 2 x fsdp 2: log-probabilities"] = apart(scores, other_scores)
     one = splash((1, 1, 1))
     for axes in ((2, 1, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)):
         found[f"splash {axes}"] = apart(one, splash(axes))

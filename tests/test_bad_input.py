@@ -35,7 +35,8 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
 from mujica_jax.preemption import Preemption
 from mujica_jax.records import Conversation, Turn
-from mujica_jax.report import MetricsLog, metrics_log
+from mujica_jax.report import MetricsLog
+from mujica_jax.trajectories import run_directory
 from mujica_jax.trajectories.objects import require_space
 from mujica_jax.trajectories.store import Store, open_run
 
@@ -398,7 +399,7 @@ def test_a_full_disk_ends_the_metrics_with_a_sentence(tmp_path, monkeypatch):
         def write(self, data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(metrics_log, "FileIO", Full)
+    monkeypatch.setattr(run_directory, "FileIO", Full)
     with MetricsLog(tmp_path) as log, pytest.raises(UserError, match=r"metrics\.jsonl: no space is left there"):
         log.write("warm-up", 1, {"loss": 1.0})
 

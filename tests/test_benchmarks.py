@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from packed_rows import MODEL, conversation, tiny_decoder
+from packed_rows import MODEL, tiny_decoder
 
 from mujica_jax.models.weights import save_checkpoint
-from mujica_jax.trajectories.packing import pack
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,15 +38,6 @@ def test_importing_peaks_below_1_3_times_the_weights(tmp_path):
     assert 1.0 <= float(found[2]) < 1.3
 
 
-def test_operations_are_counted_by_the_formula():
-    program = runpy.run_path(str(ROOT / "benchmarks" / "train_step.py"))
-    rows = pack([conversation((1, 2), (3, 4, 5)), conversation((6,), (7,))], row_tokens=8, seed=0)
-    # One layer: query, key, value and output of 16 x 2 heads x 8, and three matrices of 16 x 24, over 8 slots; 4 trained tokens meet
-    # the head of 48 x 16; 5 tokens attend to 15 and 2 to 3, over 2 heads of 8.
-    expected = 6 * 8 * (4 * 256 + 3 * 384) + 6 * 4 * 48 * 16 + 12 * 2 * 8 * (15 + 3)
-    assert program["model_operations"](MODEL, rows, np.arange(1)) == expected
-
-
 @pytest.mark.slow
 def test_the_training_step_is_measured(tmp_path):
     save_checkpoint(tiny_decoder(), tmp_path / "model")
@@ -61,6 +51,36 @@ def test_the_training_step_is_measured(tmp_path):
     assert int(found[3]) > 0 and float(found[4]) < 100
     refused = printed("train_step.py", str(tmp_path / "nowhere"), status=2)
     assert "nowhere/config.json is missing" in refused
+
+
+@pytest.mark.slow
+def test_tokens_a_second_of_training_are_measured_beside_a_peer(tmp_path):
+    save_checkpoint(tiny_decoder(), tmp_path / "model")
+    sizes = ["--seconds", "1", "--rows", "1", "--conversations", "12"]
+    found = json.loads(printed("train_tokens.py", "--checkpoint", str(tmp_path / "model"), *sizes))
+    assert found["ours_steps"] > 0 and found["transformers_steps"] > 0
+    assert found["by_transformers"] == pytest.approx(
+        found["ours_tokens_per_second"] / found["transformers_tokens_per_second"], abs=0.02
+    )
+    assert found["packing"] > 0.5
+    refused = printed("train_tokens.py", "--checkpoint", str(tmp_path / "nowhere"), status=2)
+    assert "nowhere/config.json is missing" in refused
+    without_tunix = ["--tunix-python", sys.executable, "--without", "transformers"]
+    failed = printed("train_tokens.py", "--checkpoint", str(tmp_path / "model"), *sizes, *without_tunix, status=1)
+    assert "tunix_training.py ended with status 1" in failed and "No module named" in failed
+
+
+def test_the_conversations_to_train_on_are_those_that_are_promised():
+    program = runpy.run_path(str(ROOT / "benchmarks" / "train_tokens.py"))
+    made, again = (program["workload"](1000, seed=0) for _ in range(2))
+    assert all(np.array_equal(made[name], again[name]) for name in made)
+    lengths = made["lengths"]
+    assert lengths.size == 2000 and 320 < np.median(lengths) < 380 and 1500 < lengths.max() <= 2048
+    assert made["tokens"].size == made["trained"].size == lengths.sum()
+    found = program["conversations"](made)
+    assert [len(one.token_ids) for one in found] == lengths.tolist()
+    assert np.array_equal(np.concatenate([one.loss_mask for one in found]), made["trained"])
+    assert 0.32 < made["trained"].mean() < 0.36
 
 
 @pytest.mark.slow
@@ -101,3 +121,17 @@ def test_rollouts_are_measured_and_their_work_is_counted_by_the_formula(tmp_path
     in_layers, tokens, pairs = 4 * 256 + 3 * 384, 384 + 25, 384**2 / 2 + sum(range(384, 409))
     assert operations == 2 * in_layers * tokens + 2 * 400 * 16 + 4 * 2 * 8 * pairs
     assert read == 8 * 2 * 8 * 24
+
+
+def test_the_run_directory_is_measured_on_disk_and_in_a_bucket():
+    sizes = ["--shards", "3", "--rows", "4", "--turn-tokens", "20", "--policy-bytes", "10000"]
+    found = json.loads(printed("store.py", *sizes))
+    assert (found["shards"], found["rows_per_shard"], found["policy_bytes"]) == (3, 4, 10_000)
+    for place in ("disk", "bucket"):
+        rates = found[place]
+        assert len(rates) == 6 and min(rates.values()) > 0
+        for kind in ("read", "write"):
+            megabytes = rates[f"{kind}_shards_per_second"] * found["bytes_per_shard"] / 1e6
+            assert rates[f"{kind}_megabytes_per_second"] == pytest.approx(megabytes, rel=0.05, abs=0.02)
+    refused = printed("store.py", *sizes, "--bucket", "s3://bucket", status=2)
+    assert "is neither a local directory nor gs://BUCKET/NAME" in refused

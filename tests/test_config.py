@@ -22,10 +22,13 @@ from mujica_jax import config as config_module
 from mujica_jax.config import (
     AgentConfig,
     Config,
+    DistributedConfig,
     EngineConfig,
     EvalConfig,
+    MetricsConfig,
     ModelConfig,
     MygoConfig,
+    ProfileConfig,
     ReadingConfig,
     RemoteConfig,
     TinyWorldConfig,
@@ -44,6 +47,7 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.preemption import Preemption
 from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
+from mujica_jax.report import StageClock
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store
 
@@ -63,6 +67,9 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     WarmupConfig: ("warmup", "config"),
     MygoConfig: ("mygo", "config"),
     EvalConfig: ("eval",),
+    DistributedConfig: ("config",),
+    MetricsConfig: ("metrics", "config"),
+    ProfileConfig: ("profile", "config"),
     RemoteConfig: ("remote",),
 }
 FIELDS = [(kind, field.name) for kind in SECTIONS for field in dataclasses.fields(kind)]
@@ -257,7 +264,7 @@ def test_every_field_of_the_engine_reaches_it(smoke, monkeypatch):
 def test_every_storage_of_the_engines_weights_reaches_it(smoke):
     decoder = tiny_decoder()
     policy: Any = types.SimpleNamespace(
-        policy=lambda state: nnx.state(decoder), _initial=decoder, trainer=None, generator=None
+        policy=lambda state: nnx.state(decoder), _initial=decoder, trainer=None, generator=None, clock=StageClock()
     )
     policy.trainer = policy
 
@@ -291,7 +298,31 @@ def test_every_field_of_the_optimiser_changes_its_updates(smoke):
             updates, state = optimizer.update(gradient, state, params)
         return updates["layers"]["kernel"].tolist()
 
-    assert_each_changes(smoke, "trainer", {"weight_decay": 0.3, "b1": 0.5, "b2": 0.5, "clip_norm": 3.0}, seen)
+    values = {"weight_decay": 0.3, "b1": 0.5, "b2": 0.5, "clip_norm": 3.0, "first_moment_dtype": "bfloat16"}
+    assert_each_changes(smoke, "trainer", values, seen)
+
+
+def test_every_field_of_the_step_changes_its_program(smoke):
+    def seen(config: Config) -> str:
+        return (
+            Trainer(MODEL, dataclasses.replace(config.trainer, rows_per_step=8, row_tokens=16)).lower_step().as_text()
+        )
+
+    values = {"accumulation_steps": 2, "z_loss": 1e-4, "parameter_dtype": "bfloat16", "dtype": "bfloat16"}
+    assert_each_changes(smoke, "trainer", values, seen)
+
+
+def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp_path):
+    class Asked(Exception):
+        pass
+
+    def asked(directory: Path, *, keep: int, **_: object) -> None:
+        raise Asked(keep)
+
+    monkeypatch.setattr(run, "Checkpoints", asked)
+    parts: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
+    with pytest.raises(Asked, match="7"):
+        run.Run.learn(parts, "warm-up", None, None, steps=1, peak=1.0, floor=0.0)  # pyright: ignore[reportArgumentType]
 
 
 def test_help_texts_stand_where_they_are_looked_for():
@@ -307,6 +338,18 @@ def test_every_choice_of_recomputation_is_another_program():
 
     assert len({program("none"), program("dots"), program("full")}) == 3
     assert program("auto") == program("none"), "one layer"
+
+
+def test_what_counts_as_a_spike_is_part_of_the_program():
+    """How many may follow one another is read with the metrics: `test_spikes.py`."""
+
+    def program(**fields: Any) -> str:
+        return Trainer(MODEL, dataclasses.replace(TRAINER, **fields)).lower_step().as_text()
+
+    on = program(spike_deviations=6.0)
+    programs = {program(), on, program(spike_deviations=5.0), program(spike_deviations=6.0, spike_window_steps=9)}
+    assert len(programs) == 4
+    assert program(spike_window_steps=9) == program(), "without deviations nothing is judged"
 
 
 @functools.cache
@@ -329,7 +372,8 @@ class RecordedRun:
             dataclasses.replace(load_config(str(SMOKE)), task=config.task)
         )
         self.agent = run.make_agent(config, self.task, self.tokenizer)
-        self.progress = self.metrics = self
+        self.progress = self.metrics = self.clock = self
+        self.counters: Any = types.SimpleNamespace(figures=dict)
         self.preemption = Preemption()
         self.asked: list = []
         self.done = 0
@@ -337,7 +381,7 @@ class RecordedRun:
     def line(self, text: str) -> None:
         self.asked.append(text)
 
-    def stage(self, name: str, *, total: int, unit: str):
+    def stage(self, name: str, **options: Any):
         return self
 
     def __enter__(self):
@@ -360,6 +404,12 @@ class RecordedRun:
 
     def commit_policy(self, state: object, version: int) -> None:
         self.asked.append(("commit", version))
+
+    def compare(self, state: object, trajectories: list[Trajectory], number: int) -> None:
+        self.asked.append(("compare", len(trajectories), number))
+
+    def counted(self, kind: str, step: int):
+        return self
 
     def read_shards(self, entries: object) -> None:
         return None
@@ -502,7 +552,7 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
 
 
 class RecordedProgress:
-    def stage(self, name: str, *, total: int, unit: str):
+    def stage(self, name: str, **options: Any):
         return self
 
     def __enter__(self):

@@ -6,7 +6,7 @@ import urllib.request
 import pytest
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.counters import LiveCounters, exposition, serve_metrics
+from mujica_jax.inference.counters import LiveCounters, between, exposition, serve_metrics
 from mujica_jax.inference.generator import GeneratorStatistics
 
 NONE = GeneratorStatistics(
@@ -59,6 +59,37 @@ def test_the_line_for_a_console_says_what_happens_now():
     assert told.counters.line() == (
         "2 running, 1 waiting, 2,000 tokens/s, 75% of prompts from the cache, 2 refused, 5 programs compiled"
     )
+
+
+def test_a_progress_display_gets_the_same_figures():
+    told = Told()
+    told.later(1.0, 2000)
+    assert told.counters.figures() == {
+        "running": 2,
+        "waiting": 1,
+        "tokens_per_second": 2000.0,
+        "cached": "75%",
+        "programs": 5,
+    }
+
+
+def test_between_two_readings_lies_what_was_done():
+    after = dataclasses.replace(
+        NONE, requests=5, prompt_tokens=140, prefilled_tokens=35, generated_tokens=300, seconds=3.5, running=0
+    )
+    assert between(NONE, after) == {
+        "requests": 2,
+        "refused": 0,
+        "prompt_tokens": 100,
+        "prefilled_tokens": 25,
+        "generated_tokens": 300,
+        "evicted_pages": 0,
+        "compiled_programs": 0,
+        "engine_seconds": 2.0,
+        "cache_hit_rate": 0.75,
+        "tokens_per_second": 150.0,
+    }
+    assert between(NONE, NONE)["cache_hit_rate"] == between(NONE, NONE)["tokens_per_second"] == 0.0
 
 
 def test_every_statistic_is_exposed_under_its_name():

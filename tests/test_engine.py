@@ -118,9 +118,10 @@ def seen_logits(monkeypatch) -> Iterator[list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("prefilled", [0, 1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3])
-def test_whole_rows_of_logits_are_those_of_the_full_forward_at_every_position(one_step, seen_logits, prefilled):
+def test_whole_rows_of_logits_are_those_of_the_full_forward_at_every_position(seen_logits, prefilled):
     """Position by position, after none, one, a page and some pages of the sequence were prefilled."""
     logits = next_token_logits(decoder(), SEQUENCE)
+    one_step = make_engine(decode_steps=1)
     one_step.prefill([PrefillRow(1, pages_of_slot(1), 0, SEQUENCE[:prefilled])])
     state = idle()
     for position in range(prefilled, len(SEQUENCE)):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from countable_engine import CountableEngine
@@ -25,7 +26,7 @@ STOPS = ["a", "ab", "ba", "aaba", "é", "bé"]
 
 
 def policy(version: int) -> nnx.State:
-    return nnx.State({"policy": version})
+    return nnx.State({"policy": jnp.asarray(version)})
 
 
 def expected(

@@ -14,7 +14,19 @@ from mujica_jax.config import Config
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mujica_jax"
 FLOORS = (  # from the ground up; a room is a folder or a file of the package
-    ("models", "config", "config_files", "config_checks", "records", "metrics", "errors", "preemption"),
+    (
+        "models",
+        "config",
+        "config_files",
+        "config_checks",
+        "records",
+        "metrics",
+        "errors",
+        "preemption",
+        "roll_call",
+        "host_watch",
+        "distributed",
+    ),
     ("inference", "retrieval", "rewards"),
     ("tasks", "trajectories"),
     ("agents", "learning", "report"),
@@ -22,7 +34,19 @@ FLOORS = (  # from the ground up; a room is a folder or a file of the package
     ("train", "sample"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
-HEAVY = {"tensorflow", "tensorflow_datasets", "torch", "jetstream", "seqio", "scann", "qwix"}
+HEAVY = {
+    "tensorflow",
+    "tensorflow_datasets",
+    "torch",
+    "jetstream",
+    "seqio",
+    "scann",
+    "qwix",
+    "grain",
+    "orbax",
+    "google",
+    "gcsfs",
+}
 ADAPTERS = {  # files whose whole purpose is the package; imported where they are used
     "inference/jetstream.py": {"jetstream"},
     "inference/serving.py": {"jetstream"},

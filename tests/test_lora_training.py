@@ -113,6 +113,7 @@ def test_training_lowers_the_loss(trainer, decoder):
 def test_resumed_equals_uninterrupted_bit_for_bit(trainer, decoder, trained, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(run(trainer, trainer.initial_state(decoder), 4).state, {})
+    checkpoints.finish()
     restored, _ = Checkpoints(tmp_path, keep=1).restore_latest(trainer.abstract_state())
     resumed = run(trainer, restored).state
     jax.tree.map(np.testing.assert_array_equal, resumed, trained)

@@ -105,6 +105,37 @@ def test_the_loss_of_the_batch_worked_by_hand(bigram_model):
     assert int(metrics["trained_tokens"]) == 3
 
 
+def test_the_z_loss_of_the_batch_worked_by_hand(bigram_model):
+    # The head's rows are log p + 3, so that every logit vector has the log-normaliser 3: 9 z_loss more, over any number of tokens.
+    graph, params = nnx.split(bigram_model)
+    loss, metrics = jax.jit(lambda params: mle_loss(nnx.merge(graph, params), BY_HAND, z_loss=0.1))(params)
+    assert float(loss) == pytest.approx(5 / 3 * math.log(2) + 0.1 * 9, abs=1e-5)
+    assert float(metrics["loss"]) == float(loss)
+
+
+def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monkeypatch):
+    """By automatic differentiation of the whole logits; chunks of two positions a row, so that some hold trained tokens and some none."""
+    monkeypatch.setattr(losses, "CHUNK_POSITIONS", 2 * len(batch.tokens))
+    graph, params = nnx.split(decoder)
+
+    def plain(params: nnx.State, batch: Batch) -> Array:
+        model = nnx.merge(graph, params)
+        logits = model.logits(model(batch.tokens, batch.positions, causal_self_attention(batch.segment_ids)))[:, :-1]
+        normalizers = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
+        log_probs = jnp.take_along_axis(logits, batch.tokens[:, 1:, None], axis=-1)[..., 0] - normalizers
+        each = -log_probs + 0.3 * normalizers**2
+        return jnp.sum(each * batch.loss_mask[:, 1:]) / jnp.sum(batch.loss_mask)
+
+    def ours(params: nnx.State, batch: Batch) -> Array:
+        return mle_loss(nnx.merge(graph, params), batch, z_loss=0.3)[0]
+
+    options = QUICKLY["compiler_options"]
+    expected, found = (
+        jax.jit(jax.value_and_grad(one), compiler_options=options)(params, batch) for one in (plain, ours)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+
+
 def test_log_probabilities_are_those_of_the_whole_logits(decoder, batch):
     @jax.jit
     def whole_logits(batch: Batch) -> Array:

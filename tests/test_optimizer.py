@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 from packed_rows import MODEL, TRAINER
 
+from mujica_jax.config_files import load_config
 from mujica_jax.errors import UserError
-from mujica_jax.learning.optimizer import adamw, decayed, learning_rate, schedule
+from mujica_jax.learning.optimizer import adamw, decayed, learning_rate, moved, schedule
 from mujica_jax.models.decoder import Decoder
 
 
@@ -38,6 +39,42 @@ def test_the_rate_rises_linearly_and_falls_along_half_a_cosine():
 
 def test_the_rate_ends_at_the_floor_and_stays_there():
     assert rates(range(10, 13), peak=1.0, floor=0.25, total_steps=10, warmup_steps=3) == pytest.approx([0.25] * 3)
+
+
+def test_the_published_rates_are_those_of_the_configuration_for_7b():
+    """Mujica-MyGO, appendix D: AdamW, cosine; warm-up from 1e-5 to 1e-6, MyGO from 5e-7 to 1e-8."""
+    config = load_config("two_wiki_text_v5e")
+    for section, peak, floor in ((config.warmup, 1e-5, 1e-6), (config.mygo, 5e-7, 1e-8)):
+        found = rates(range(0, 101, 50), peak=section.learning_rate, floor=section.learning_rate_floor, total_steps=100)
+        assert found == pytest.approx([peak, (peak + floor) / 2, floor], rel=1e-5)
+
+
+def test_updates_too_small_for_bfloat16_count_on_average():
+    """The spacing of bfloat16 above 1 is 2^-7; a thousand steps of 2^-13 are 2^-3, and rounding to nearest would drop every one."""
+    params, steps = {"kernel": jnp.ones((64, 64), jnp.bfloat16)}, 1000
+
+    @jax.jit
+    def walk(params):
+        def one(params, step):
+            return moved(params, {"kernel": jnp.ones((64, 64))}, jnp.float32(-(2.0**-13)), step), None
+
+        return jax.lax.scan(one, params, jnp.arange(steps))[0]
+
+    after = np.asarray(walk(params)["kernel"], np.float32)
+    assert after.mean() == pytest.approx(1 + steps * 2.0**-13, abs=2e-3)
+    assert len(np.unique(after)) > 3, "elements are rounded one by one"
+
+
+def test_float32_parameters_are_moved_exactly():
+    params, direction = {"kernel": jnp.array([0.1, 3.0])}, {"kernel": jnp.array([0.7, -1e-7])}
+    after = moved(params, direction, jnp.float32(0.3), jnp.int32(0))
+    np.testing.assert_array_equal(after["kernel"], params["kernel"] - jnp.float32(0.3) * direction["kernel"])
+
+
+@pytest.mark.parametrize("value", [1.0, -2.5, 0.0, np.inf, -np.inf])
+def test_what_bfloat16_holds_is_kept(value):
+    after = moved({"a": jnp.full(1000, value, jnp.bfloat16)}, {"a": jnp.zeros(1000)}, jnp.float32(1.0), jnp.int32(3))
+    assert np.all(np.asarray(after["a"], np.float32) == value)
 
 
 def test_a_schedule_that_cannot_be_is_refused_with_both_values():

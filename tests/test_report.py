@@ -10,6 +10,7 @@ import time
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from mujica_jax.config import MetricsConfig
 from mujica_jax.errors import StoreError
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory
 from mujica_jax.report import (
@@ -151,6 +152,22 @@ def test_a_figure_stays_until_a_newer_one_and_none_hides_it():
         assert stage.figures() == ["EM 10.0", "loss 0.5"]
         stage.update(3, em=None)
         assert stage.figures() == ["loss 0.5"]
+
+
+def test_figures_of_the_moment_are_asked_for_when_they_are_shown_and_left_out_at_the_end():
+    clock, stream, asked = Clock(), io.StringIO(), []
+
+    def live() -> dict:
+        asked.append(clock.now)
+        return {"running": 3, "cached": "75%"}
+
+    with Progress(stream, clock=clock).stage("sampling", total=9, unit="questions", live=live) as stage:
+        for done in range(1, 9):
+            clock.now += 1
+            stage.update(done, k=0.5)
+    first, last = stream.getvalue().splitlines()
+    assert first.endswith("K 0.5, running 3, cached 75%")
+    assert last.endswith("K 0.5") and asked == [105.0]
 
 
 def test_an_interrupted_stage_says_where_it_stopped():
@@ -405,6 +422,20 @@ def scalars_of(directory) -> list[tuple[str, int, float]]:
             found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
             at += 16 + size
     return found
+
+
+def test_without_tensorboard_there_is_no_such_file(tmp_path):
+    with MetricsLog(tmp_path, config=MetricsConfig(tensorboard=False)) as log:
+        log.write("warm-up", 1, {"loss": 0.125})
+    assert not list(tmp_path.glob("events.*")) and len(lines_of(tmp_path)) == 1
+
+
+def test_what_is_written_is_known(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.write("warm-up", 3, {"loss": 1.0})
+        assert log.has("warm-up", 2) and log.has("warm-up", 3)
+    with MetricsLog(tmp_path) as log:
+        assert log.has("warm-up", 3) and not log.has("warm-up", 4) and not log.has("round-1", 1)
 
 
 def test_a_tensorboard_file_appears_with_the_first_number(tmp_path):

@@ -1,5 +1,6 @@
 import dataclasses
 import errno
+import io
 import json
 import os
 import subprocess
@@ -13,10 +14,12 @@ import hypothesis.strategies as st
 import numpy as np
 import pyarrow.parquet
 import pytest
+from fake_bucket import use
 
 from mujica_jax.errors import RunMismatch, StoreError, UserError
 from mujica_jax.records import Conversation, Search, StopReason, Trajectory, Turn
 from mujica_jax.trajectories import objects, provenance, shards
+from mujica_jax.trajectories.run_directory import RunPath, run_path
 from mujica_jax.trajectories.store import RoundSummary, Store, open_run, shard_name
 
 
@@ -62,8 +65,23 @@ def trajectory(number: int = 0, tokens: int = 6, workers: int = 2) -> Trajectory
     )
 
 
+@pytest.fixture(params=["disk", "bucket"])
+def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPath:
+    """A run directory that is not there yet; every test that takes it runs on local disk and on gs://."""
+    if request.param == "disk":
+        return tmp_path / "run"
+    use(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return run_path("gs://bucket/some/run")
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(root: RunPath) -> Store:
+    return Store(root)
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Store:
     return Store(tmp_path / "run")
 
 
@@ -72,8 +90,11 @@ def rows() -> list[Trajectory]:
     return [trajectory(number) for number in range(4)]
 
 
-def files(root: Path) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+def files(root: RunPath) -> list[str]:
+    """Everything there is below a folder."""
+    if isinstance(root, Path):
+        return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    return sorted(str((folder / name).relative_to(root)) for folder, _, names in root.walk() for name in names)
 
 
 # Objects
@@ -106,10 +127,10 @@ def test_of_many_writers_exactly_one_wins(store: Store) -> None:
 
 def test_a_writer_killed_in_the_middle_leaves_no_object(tmp_path: Path) -> None:
     program = (
-        "import os, signal\n"
+        "import os, pathlib, signal\n"
         "from mujica_jax.trajectories.objects import Objects\n"
         "os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"Objects({str(tmp_path)!r}).create('x', b'never whole')\n"
+        f"Objects(pathlib.Path({str(tmp_path)!r})).create('x', b'never whole')\n"
     )
     killed = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], check=False)
     assert killed.returncode < 0
@@ -139,32 +160,6 @@ def test_a_missing_object_is_named(store: Store) -> None:
 def test_json_refuses_what_is_not_a_number(store: Store) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         store.write_json_once("a.json", {"x": float("nan")})
-
-
-# Metrics
-
-
-def test_metrics_are_appended(store: Store) -> None:
-    assert store.read_metrics() == []
-    store.append_metrics({"step": 1, "loss": 0.5})
-    store.append_metrics({"step": 2, "loss": float("nan")})
-    assert store.read_metrics() == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": None}]
-
-
-def test_a_line_that_a_killed_writer_left_is_cut_off(store: Store) -> None:
-    store.append_metrics({"step": 1})
-    with open(store.root / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "lo')
-    assert store.read_metrics() == [{"step": 1}]
-    store.append_metrics({"step": 2})
-    assert store.read_metrics() == [{"step": 1}, {"step": 2}]
-    assert (store.root / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_a_broken_line_in_the_middle_is_not_skipped(store: Store) -> None:
-    (store.root / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(StoreError, match="a line that is not JSON"):
-        store.read_metrics()
 
 
 # Shards
@@ -231,14 +226,14 @@ def test_float32_logprobs_and_everything_else_are_exact(
 
 def test_other_tools_read_plain_columns_and_metadata(store: Store, rows: list[Trajectory]) -> None:
     entry = store.write_shard(0, 0, rows)
-    table = pyarrow.parquet.read_table(store.root / entry.name)
+    table = pyarrow.parquet.read_table(io.BytesIO(store.read(entry.name)))
     assert table.column("question_id").to_pylist() == [row.question_id for row in rows]
     assert table.column("search_count").to_pylist() == [2, 2, 2, 2]
     assert table.column("reward").to_pylist() == [row.reward for row in rows]
     turn = table.column("conversations").to_pylist()[0][0]["turns"][1]
     assert (turn["role"], turn["trained"]) == ("model", True)
     assert turn["token_ids"] == list(rows[0].planner.turns[1].token_ids)
-    metadata = pyarrow.parquet.read_metadata(store.root / entry.name).metadata
+    metadata = pyarrow.parquet.read_metadata(io.BytesIO(store.read(entry.name))).metadata
     assert (metadata[b"schema_version"], metadata[b"rows"]) == (b"1", b"4")
 
 
@@ -302,8 +297,9 @@ def test_a_truncated_shard_is_found_before_a_manifest_exists(store: Store, rows:
 
 
 def test_a_foreign_parquet_file_is_no_shard(store: Store) -> None:
-    (store.root / "rounds/0000").mkdir(parents=True)
-    pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), store.root / shard_name(0, 0))
+    foreign = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), foreign)
+    store.create(shard_name(0, 0), foreign.getvalue())
     with pytest.raises(StoreError, match="hold no checksum"):
         store.find_shard(0, 0)
 
@@ -397,6 +393,39 @@ def test_a_done_file_with_other_fields_is_named(store: Store) -> None:
         store.read_done(3)
 
 
+def test_shards_are_listed_by_round_and_by_the_policy_that_sampled_them(store: Store, rows: list[Trajectory]) -> None:
+    assert store.shards() == []
+    later = [dataclasses.replace(row, policy_version=3) for row in rows]
+    entries = [store.write_shard(1, 0, rows), store.write_shard(1, 1, later), store.write_shard(2, 0, [*rows, *later])]
+    assert [entry.policy_versions for entry in entries] == [(2,), (3,), (2, 3)]
+    store.write_done(1, entries[:2], mean_reward=0.5, threshold=0.7)
+    assert store.shards() == entries[:2], "a round that is not done has no shards that count"
+    store.write_done(2, entries[2:], mean_reward=0.5, threshold=0.7)
+    assert store.shards(round_number=2) == entries[2:]
+    assert store.shards(policy_version=3) == entries[1:]
+    assert store.shards(round_number=1, policy_version=2) == entries[:1]
+    assert store.shards(round_number=7) == store.shards(policy_version=7) == []
+
+
+def test_what_was_written_and_read_is_counted_in_bytes_and_seconds(store: Store, rows: list[Trajectory]) -> None:
+    entry = store.write_shard(0, 0, rows)
+    store.read_shard(entry)
+    store.read_shard(entry)
+    found = store.costs.summary()
+    assert (found["writes"], found["write_bytes"], found["reads"], found["read_bytes"]) == (
+        1,
+        entry.bytes,
+        2,
+        2 * entry.bytes,
+    )
+    assert found["write_seconds"] > 0 and found["read_seconds"] > 0
+    store.costs.forget()
+    store.commit_policy(1, write_weights)
+    store.policy_path(1)
+    found, committed = store.costs.summary(), len(store.read("policies/000001/COMMITTED"))
+    assert (found["write_bytes"], found["read_bytes"]) == (10, 10 + committed)
+
+
 # Policies
 
 
@@ -414,6 +443,7 @@ def test_a_policy_is_committed_once(store: Store) -> None:
     assert store.latest_policy() == 12
     assert (store.policy_path(3) / "params" / "weights").read_bytes() == b"0123456789"
     assert files(store.root / "policies" / "000003") == ["COMMITTED", "params/weights"]
+    assert store.read_json("policies/000003/COMMITTED")["version"] == 3
 
 
 def test_a_policy_that_fails_half_way_is_not_there(store: Store) -> None:
@@ -428,7 +458,8 @@ def test_a_policy_that_fails_half_way_is_not_there(store: Store) -> None:
     assert store.commit_policy(1, write_weights)
 
 
-def test_a_policy_that_a_killed_writer_left_is_written_anew(store: Store) -> None:
+def test_a_policy_that_a_killed_writer_left_is_written_anew(on_disk: Store) -> None:
+    store = on_disk
     partial = store.root / "policies" / ".partial-000001"
     partial.mkdir(parents=True)
     (partial / "old").write_bytes(b"half")
@@ -439,7 +470,7 @@ def test_a_policy_that_a_killed_writer_left_is_written_anew(store: Store) -> Non
 
 def test_a_policy_without_committed_is_no_policy(store: Store) -> None:
     store.commit_policy(1, write_weights)
-    (store.root / "policies" / "000002").mkdir()
+    store.create("policies/000002/params/weights", b"01234")
     assert store.latest_policy() == 1
     with pytest.raises(StoreError, match=r"000002 is no committed policy; the versions that are: \[1\]"):
         store.policy_path(2)
@@ -452,6 +483,7 @@ def test_a_damaged_policy_is_named(store: Store, content: bytes | None) -> None:
     weights.unlink()
     if content is not None:
         weights.write_bytes(content)
+    assert store.policies() == [1]
     with pytest.raises(StoreError, match=r"params/weights is (missing|damaged)"):
         store.policy_path(1)
 
@@ -467,8 +499,8 @@ CONFIG = {
 }
 
 
-def test_a_run_keeps_its_configuration_and_where_it_came_from(tmp_path: Path) -> None:
-    store = open_run(tmp_path / "runs" / "a", CONFIG)
+def test_a_run_keeps_its_configuration_and_where_it_came_from(root: RunPath) -> None:
+    store = open_run(root, CONFIG)
     saved = store.read_json("config.json")
     assert saved["config"]["task"] == {"paraphrases": 3, "kinds": ["a", "b"]}
     assert saved["python"].startswith("3.")
@@ -476,29 +508,29 @@ def test_a_run_keeps_its_configuration_and_where_it_came_from(tmp_path: Path) ->
     assert "git_revision" in saved
 
 
-def test_a_run_is_opened_again_with_the_same_configuration(tmp_path: Path) -> None:
-    open_run(tmp_path, CONFIG)
-    before = (tmp_path / "config.json").read_bytes()
-    open_run(tmp_path, {**CONFIG, "run": "elsewhere"})
-    assert (tmp_path / "config.json").read_bytes() == before
+def test_a_run_is_opened_again_with_the_same_configuration(root: RunPath) -> None:
+    open_run(root, CONFIG)
+    before = (root / "config.json").read_bytes()
+    open_run(root, {**CONFIG, "run": "elsewhere"})
+    assert (root / "config.json").read_bytes() == before
 
 
-def test_another_configuration_is_refused_with_both_values_of_every_key(tmp_path: Path) -> None:
-    open_run(tmp_path, CONFIG)
+def test_another_configuration_is_refused_with_both_values_of_every_key(root: RunPath) -> None:
+    open_run(root, CONFIG)
     other = {**CONFIG, "seed": 1, "task": {"paraphrases": 1, "kinds": ["a", "b"], "missing": 0.5}}
     with pytest.raises(RunMismatch) as caught:
-        open_run(tmp_path, other)
+        open_run(root, other)
     assert str(caught.value) == (
-        f"{tmp_path} was begun with another configuration: seed was 0 and is now 1; task.paraphrases was 3 and is now 1; "
+        f"{root} was begun with another configuration: seed was 0 and is now 1; task.paraphrases was 3 and is now 1; "
         "task.missing was 'unset' and is now 0.5; repeat the old values or choose another --run directory"
     )
 
 
-def test_ignored_keys_may_differ(tmp_path: Path) -> None:
-    open_run(tmp_path, CONFIG)
-    open_run(tmp_path, {**CONFIG, "name": "x", "eval": {"control": False}}, ignore=("name", "eval"))
+def test_ignored_keys_may_differ(root: RunPath) -> None:
+    open_run(root, CONFIG)
+    open_run(root, {**CONFIG, "name": "x", "eval": {"control": False}}, ignore=("name", "eval"))
     with pytest.raises(RunMismatch, match="named"):
-        open_run(tmp_path, {**CONFIG, "named": 1}, ignore=("name",))
+        open_run(root, {**CONFIG, "named": 1}, ignore=("name",))
 
 
 def test_a_section_that_became_empty_is_a_difference() -> None:
@@ -508,9 +540,10 @@ def test_a_section_that_became_empty_is_a_difference() -> None:
     ]
 
 
-def test_a_bucket_is_no_local_directory() -> None:
-    with pytest.raises(UserError, match="gs://bucket/run is no local directory"):
-        open_run("gs://bucket/run", CONFIG)
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://", "gs:///run", "gs://Bucket/run", "gs://b/run"])
+def test_what_is_no_address_of_a_bucket_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match=rf"^{address} is neither a local directory nor gs://BUCKET/NAME"):
+        open_run(address, CONFIG)
 
 
 def test_a_file_in_the_place_of_the_run_is_explained(tmp_path: Path) -> None:
@@ -525,8 +558,10 @@ def test_a_file_in_the_place_of_the_run_is_explained(tmp_path: Path) -> None:
     [(errno.ENOSPC, "no space is left"), (errno.EROFS, "read-only"), (errno.EACCES, "permission is denied")],
 )
 def test_a_disk_that_cannot_be_written_is_explained(
-    store: Store, monkeypatch: pytest.MonkeyPatch, code: int, sentence: str
+    on_disk: Store, monkeypatch: pytest.MonkeyPatch, code: int, sentence: str
 ) -> None:
+    store = on_disk
+
     def fail(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -540,18 +575,19 @@ def test_a_disk_that_cannot_be_written_is_explained(
 
 
 def test_other_errors_of_the_operating_system_keep_their_traceback(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    on_disk: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, "input/output error")
 
     monkeypatch.setattr(objects.os, "fsync", fail)
     with pytest.raises(OSError, match="input/output error"):
-        store.create("x", b"")
+        on_disk.create("x", b"")
 
 
-def test_importing_the_store_loads_no_arrow() -> None:
-    program = "import sys, mujica_jax.trajectories.store; print({'pyarrow', 'jax'} & sys.modules.keys())"
+def test_importing_the_store_loads_no_arrow_and_nothing_of_google() -> None:
+    heavy = "{'pyarrow', 'jax', 'google.cloud', 'google.auth', 'etils', 'requests'}"
+    program = f"import sys, mujica_jax.trajectories.store; print({heavy} & sys.modules.keys())"
     shown = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True, text=True
     )

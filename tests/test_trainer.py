@@ -19,9 +19,9 @@ from mujica_jax.learning.trainer import (
     Trainer,
     TrainState,
     fit,
-    rows_of_step,
     steps_of_epochs,
 )
+from mujica_jax.trajectories.batches import rows_of_step
 from mujica_jax.trajectories.packing import pack
 
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
@@ -89,12 +89,13 @@ def test_resumed_equals_uninterrupted_bit_for_bit(trainer, decoder, tmp_path):
         trainer,
         trainer.initial_state(decoder),
         on_step=whole.append,
-        save=lambda state, step: checkpoints.save(state, {"step": step}),
+        save=lambda state, step, place: checkpoints.save(state, {"step": step, "input": place}),
         save_every_steps=5,
     )
+    checkpoints.finish()
     state, loop_state = Checkpoints(tmp_path, keep=2).restore_latest(trainer.abstract_state())
-    assert loop_state == {"step": 5} and int(state.step) == 5
-    resumed = run(trainer, state, on_step=after.append)
+    assert loop_state["step"] == int(state.step) == 5
+    resumed = run(trainer, state, input_state=loop_state["input"], on_step=after.append)
     assert_same(resumed.state, uninterrupted.state)
     assert after == whole[5:]
 
@@ -106,7 +107,7 @@ def test_stopped_and_continued_equals_uninterrupted(trainer, decoder):
         trainer,
         trainer.initial_state(decoder),
         should_stop=lambda: next(stops),
-        save=lambda state, step: saved.append(step),
+        save=lambda state, step, place: saved.append(step),
         save_every_steps=2,
     )
     assert (first.steps, first.stopped, saved) == (3, True, [2, 3])
@@ -121,7 +122,7 @@ def test_a_stop_right_after_a_save_does_not_save_again(trainer, decoder):
         trainer,
         trainer.initial_state(decoder),
         should_stop=lambda: next(stops),
-        save=lambda state, step: saved.append(step),
+        save=lambda state, step, place: saved.append(step),
         save_every_steps=2,
     )
     assert saved == [2]
@@ -141,7 +142,7 @@ def test_the_order_of_the_loop(trainer, decoder, monkeypatch):
         trainer.initial_state(decoder),
         4,
         on_step=lambda metrics: events.append(f"read {metrics.step}"),
-        save=lambda state, step: events.append(f"save {step}"),
+        save=lambda state, step, place: events.append(f"save {step}"),
         save_every_steps=3,
     )
     assert events == ["dispatch", "dispatch", "read 1", "dispatch", "read 2", "read 3", "save 3", "dispatch", "read 4"]
@@ -152,7 +153,7 @@ def test_nan_ends_the_run_before_anything_is_saved(trainer, decoder):
     state.params["final_norm"][...] = state.params["final_norm"][...].at[0].set(jnp.nan)
     saved = []
     with pytest.raises(NotFinite, match="step 3 has loss nan"):
-        run(trainer, state, save=lambda state, step: saved.append(step), save_every_steps=1)
+        run(trainer, state, save=lambda state, step, place: saved.append(step), save_every_steps=1)
     assert saved == []
 
 
@@ -170,7 +171,7 @@ def test_an_infinite_loss_or_gradient_ends_the_run_at_its_step(trainer, decoder,
         run(
             trainer,
             trainer.initial_state(decoder),
-            save=lambda state, step: saved.append(step),
+            save=lambda state, step, place: saved.append(step),
             save_every_steps=1,
         )
     assert saved == [1]
@@ -212,6 +213,92 @@ def test_compute_in_bfloat16_keeps_float32_parameters(trainer, decoder):
     assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[1].mu))} == {jnp.dtype(jnp.float32)}
     difference = np.abs(narrow.score(state, ROWS) - trainer.score(state, ROWS)).max()
     assert 0 < difference < 0.3
+
+
+def changed(**fields) -> Trainer:
+    return Trainer(MODEL, dataclasses.replace(TRAINER, **fields))
+
+
+def test_parts_of_a_batch_add_up_to_the_whole(trainer, decoder):
+    """Over two steps, of parts that hold more and fewer trained tokens: a mean over parts would weigh them alike."""
+    mask = ROWS.loss_mask.copy()
+    mask[::2, 4:] = False
+    uneven = dataclasses.replace(ROWS, loss_mask=mask)
+    seen: list[StepMetrics] = []
+
+    def two_steps(one: Trainer) -> TrainState:
+        start = one.initial_state(decoder)
+        return fit(one, start, uneven, schedule=SCHEDULE, steps=2, seed=3, on_step=seen.append).state
+
+    whole, in_parts = two_steps(trainer), two_steps(changed(accumulation_steps=4))
+    assert_same(in_parts.params, whole.params, 1e-6)
+    for of_whole, of_parts in zip(seen[:2], seen[2:], strict=True):
+        assert of_parts.trained_tokens == of_whole.trained_tokens
+        assert of_parts.loss == pytest.approx(of_whole.loss, abs=1e-6)
+        assert of_parts.grad_norm == pytest.approx(of_whole.grad_norm, abs=1e-6)
+
+
+def test_parts_of_a_batch_take_less_memory():
+    quickly = {"xla_backend_optimization_level": 0}
+
+    def temporaries(parts: int) -> int:
+        step = changed(row_tokens=256, rows_per_step=16, accumulation_steps=parts).lower_step()
+        return step.compile(compiler_options=quickly).memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8) < temporaries(1) / 3
+
+
+def test_parts_that_rows_do_not_divide_into_are_refused():
+    with pytest.raises(UserError, match=r"rows_per_step 8 cannot be split into trainer.accumulation_steps 3 parts"):
+        changed(accumulation_steps=3)
+    with pytest.raises(
+        UserError, match=r"accumulation_steps 4 parts of as many rows on data x fsdp = 4 .* multiple of 16"
+    ):
+        changed(accumulation_steps=4, fsdp=4)
+
+
+def kept_types(state: TrainState) -> list[set[str]]:
+    moments = state.opt_state[1]
+    return [{str(leaf.dtype) for leaf in jax.tree.leaves(part)} for part in (state.params, moments.mu, moments.nu)]
+
+
+def test_types_of_what_is_kept_between_steps():
+    assert kept_types(changed().abstract_state()) == [{"float32"}] * 3
+    assert kept_types(changed(parameter_dtype="bfloat16").abstract_state()) == [{"bfloat16"}, {"float32"}, {"float32"}]
+    assert kept_types(changed(first_moment_dtype="bfloat16").abstract_state()) == [
+        {"float32"},
+        {"bfloat16"},
+        {"float32"},
+    ]
+
+
+def test_narrow_types_learn_nearly_the_same_and_come_back_from_a_checkpoint(trainer, decoder, tmp_path):
+    narrow = changed(parameter_dtype="bfloat16", first_moment_dtype="bfloat16")
+    state, wide_state = (run(one, one.initial_state(decoder)).state for one in (narrow, trainer))
+    assert kept_types(state) == [{"bfloat16"}, {"bfloat16"}, {"float32"}]
+    difference = np.abs(narrow.score(state, ROWS) - trainer.score(wide_state, ROWS)).max()
+    assert 0 < difference < 0.3
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(state, {})
+    restored, _ = checkpoints.restore_latest(narrow.abstract_state())
+    assert_same(restored, state)
+    assert kept_types(restored) == kept_types(state)
+    with pytest.raises(UserError, match=r"keeps .* in bfloat16, and this run in float32"):
+        checkpoints.restore_latest(trainer.abstract_state())
+
+
+def test_the_z_loss_and_the_parts_reach_the_step():
+    assert (
+        len({changed(**fields).lower_step().as_text() for fields in ({}, {"z_loss": 0.01}, {"accumulation_steps": 2})})
+        == 3
+    )
+
+
+def test_the_run_resumes_over_the_same_rows_or_not_at_all(trainer, decoder):
+    first = run(trainer, trainer.initial_state(decoder), 3)
+    fewer = pack(random_conversations(20), row_tokens=TRAINER.row_tokens, seed=0)
+    with pytest.raises(UserError, match=rf"a place in {ROWS.num_rows} rows, .* this run has {fewer.num_rows} rows"):
+        fit(trainer, first.state, fewer, schedule=SCHEDULE, steps=8, seed=3, input_state=first.input_state)
 
 
 def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own():

@@ -9,6 +9,7 @@ python tests/tpu_programs.py search ROWS DIMENSION TOPOLOGY STORAGE [RECALL_TARG
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -27,8 +28,10 @@ from mujica_jax.inference.engine import page_bytes
 from mujica_jax.inference.engines import CACHE_DTYPES
 from mujica_jax.inference.ragged import RaggedEngine
 from mujica_jax.learning.trainer import Trainer
+from mujica_jax.models.collectives import collectives
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import from_hugging_face
+from mujica_jax.models.layers import projections
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.retrieval.accelerator import MOST_QUERIES, ROWS, layout, rows_mesh, search_program
@@ -40,11 +43,26 @@ SLOTS, POSITIONS, PAGE_TOKENS, PREFILL_TOKENS, DECODE_STEPS = 128, 4096, 32, 409
 
 
 def train(name: str, topology: str, config: str, lora_rank: str = "0") -> dict:
+    """Bytes on each chip, kernels, and what the chips send each other beside the sizes of what there is to send."""
     configured = dataclasses.replace(load_config(config).trainer, lora_rank=int(lora_rank))
-    lowered = Trainer(from_hugging_face(PUBLISHED[name]), configured, devices_of(topology)).lower_step()
-    text = lowered.as_text()
-    used = sizes(lowered.compile())["bytes"]
-    return {"bytes": used, "splash": "splash" in text, "kernels": text.count("tpu_custom_call")}
+    model = from_hugging_face(PUBLISHED[name])
+    trainer = Trainer(model, configured, devices_of(topology))
+    lowered = trainer.lower_step()
+    text, compiled = lowered.as_text(), lowered.compile()
+    return {
+        "bytes": sizes(compiled)["bytes"],
+        "splash": "splash" in text,
+        "kernels": text.count("tpu_custom_call"),
+        "fsdp": configured.fsdp,
+        "hidden_size": model.hidden_size,
+        "head": model.vocab_size * model.hidden_size,
+        "layer_matrices": {weight.name: math.prod(weight.shape) for weight in projections(model)},
+        "layer_vector": max(model.hidden_size, model.num_heads * model.head_dim),
+        "optimizer_bytes": sum(
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trainer.abstract_state().opt_state)
+        ),
+        "collectives": [dataclasses.asdict(one) for one in collectives(compiled.as_text())],
+    }
 
 
 def engine(

@@ -61,6 +61,17 @@ class LiveCounters:
             f"{found.compiled_programs} programs compiled"
         )
 
+    def figures(self) -> dict[str, int | float | str]:
+        """For a progress display."""
+        found, tokens_a_second = self.now()
+        return {
+            "running": found.running,
+            "waiting": found.waiting,
+            "tokens_per_second": tokens_a_second,
+            "cached": f"{found.cache_hit_rate:.0%}",
+            "programs": found.compiled_programs,
+        }
+
     def collect(self) -> Iterator[Any]:
         """Prometheus metrics: a collector for `prometheus_client`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -73,6 +84,18 @@ class LiveCounters:
         yield GaugeMetricFamily(
             PREFIX + "tokens_per_second", "Tokens generated a second, of late", value=tokens_a_second
         )
+
+
+def between(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str, float | int]:
+    """What happened between two readings, for a line of metrics."""
+    found: dict[str, float | int] = {name: getattr(after, name) - getattr(before, name) for name in COUNTS}
+    seconds = found.pop("seconds")
+    prompts = found["prompt_tokens"]
+    return found | {
+        "engine_seconds": seconds,
+        "cache_hit_rate": 1.0 - found["prefilled_tokens"] / prompts if prompts else 0.0,
+        "tokens_per_second": found["generated_tokens"] / seconds if seconds > 0 else 0.0,
+    }
 
 
 def exposition(counters: LiveCounters) -> str:

@@ -28,7 +28,7 @@ from mujica_jax.inference import sampling
 from mujica_jax.inference.cache_scales import LEVELS, CacheScales, calibrated
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.sharding import shardings_of
+from mujica_jax.models.handover import handed_over
 
 
 class SlotState(NamedTuple):
@@ -129,8 +129,10 @@ class Engine(abc.ABC):
         return self._weights
 
     def set_weights(self, weights: nnx.State) -> None:
-        """Replace the policy. What the memory holds is stale afterwards: the caller forgets it."""
+        """Replace the policy; returns when its weights are on the engine's devices. What the memory holds is stale afterwards: the caller
+        forgets it."""
         self._use(weights)
+        jax.block_until_ready(self._weights)
         self.forget()
 
     def _use(self, weights: nnx.State) -> None:
@@ -141,9 +143,7 @@ class Engine(abc.ABC):
                 self._scales = calibrated(self._graph, self._weights, self.config)
 
     def _placed(self, weights: nnx.State) -> nnx.State:
-        if self.mesh is None or is_abstract(weights):
-            return weights
-        return jax.device_put(weights, shardings_of(weights, self.mesh))
+        return weights if is_abstract(weights) else handed_over(weights, self.mesh)
 
     def _over_mesh(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)

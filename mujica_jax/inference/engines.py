@@ -53,11 +53,13 @@ def check_engine(model: DecoderConfig, engine: EngineConfig, *, positions: int, 
 
 
 def _mesh(engine: EngineConfig) -> Mesh | None:
-    if engine.tensor > jax.device_count():
+    """Every host has an engine of its own, over devices of its own."""
+    devices = jax.local_devices()
+    if engine.tensor > len(devices):
         raise UserError(
-            f"engine.tensor is {engine.tensor} and {jax.device_count()} devices are available: use at most {jax.device_count()}"
+            f"engine.tensor is {engine.tensor} and {len(devices)} devices are available: use at most {len(devices)}"
         )
-    return make_mesh(1, 1, engine.tensor) if engine.tensor > 1 else None
+    return make_mesh(1, 1, engine.tensor, devices) if engine.tensor > 1 else None
 
 
 def _num_pages(model: DecoderConfig, engine: EngineConfig, positions: int, dtype: DTypeLike) -> int:

@@ -2,6 +2,10 @@
 
     log p(x_t | x_<t) = logits_t-1[x_t] - logsumexp(logits_t-1)                (x_<t: the prefix inside the segment)
     loss = - sum over trained t of log p(x_t | x_<t) / number of trained t     (over the whole batch, never over padding)
+         + z_loss * sum over trained t of logsumexp(logits_t-1)^2 / number of trained t
+
+The second line, off by default, keeps logits from drifting by a constant, which log p does not see and bfloat16 does (ST-MoE,
+arXiv 2202.08906, equation 5).
 
 Logits of [rows, time, vocab] are never made. In each row the positions whose log-probability is wanted are moved to the front, then
 all rows walk together through chunks of positions: a chunk without any wanted position costs nothing, the others recompute their
@@ -9,7 +13,9 @@ logits in the backward pass. So the head costs what the trained tokens need (a q
 static shapes. Called by `learning.trainer`.
 """
 
-from typing import Literal
+import functools
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +36,13 @@ CHUNK_POSITIONS = 512
 UNROLLED_LAYERS = 4
 
 
+class TokenScores(NamedTuple):
+    """Of each token given its prefix in its segment, float32; 0 where undefined or not wanted."""
+
+    log_probs: Float[Array, "rows time"]
+    log_normalizers: Float[Array, "rows time"]  # logsumexp of the logits that predict the token
+
+
 def token_log_probs(
     decoder: Decoder,
     batch: Batch,
@@ -42,6 +55,43 @@ def token_log_probs(
 
     `wanted` limits the work to some tokens (0 elsewhere).
     """
+    return _token_scores(decoder, batch, wanted, attention, remat, normalized=False).log_probs
+
+
+def mle_loss(
+    decoder: Decoder,
+    batch: Batch,
+    *,
+    attention: Implementation = "auto",
+    remat: Remat | Literal["auto"] = "auto",
+    z_loss: float = 0.0,
+    trained_tokens: Int[Array, ""] | None = None,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Mean negative log-likelihood of the batch's trained tokens (0 if there are none), and its metrics.
+
+    The mean is over `trained_tokens` where that is given: parts of a batch, each divided by the tokens of the whole, add up to it.
+    """
+    trained = jnp.asarray(batch.loss_mask)
+    found = _token_scores(decoder, batch, trained, attention, remat, normalized=z_loss > 0)
+    if trained_tokens is None:
+        trained_tokens = jnp.sum(trained, dtype=jnp.int32)
+    count = jnp.maximum(trained_tokens, 1)
+    loss = -jnp.sum(found.log_probs) / count  # log_probs is 0 outside the mask, and so are the normalizers
+    if z_loss > 0:
+        loss += z_loss * jnp.sum(jnp.square(found.log_normalizers)) / count
+    return loss, {"loss": loss, "trained_tokens": trained_tokens}
+
+
+def _token_scores(
+    decoder: Decoder,
+    batch: Batch,
+    wanted: Bool[Array, "rows time"] | None,
+    attention: Implementation,
+    remat: Remat | Literal["auto"],
+    *,
+    normalized: bool,
+) -> TokenScores:
+    """Without `normalized` the normalizers are all 0 and cost nothing."""
     tokens, segments, positions, _ = map(jnp.asarray, batch)
     predicted = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)  # position t predicts token t + 1
     if wanted is not None:
@@ -52,52 +102,52 @@ def token_log_probs(
     deep = decoder.config.num_layers > UNROLLED_LAYERS
     kept: Remat = ("full" if deep else "none") if remat == "auto" else remat
     hidden = decoder(tokens, positions, causal_self_attention(segments, attention), scan=deep, remat=kept)
-    log_probs = _target_log_probs(decoder.head_table(), hidden, targets, predicted)
-    return jnp.roll(log_probs, 1, axis=1)  # column 0 receives the last position's 0
+    log_probs, normalizers = _target_scores(decoder.head_table(), hidden, targets, predicted, normalized)
+    return TokenScores(
+        jnp.roll(log_probs, 1, axis=1), jnp.roll(normalizers, 1, axis=1)
+    )  # column 0 receives the last position's 0
 
 
-def mle_loss(
-    decoder: Decoder, batch: Batch, *, attention: Implementation = "auto", remat: Remat | Literal["auto"] = "auto"
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Mean negative log-likelihood of the batch's trained tokens (0 if there are none), and its metrics."""
-    trained = jnp.asarray(batch.loss_mask)
-    log_probs = token_log_probs(decoder, batch, trained, attention=attention, remat=remat)
-    trained_tokens = jnp.sum(trained, dtype=jnp.int32)
-    loss = -jnp.sum(log_probs) / jnp.maximum(trained_tokens, 1)  # log_probs is 0 outside the mask
-    return loss, {"loss": loss, "trained_tokens": trained_tokens}
-
-
-def _target_log_probs(
+def _target_scores(
     table: Float[Array, "vocab hidden"],
     hidden: Float[Array, "rows time hidden"],
     targets: Int[Array, "rows time"],
     wanted: Bool[Array, "rows time"],
-) -> Float[Array, "rows time"]:
-    """log p of `targets` under the logits of `hidden`, 0 where not wanted.
+    normalized: bool,
+) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
+    """log p of `targets` under the logits of `hidden`, and the normalizers of these logits; 0 where not wanted.
 
     Each device walks through the rows it holds: the head is gathered once and its gradient summed once, where the compiler, left
-    alone, would do both in every chunk. The tensor axis stays the compiler's.
+    alone, would do both in every chunk. A head that is split over devices comes in parts and its gradient leaves in parts, a sum
+    that moves half as much as one that everybody gets whole. The tensor axis stays the compiler's.
     """
     mesh = jax.sharding.get_abstract_mesh()
     split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     if not split:
-        return _chunked_log_probs(table, hidden, targets, wanted)
-    rows, whole = PartitionSpec(split), PartitionSpec()
+        return _chunked_scores(table, hidden, targets, wanted, normalized=normalized, parts=())
+    parts = tuple(axis for axis in RULES["embed"].mesh_axes if axis in split)
+    if table.shape[1] % math.prod(mesh.shape[axis] for axis in parts):
+        parts = ()
+    walk: Any = functools.partial(_chunked_scores, normalized=normalized, parts=parts)
+    rows, head = PartitionSpec(split), PartitionSpec(None, parts)
     return jax.shard_map(
-        _chunked_log_probs,
-        in_specs=(whole, rows, rows, rows),
-        out_specs=rows,
+        walk,
+        in_specs=(head, rows, rows, rows),
+        out_specs=(rows, rows),
         axis_names=set(split),
         check_vma=False,
     )(table, hidden, targets, wanted)
 
 
-def _chunked_log_probs(
-    table: Float[Array, "vocab hidden"],
+def _chunked_scores(
+    table: Float[Array, "vocab part"],
     hidden: Float[Array, "rows time hidden"],
     targets: Int[Array, "rows time"],
     wanted: Bool[Array, "rows time"],
-) -> Float[Array, "rows time"]:
+    *,
+    normalized: bool,
+    parts: tuple[str, ...],
+) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     rows, time = targets.shape
     chunk = min(time, max(1, CHUNK_POSITIONS // rows))
     chunks = -(-time // chunk)
@@ -111,58 +161,75 @@ def _chunked_log_probs(
         padded = jnp.pad(moved, ((0, 0), (0, chunks * chunk - time), *[(0, 0)] * (array.ndim - 2)))
         return jnp.moveaxis(padded.reshape(rows, chunks, chunk, *array.shape[2:]), 1, 0)
 
-    log_probs = _walk(table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
-    log_probs = jnp.moveaxis(log_probs, 0, 1).reshape(rows, chunks * chunk)[:, :time]
-    return jnp.where(wanted, jnp.take_along_axis(log_probs, place, axis=1), 0.0)
+    def in_rows(walked: Array) -> Float[Array, "rows time"]:
+        moved = jnp.moveaxis(walked, 0, 1).reshape(rows, chunks * chunk)[:, :time]
+        return jnp.where(wanted, jnp.take_along_axis(moved, place, axis=1), 0.0)
+
+    walked: Any = _walk(normalized, parts, table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
+    log_probs, normalizers = walked
+    return in_rows(log_probs), in_rows(normalizers) if normalized else jnp.zeros_like(wanted, jnp.float32)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _walk(
-    table: Float[Array, "vocab hidden"],
+    normalized: bool,
+    parts: tuple[str, ...],
+    table: Float[Array, "vocab part"],
     hidden: Float[Array, "chunks rows chunk hidden"],
     targets: Int[Array, "chunks rows chunk"],
     wanted: Bool[Array, "chunks rows chunk"],
-) -> Float[Array, "chunks rows chunk"]:
-    """log p of the targets, chunk after chunk; a chunk in which nothing is wanted is 0 and costs nothing.
+) -> tuple[Float[Array, "chunks rows chunk"], Float[Array, "chunks rows chunk"] | None]:
+    """log p of the targets and, where `normalized`, the normalizers, chunk after chunk; a chunk in which nothing is wanted is 0 and
+    costs nothing. `parts` names the mesh axes over which the columns of the table are split, none if this is the whole table.
 
     The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands all that its
     backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a gigabyte for 512 tokens.
     """
-    narrow = table.astype(hidden.dtype)
+    return _walk_forward(normalized, parts, table, hidden, targets, wanted)[0]
 
-    def one_chunk(carry: None, chunk_of: tuple[Array, Array, Array]) -> tuple[None, Array]:
+
+def _walk_forward(
+    normalized: bool, parts: tuple[str, ...], table: Array, *chunks: Array
+) -> tuple[tuple[Array, Array | None], tuple[Array, ...]]:
+    narrow = table.astype(chunks[0].dtype)  # before it is gathered: that moves half as much
+    if parts:
+        narrow = jax.lax.all_gather(narrow, parts, axis=1, tiled=True)
+
+    def one_chunk(carry: None, chunk_of: tuple[Array, ...]) -> tuple[None, tuple[Array, Array | None]]:
         hidden, targets, wanted = chunk_of
 
-        def some(hidden: Array, targets: Array) -> Array:
+        def some(hidden: Array, targets: Array) -> tuple[Array, Array | None]:
             logits = scores(narrow, hidden)
             chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-            return chosen - jax.nn.logsumexp(logits, axis=-1)
+            normalizers = jax.nn.logsumexp(logits, axis=-1)
+            return chosen - normalizers, normalizers if normalized else None
 
-        def nothing(hidden: Array, targets: Array) -> Array:
-            return jnp.zeros(targets.shape, jnp.float32)
+        def nothing(hidden: Array, targets: Array) -> tuple[Array, Array | None]:
+            zeros = jnp.zeros(targets.shape, jnp.float32)
+            return zeros, zeros if normalized else None
 
         return carry, jax.lax.cond(wanted.any(), some, nothing, hidden, targets)
 
-    return jax.lax.scan(one_chunk, None, (hidden, targets, wanted))[1]
+    return jax.lax.scan(one_chunk, None, chunks)[1], (narrow, table, *chunks)
 
 
-def _walk_forward(table: Array, *chunks: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _walk(table, *chunks), (table, *chunks)
-
-
-def _walk_backward(kept: tuple[Array, ...], upstream: Float[Array, "chunks rows chunk"]) -> tuple[Array | None, ...]:
-    """d log p[target] / d logits = onehot(target) - softmax(logits). The head's gradient adds up in the type of the parameters, over
-    chunks in one place and over devices outside.
+def _walk_backward(
+    normalized: bool, parts: tuple[str, ...], kept: tuple[Array, ...], upstream: tuple[Array, Array | None]
+) -> tuple[Array | None, ...]:
+    """d log p[target] / d logits = onehot(target) - softmax(logits), d normalizer / d logits = softmax(logits). The head's gradient adds
+    up in float32, over chunks in one place and over devices outside or, where the head is in parts, here.
     """
-    table, *chunks = kept
-    narrow = table.astype(chunks[0].dtype)
+    narrow, table, *chunks = kept
 
-    def one_chunk(head: Array, chunk_of: tuple[Array, ...]) -> tuple[Array, Array]:
-        hidden, targets, wanted, upstream = chunk_of
+    def one_chunk(head: Array, chunk_of: Any) -> tuple[Array, Array]:
+        hidden, targets, wanted, (of_log_probs, of_normalizers) = chunk_of
 
         def some(head: Array) -> tuple[Array, Array]:
-            at_target = targets[..., None] == jnp.arange(table.shape[0])
-            pull = (at_target - jax.nn.softmax(scores(narrow, hidden), axis=-1)) * upstream[..., None]
+            at_target = targets[..., None] == jnp.arange(narrow.shape[0])
+            softmax = jax.nn.softmax(scores(narrow, hidden), axis=-1)
+            pull = (at_target - softmax) * of_log_probs[..., None]
+            if of_normalizers is not None:
+                pull += softmax * of_normalizers[..., None]
             rows = pull.reshape(-1, pull.shape[-1]).astype(narrow.dtype)
             states = hidden.reshape(-1, hidden.shape[-1])
             head = head + jnp.matmul(rows.T, states, preferred_element_type=head.dtype)
@@ -170,8 +237,10 @@ def _walk_backward(kept: tuple[Array, ...], upstream: Float[Array, "chunks rows 
 
         return jax.lax.cond(wanted.any(), some, lambda head: (head, jnp.zeros_like(hidden)), head)
 
-    head, states = jax.lax.scan(one_chunk, jnp.zeros_like(table), (*chunks, upstream))
-    return head, states, None, None
+    head, states = jax.lax.scan(one_chunk, jnp.zeros_like(narrow, jnp.float32), (*chunks, upstream))
+    if parts:
+        head = jax.lax.psum_scatter(head, parts, scatter_dimension=1, tiled=True)
+    return head.astype(table.dtype), states, None, None
 
 
 _walk.defvjp(_walk_forward, _walk_backward)

@@ -4,6 +4,10 @@
     direction := Adam(gradient) + weight_decay * parameter        (no decay on norm scales and biases)
     parameter := parameter - learning_rate(step) * direction
 
+All of it is computed in float32, whatever parameters and the first moment are kept in. A parameter kept in bfloat16 has 8 bits: at MyGO's
+rates (5e-7) an update is a hundredth of their last bit, and rounding to nearest would drop every one. So it is rounded up or down at
+random, up with the probability that keeps the mean, by a key that follows from the step.
+
 The learning rate is no part of the optimiser: a `Schedule` is four numbers that reach the compiled step as arguments, so warm-up, every
 round of MyGO and the control run share one compilation. Called by `learning.trainer`.
 """
@@ -55,9 +59,35 @@ def adamw(config: TrainerConfig) -> optax.GradientTransformation:
     """Clipping, Adam and decay; its updates are the direction above and still want to be multiplied by minus the learning rate."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=jnp.float32),
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=jnp.dtype(config.first_moment_dtype)),
         optax.add_decayed_weights(config.weight_decay, mask=decayed),
     )
+
+
+def in_float32(tree: Any) -> Any:
+    """What the optimiser is given, so that its second moment and its directions are float32."""
+    return jax.tree.map(lambda array: array.astype(jnp.float32), tree)
+
+
+def moved(params: Any, direction: Any, rate: Float[Array, ""], step: Int[Array, ""]) -> Any:
+    """The parameters after an update, in the types they have."""
+    leaves, structure = jax.tree.flatten(params)
+    changed = [
+        _rounded(leaf.astype(jnp.float32) - rate * change, leaf.dtype, step, number)
+        for number, (leaf, change) in enumerate(zip(leaves, jax.tree.leaves(direction), strict=True))
+    ]
+    return jax.tree.unflatten(structure, changed)
+
+
+def _rounded(values: Float[Array, "..."], dtype: Any, step: Int[Array, ""], number: int) -> Float[Array, "..."]:
+    """Float32 as it is; bfloat16 is the upper half of its bits, and random lower bits carry into it as often as they should."""
+    if dtype == jnp.float32:
+        return values
+    assert dtype == jnp.bfloat16, f"parameters are kept in float32 or bfloat16, not in {dtype}"
+    key = jax.random.fold_in(jax.random.key(number), step)
+    noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise
+    return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
 
 
 def decayed(params: Any) -> Any:

@@ -3,14 +3,18 @@
 The loop's order is fixed:
 
     1. stop, if asked to;
-    2. draw the batch of this step, a pure function of (seed, step);
+    2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose place is saved with the state;
     3. dispatch the step;
-    4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite ends the run here;
+    4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite, and too many spikes
+       (`learning.spikes`), end the run here;
     5. save if a save is due, after this step's own metrics were read: so nothing broken is ever saved, and the next batch is drawn
        after the save. A run restored from there continues with exactly the batches it would have seen.
 
 The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model: the learning-rate
 schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
+
+With `accumulation_steps` the rows of a batch go through the model part by part inside the step. The gradients of the parts, each divided by
+the trained tokens of the whole batch, add up in float32 to the gradient of the whole; activations take the memory of one part.
 
 With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and decay: its own weights go through a
 step untouched, bit for bit. What leaves the trainer (`policy`, `decoder`) is a plain decoder with the adapters merged into its weights.
@@ -34,12 +38,14 @@ from mujica_jax.config import TrainerConfig
 from mujica_jax.config_checks import check_rows
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import mle_loss, token_log_probs
-from mujica_jax.learning.optimizer import Schedule, adamw, learning_rate, schedule
+from mujica_jax.learning.optimizer import Schedule, adamw, in_float32, learning_rate, moved, schedule
+from mujica_jax.learning.spikes import judged, no_spikes, refuse_many, unless
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.lora import adapted, check_rank, merged
-from mujica_jax.models.sharding import RULES, make_mesh, shard_batch, shardings_of
+from mujica_jax.models.sharding import RULES, make_mesh, own_rows, shard_batch, shardings_of
+from mujica_jax.trajectories.batches import Batches
 from mujica_jax.trajectories.packing import Batch, PackedRows
 
 
@@ -49,6 +55,7 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]  # updates made in this phase; the schedule and the order of batches count from its start
     params: nnx.State  # with LoRA: the frozen weights and the adapters
     opt_state: Any  # of what is trained
+    spikes: Any = ()  # `learning.spikes.Spikes` where the configuration asks for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,7 @@ class StepMetrics:
     grad_norm: float  # before clipping
     learning_rate: float
     trained_tokens: int
+    skipped: int = 0  # updates of this phase that were spikes and were not made (`learning.spikes`)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,7 @@ class FitResult:
     state: TrainState
     steps: int  # updates made in this phase
     stopped: bool  # True if `should_stop` ended it early
+    input_state: dict[str, Any]  # the place in the data, for the checkpoint that holds `state`
 
 
 class NotFinite(UserError):
@@ -84,14 +93,19 @@ class Trainer:
 
     def initial_state(self, decoder: Decoder, *, seed: int = 0) -> TrainState:
         """Step 0 with a copy of the decoder's weights and an empty optimiser; `seed` draws the adapters, where there are some."""
-        weights = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), nnx.state(decoder))
+        kept = jnp.dtype(self.config.parameter_dtype)
+        weights = jax.tree.map(lambda array: jnp.asarray(array, kept), nnx.state(decoder))
         weights = jax.device_put(weights, self._program.policy_shardings, may_alias=False)
         with jax.set_mesh(self.mesh):
             return self._program.empty_state(weights, np.uint32(seed))
 
     def next_phase(self, state: TrainState) -> TrainState:
-        """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients."""
-        return state._replace(step=jax.device_put(np.int32(0), self._program.shardings.step))
+        """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients, and what a usual loss
+        is has to be learnt anew.
+        """
+        shardings = self._program.shardings
+        spikes = jax.device_put(no_spikes(), shardings.spikes) if self.config.spike_deviations else ()
+        return state._replace(step=jax.device_put(np.int32(0), shardings.step), spikes=spikes)
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of a state, without its arrays: what a checkpoint is restored into."""
@@ -107,9 +121,14 @@ class Trainer:
         return nnx.merge(self._program.policy_graph, jax.tree.map(jnp.copy, self.policy(state)))
 
     def train_step(self, state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
-        """One update. Returns at once, with metrics that are still being computed; `state` cannot be used again."""
+        """One update with this process's `own_rows` of a batch. Returns at once, with metrics that are still being computed; `state`
+        cannot be used again."""
         with jax.set_mesh(self.mesh):
             return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
+
+    def own_rows(self) -> Int[np.ndarray, " own"]:
+        """Which rows of a step's batch this process has to bring."""
+        return own_rows(self.config.rows_per_step, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
         """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no device."""
@@ -127,7 +146,8 @@ class Trainer:
         scores = np.zeros(rows.tokens.shape, np.float32)
         for start in range(0, rows.num_rows, self.config.rows_per_step):
             chosen = np.arange(start, start + self.config.rows_per_step)
-            batch = rows.batch(chosen % rows.num_rows)  # a last batch that is short begins again, to keep its shape
+            # A last batch that is short begins again, to keep its shape.
+            batch = rows.batch(chosen[self.own_rows()] % rows.num_rows)
             with jax.set_mesh(self.mesh):
                 scored = np.asarray(self._program.score(state.params, shard_batch(batch, self.mesh)))
             inside = chosen < rows.num_rows
@@ -143,40 +163,45 @@ def fit(
     schedule: Schedule,
     steps: int,
     seed: int,
+    input_state: dict[str, Any] | None = None,
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
-    save: Callable[[TrainState, int], None] = lambda state, step: None,
+    save: Callable[[TrainState, int, dict[str, Any]], None] = lambda state, step, input_state: None,
     save_every_steps: int | None = None,
 ) -> FitResult:
     """Train from `state.step` until `steps` updates are made in this phase.
 
-    `save(state, step)` is called every `save_every_steps` updates and when `should_stop` ends the loop; the state at the end of
-    the phase is returned and not saved. `on_step` sees every step once, in order.
+    `input_state` is what the checkpoint of `state` says about the place in the data; without one it is the place of `state.step`.
+    `save(state, step, input_state)` is called every `save_every_steps` updates and when `should_stop` ends the loop; the state at the end
+    of the phase is returned and not saved. `on_step` sees every step once, in order.
     """
-    if not rows.num_rows:
-        raise UserError("there are 0 rows to train on and a step needs at least 1: skip this phase or select more")
+    batches = Batches(rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows())
     done = saved = int(state.step)
+    if input_state is None:
+        batches.seek(done)
+    else:
+        batches.set_state(input_state)
     stopped, unread = False, None
+    read = functools.partial(_read, most_skips=trainer.config.most_skips_in_a_row)
     while done < steps:
         if should_stop():
             stopped = True
             break
-        batch = rows.batch(rows_of_step(rows.num_rows, trainer.config.rows_per_step, seed=seed, step=done))
-        state, metrics = trainer.train_step(state, batch, schedule)
+        state, metrics = trainer.train_step(state, next(batches), schedule)
         done += 1
         if unread is not None:
-            on_step(_read(*unread))
+            on_step(read(*unread))
         unread = (done, metrics)
         if save_every_steps is not None and done % save_every_steps == 0:
-            on_step(_read(*unread))
+            on_step(read(*unread))
             unread = None
-            save(state, done)
+            save(state, done, batches.get_state())
             saved = done
     if unread is not None:
-        on_step(_read(*unread))
+        on_step(read(*unread))
     if stopped and saved < done:
-        save(state, done)
-    return FitResult(state=state, steps=done, stopped=stopped)
+        save(state, done, batches.get_state())
+    return FitResult(state=state, steps=done, stopped=stopped, input_state=batches.get_state())
 
 
 def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
@@ -184,24 +209,19 @@ def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
     return -(-num_rows * epochs // rows_per_step)
 
 
-def rows_of_step(num_rows: int, rows_per_step: int, *, seed: int, step: int) -> Int[np.ndarray, "rows_per_step"]:
-    """Which rows a step sees: the epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step` of them."""
-    epochs, places = np.divmod(np.arange(step * rows_per_step, (step + 1) * rows_per_step), num_rows)
-    shuffles = {
-        epoch: np.random.default_rng((seed, epoch)).permutation(num_rows) for epoch in np.unique(epochs).tolist()
-    }
-    return np.concatenate([shuffle[places[epochs == epoch]] for epoch, shuffle in shuffles.items()])
-
-
-def _read(step: int, metrics: dict[str, Array]) -> StepMetrics:
+def _read(step: int, metrics: dict[str, Array], *, most_skips: int) -> StepMetrics:
     """Wait for a step's metrics."""
-    values = {name: float(value) for name, value in metrics.items() if name != "trained_tokens"}
+    counts = {name: int(metrics[name]) for name in ("trained_tokens", "skipped") if name in metrics}
+    values: dict[str, Any] = {name: float(value) for name, value in metrics.items() if name not in counts}
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         raise NotFinite(
             f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the run ends before this is saved; "
             "lower the learning rate or start from another checkpoint"
         )
-    return StepMetrics(step=step, trained_tokens=int(metrics["trained_tokens"]), **values)
+    if "skipped" in counts:
+        refuse_many(values, step=step, most=most_skips)
+        del values["skipped_in_a_row"]
+    return StepMetrics(step=step, **counts, **values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,6 +248,8 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
     """Kept for the life of the process, so that a second trainer of the same model compiles nothing."""
     plain = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
     policy_graph, abstract_weights = nnx.split(plain)
+    kept = jnp.dtype(config.parameter_dtype)
+    abstract_weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, kept), abstract_weights)
     rank, alpha = config.lora_rank, config.lora_alpha
 
     def with_adapters(decoder: Decoder, seed: Any) -> Decoder:
@@ -243,7 +265,8 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
 
     def empty_state(weights: nnx.State, seed: Any) -> TrainState:
         params = nnx.state(with_adapters(nnx.merge(policy_graph, weights), seed))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(split(params)[0]))
+        spikes = no_spikes() if config.spike_deviations else ()
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(in_float32(split(params)[0])), spikes)
 
     def policy(params: nnx.State) -> nnx.State:
         return nnx.state(merged(nnx.merge(graph, params), rank=rank, alpha=alpha))
@@ -253,16 +276,34 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
 
     def train_step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
         trained, frozen = split(state.params)
+        trained_tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
-        def loss_of(trained: nnx.State) -> tuple[Array, dict[str, Array]]:
-            return mle_loss(nnx.merge(graph, trained, frozen), batch, attention=attention, remat=config.remat)
+        def loss_of(trained: nnx.State, part: Batch) -> tuple[Array, dict[str, Array]]:
+            return mle_loss(
+                nnx.merge(graph, trained, frozen),
+                part,
+                attention=attention,
+                remat=config.remat,
+                z_loss=config.z_loss,
+                trained_tokens=trained_tokens,
+            )
 
-        (_, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained)
-        direction, opt_state = optimizer.update(gradient, state.opt_state, trained)
+        loss_and_gradient = jax.value_and_grad(loss_of, has_aux=True)
+        if config.accumulation_steps == 1:
+            (_, metrics), gradient = loss_and_gradient(trained, batch)
+        else:
+            metrics, gradient = _accumulated(loss_and_gradient, trained, _parts(batch, config.accumulation_steps, mesh))
+        gradient = in_float32(gradient)
+        direction, opt_state = optimizer.update(gradient, state.opt_state, in_float32(trained))
         rate = learning_rate(schedule, state.step)
-        trained = jax.tree.map(lambda parameter, change: parameter - rate * change, trained, direction)
+        after, spikes = moved(trained, direction, rate, state.step), state.spikes
         metrics |= {"grad_norm": optax.global_norm(gradient), "learning_rate": rate}
-        return TrainState(state.step + 1, nnx.merge_state(trained, frozen), opt_state), metrics
+        if config.spike_deviations:
+            limits = {"deviations": config.spike_deviations, "window": config.spike_window_steps}
+            skip, spikes = judged(spikes, metrics["loss"], metrics["grad_norm"], **limits)
+            after, opt_state = unless(skip, (trained, state.opt_state), (after, opt_state))
+            metrics |= {"skipped": spikes.skipped, "skipped_in_a_row": spikes.in_a_row}
+        return TrainState(state.step + 1, nnx.merge_state(after, frozen), opt_state, spikes), metrics
 
     def score(params: nnx.State, batch: Batch) -> Array:
         return token_log_probs(nnx.merge(graph, params), batch, attention=attention, remat=config.remat)
@@ -284,3 +325,32 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
         train_step=jax.jit(train_step, out_shardings=(shardings, whole), donate_argnums=0),
         score=jax.jit(score, out_shardings=whole),
     )
+
+
+def _parts(batch: Batch, count: int, mesh: Mesh) -> Batch:
+    """The rows in `count` parts, [count, rows / count, time]. Part n has every count-th row from n on, so that each device cuts what it
+    holds and no row moves.
+    """
+    layout = NamedSharding(mesh, PartitionSpec(None, RULES["batch"].mesh_axes))
+
+    def cut(array: Array) -> Array:
+        parts = jnp.moveaxis(array.reshape(-1, count, *array.shape[1:]), 1, 0)
+        return jax.lax.with_sharding_constraint(parts, layout)
+
+    return jax.tree.map(cut, batch)
+
+
+def _accumulated(
+    loss_and_gradient: Callable[[nnx.State, Batch], tuple[tuple[Array, dict[str, Array]], nnx.State]],
+    trained: nnx.State,
+    parts: Batch,
+) -> tuple[dict[str, Array], nnx.State]:
+    """Loss and gradient of all parts together: each is divided by the trained tokens of the whole already."""
+
+    def add_part(total: tuple[Array, nnx.State], part: Batch) -> tuple[tuple[Array, nnx.State], Array]:
+        (loss, metrics), gradient = loss_and_gradient(trained, part)
+        return (total[0] + loss, jax.tree.map(jnp.add, total[1], in_float32(gradient))), metrics["trained_tokens"]
+
+    nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), trained)
+    (loss, gradient), tokens = jax.lax.scan(add_part, (jnp.zeros((), jnp.float32), nothing), parts)
+    return {"loss": loss, "trained_tokens": tokens[0]}, gradient

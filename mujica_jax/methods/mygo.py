@@ -14,21 +14,26 @@ end (at most the last wave is more than needed); rows of earlier rounds and of t
 learning rate follows one cosine over all rounds.
 """
 
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mujica_jax import distributed
 from mujica_jax.agents.mujica import Attempt
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
-from mujica_jax.methods.run import KEPT_SHARDS, PhaseResult, Run, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, PhaseResult, Run, tokens_of
+from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.warmup import fitting
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.rewards import BEST_REWARD
-from mujica_jax.trajectories.packing import PackedRows, pack
+from mujica_jax.trajectories.packing import PackedRows, pack, too_long
 from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, select, threshold, training_rows
 from mujica_jax.trajectories.store import ShardEntry
+
+OnEpisode = Callable[[Trajectory], None]
 
 
 def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> tuple[TrainState, list[PhaseResult]]:
@@ -43,9 +48,12 @@ def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> t
         began = time.monotonic()
         name = f"round {number}"
         trajectories, k = _sample_round(run, state, number, k)
+        run.compare(state, trajectories, number)
         kept = select(trajectories, k=k, keep_per_question=config.keep_per_question, best_reward=BEST_REWARD)
-        rows = fitting(run, training_rows(kept))
-        packed = _mixture(run, rows, replay, number)
+        selected = training_rows(kept)
+        rows = fitting(run, selected)
+        with run.clock.stage("packing"):
+            packed = _mixture(run, rows, replay, number)
         steps = steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs) if kept else 0
         if steps:
             state = _learn_round(run, state, packed, number, steps)
@@ -76,6 +84,7 @@ def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> t
                 "trajectories": len(trajectories),
                 "accepted": len(kept),
                 "rows": len(rows),
+                "too_long": too_long(selected, run.config.trainer.row_tokens),
                 "steps": steps,
             },
         )
@@ -109,30 +118,31 @@ def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversati
 def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -> tuple[list[Trajectory], float]:
     """All trajectories of a round and its threshold. Shards 0.. hold the first attempts, the same number after them the others."""
     config = run.config.mygo
-    done = run.store.read_done(number)
-    found = None if done is None else run.read_shards(done.shards)
-    if done is not None and found is not None:
-        assert done.threshold is not None, "a MyGO round is closed with its threshold"
-        return found, done.threshold
+    if (earlier := distributed.in_turn(f"round {number} is read", lambda: _finished_round(run, number))) is not None:
+        return earlier
     questions = _questions_of(run, number)
     shards = [questions[at : at + config.shard_questions] for at in range(0, len(questions), config.shard_questions)]
-    run.store.write_plan(
-        number,
-        {
-            "policy_version": number - 1,
-            "shards": [[question.id for question in shard] for shard in shards],
-            "previous_threshold": previous_k,
-            "max_attempts": config.max_attempts,
-            "keep_per_question": config.keep_per_question,
-        },
-    )
+    plan = {
+        "policy_version": number - 1,
+        "shards": [[question.id for question in shard] for shard in shards],
+        "previous_threshold": previous_k,
+        "max_attempts": config.max_attempts,
+        "keep_per_question": config.keep_per_question,
+    }
+    if distributed.is_first():
+        run.store.write_plan(number, plan)
     run.preemption.enter(f"round {number}: sampling", kept=KEPT_SHARDS)
     run.use_policy(state, number - 1)
     entries: list[ShardEntry] = []
     trajectories: list[Trajectory] = []
     seen = correct = 0
     k = previous_k
-    with run.progress.stage(f"round {number}: sampling", total=2 * len(questions), unit="questions") as stage:
+    with (
+        run.counted(SAMPLING, number),
+        run.progress.stage(
+            f"round {number}: sampling", total=2 * len(questions), unit="questions", live=run.counters.figures
+        ) as stage,
+    ):
 
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal seen, correct
@@ -140,36 +150,50 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
             correct += accepts(trajectory.reward, k=k, best_reward=BEST_REWARD)
             stage.update(stage_done, k=k, acceptance=correct / seen, episodes=seen)
 
+        def first_attempts(index: int, heard: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
+            return run.sample(number, index, [_attempt(run, q, 0, number) for q in shards[index]], heard)
+
+        def later_attempts(index: int, heard: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
+            def wave(earlier: Sequence[Trajectory]) -> list[Attempt]:
+                return _wave(run, shards[index], first, earlier, k, number)
+
+            return run.sample_waves(number, len(shards) + index, wave, heard)
+
+        def played(name: str, unit: Callable[[int, OnEpisode], tuple[ShardEntry | None, list[Trajectory]]]) -> None:
+            nonlocal stage_done
+            units = [functools.partial(unit, index) for index in range(len(shards))]
+            play_share(run.progress, f"round {number}: {name}", units)
+            for shard, play in zip(shards, units, strict=True):
+                entry, found = play(on_episode)
+                if entry is not None:
+                    entries.append(entry)
+                trajectories.extend(found)
+                stage_done += len(shard)
+                stage.update(stage_done)
+
         stage_done = 0
-        for index, shard in enumerate(shards):
-            entry, found = run.sample(
-                number, index, [_attempt(run, question, 0, number) for question in shard], on_episode
-            )
-            entries.append(entry)
-            trajectories += found
-            stage_done += len(shard)
-            stage.update(stage_done)
+        played("first attempts", first_attempts)
         k = threshold(
             previous_k=previous_k,
             mean_first_attempt_reward=mean_first_attempt_reward(trajectories),
             best_reward=BEST_REWARD,
         )
         first = {trajectory.question_id: trajectory for trajectory in trajectories}
-        for index, shard in enumerate(shards):
-            entry, found = run.sample_waves(
-                number,
-                len(shards) + index,
-                lambda earlier, shard=shard: _wave(run, shard, first, earlier, k, number),
-                on_episode,
-            )
-            if entry is not None:
-                entries.append(entry)
-            trajectories += found
-            stage_done += len(shard)
-            stage.update(stage_done)
+        played("later attempts", later_attempts)
     firsts = [t for t in trajectories if t.attempt == 0]
-    run.store.write_done(number, entries, mean_reward=mean_first_attempt_reward(firsts), threshold=k)
+    if distributed.is_first():
+        run.store.write_done(number, entries, mean_reward=mean_first_attempt_reward(firsts), threshold=k)
     return trajectories, k
+
+
+def _finished_round(run: Run, number: int) -> tuple[list[Trajectory], float] | None:
+    """What an earlier run sampled; None where the round is open."""
+    done = run.store.read_done(number)
+    found = None if done is None else run.read_shards(done.shards)
+    if done is None or found is None:
+        return None
+    assert done.threshold is not None, "a MyGO round is closed with its threshold"
+    return found, done.threshold
 
 
 def _wave(

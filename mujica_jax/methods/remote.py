@@ -1,7 +1,6 @@
 """A model behind an OpenAI-compatible endpoint in the place of a policy, for `eval`: the GPT-4.1 few-shot baseline, a model under vLLM."""
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax.config import Config, RemoteConfig
@@ -9,6 +8,7 @@ from mujica_jax.config import Config, RemoteConfig
 if TYPE_CHECKING:
     from mujica_jax.inference.remote import RemoteGenerator
     from mujica_jax.models.tokenizer import Tokenizer
+    from mujica_jax.trajectories.run_directory import RunPath
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Endpoint:
     remote: RemoteConfig
     tokenizer: "Tokenizer"
     generator: "RemoteGenerator"
-    out: Path
+    out: "RunPath"
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Endpoint:
         return [f"{self.place}: {self.generator.statistics.sentence()}"]
 
 
-def open_endpoint(remote: RemoteConfig, config: Config, out: Path) -> Endpoint:
+def open_endpoint(remote: RemoteConfig, config: Config, out: "RunPath") -> Endpoint:
     """Tokenizer and generator of an endpoint that `config_checks.check_remote` found whole. Nothing is asked of it yet."""
     from mujica_jax.inference.remote import RemoteGenerator
     from mujica_jax.models.tokenizer import Tokenizer

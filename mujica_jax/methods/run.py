@@ -5,32 +5,39 @@ run repeats at most one shard of episodes, the steps since the last checkpoint, 
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mujica_jax import distributed
 from mujica_jax.agents.mujica import Attempt, EnginePolicy, Mujica, run_episodes
 from mujica_jax.config import Config
 from mujica_jax.errors import StoreError
+from mujica_jax.inference.counters import LiveCounters, between
 from mujica_jax.inference.engines import make_engine
 from mujica_jax.inference.generator import BatchedGenerator
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.profiling import ProfileWindow
+from mujica_jax.learning.step_figures import StepFigures
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
+from mujica_jax.methods.agreement import compared
 from mujica_jax.methods.scoring import Scores, score_policy
+from mujica_jax.methods.shares import gather
+from mujica_jax.models.compilations import compilations
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
 from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
-from mujica_jax.report import MetricsLog, Phase, Progress
+from mujica_jax.report import MetricsLog, NoMetrics, Phase, Progress, StageClock
 from mujica_jax.rewards import f1_reward
 from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.task import Task
@@ -40,6 +47,10 @@ from mujica_jax.trajectories.store import ShardEntry, Store, shard_name
 
 SAVE_EVERY_SECONDS = 15.0  # of training: what a kill may cost; a save takes about 60 ms for the tiny models
 KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
+
+# Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
+SAMPLING, EVALUATING, LEARNING, AGREEMENT, TIME = "sampling", "evaluating", "learning", "agreement", "time"
+RETRIEVAL = "retrieval"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +63,7 @@ class PhaseResult:
 
 
 class Run:
-    """The parts of a run, made once by `train`: store, task, tokenizer, agent, trainer and engine."""
+    """The parts of a run, made once by `train`: store, task, tokenizer, agent, trainer and engine, and what tells of them."""
 
     def __init__(
         self,
@@ -63,31 +74,67 @@ class Run:
         tokenizer: Tokenizer,
         decoder: Decoder,
         progress: Progress,
-        metrics: MetricsLog,
+        metrics: MetricsLog | NoMetrics,
         preemption: Preemption,
     ) -> None:
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
         self.progress, self.metrics, self.preemption = progress, metrics, preemption
         self.agent = make_agent(config, task, tokenizer)
+        self.clock = StageClock(compiled=lambda: compilations().seconds)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer)
+        self.counters = LiveCounters(lambda: self.generator.statistics)
+        self.profile = ProfileWindow(config.profile, store.root, progress.line)
         self._initial = decoder
 
     def initial_state(self) -> TrainState:
         return self.trainer.initial_state(self._initial, seed=self.config.seed)
 
     def use_policy(self, state: TrainState, version: int) -> None:
-        use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
+        with self.clock.stage("weight_handover"):
+            use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
 
     def commit_policy(self, state: TrainState, version: int) -> None:
-        """Write the policy as a Hugging Face directory."""
+        """Write the policy as a Hugging Face directory. The first process writes; the others help to gather what lies on their devices."""
         self.preemption.enter(f"committing policy {version}")
+        name = f"policy {version}"
+        if distributed.told(name, lambda: version in self.store.policies()):
+            return
+        if not distributed.is_first():
+            gather_checkpoint(self.trainer.decoder(state))
+            distributed.meet(name)
+            return
 
         def write(directory: Path) -> None:
             save_checkpoint(self.trainer.decoder(state), directory / "model")
             self.tokenizer.save(directory / "model")
 
-        self.store.commit_policy(version, write)
+        with self.clock.stage("saving"):
+            self.store.commit_policy(version, write)
+        distributed.meet(name)
+
+    @contextlib.contextmanager
+    def counted(self, kind: str, step: int) -> Iterator[None]:
+        """Work of the engine that is told in one line of metrics: what it did in here, unless all of it was on disk already."""
+        before = self.generator.statistics
+        with self.clock.stage(kind.rpartition("/")[2]):
+            yield
+        did = between(before, self.generator.statistics)
+        if did["requests"] and not self.metrics.has(kind, step):
+            self.metrics.write(kind, step, did)
+
+    def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
+        """Tell how far the engine's log-probabilities are from those of the trainer, whose `state` is what they were sampled from."""
+        conversations = self.config.metrics.compared_conversations
+        told = distributed.told(AGREEMENT, lambda: self.metrics.has(AGREEMENT, round_number))
+        if not conversations or told:
+            return
+        with self.clock.stage("scoring"):
+            found = compared(
+                self.trainer, state, trajectories, conversations=conversations, seed=self.config.seed + round_number
+            )
+        if found:
+            self.metrics.write(AGREEMENT, round_number, found)
 
     def sample(
         self,
@@ -145,8 +192,9 @@ class Run:
             )
         if not trajectories:
             return None, []
-        entry = self.store.write_shard(round_number, shard, trajectories)
-        return entry, self.store.read_shard(entry)
+        with self.clock.stage("saving"):
+            entry = self.store.write_shard(round_number, shard, trajectories)
+            return entry, self.store.read_shard(entry)
 
     def read_shards(self, entries: Sequence[ShardEntry]) -> list[Trajectory] | None:
         """The trajectories of a finished round; None where a shard was damaged or missing, and then the round is open again."""
@@ -187,48 +235,61 @@ class Run:
 
         A preemption saves the step it comes at.
         """
-        checkpoints = Checkpoints(self.store.root / "learning" / name.replace(" ", "-"), keep=1)
+        folder = self.store.root / "learning" / name.replace(" ", "-")
+        checkpoints = Checkpoints(folder, keep=self.config.trainer.keep_checkpoints, costs=self.store.costs)
         found = checkpoints.restore_latest(self.trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
+        input_state = None if found is None else found[1].get("input")
         done = int(state.step)
         if done >= steps:
             return state
         self.preemption.enter(f"{name}: learning", kept=f"step {done} of {steps} is kept")
-        packed = rows()
-        slots = self.config.trainer.rows_per_step * packed.row_tokens
-        began, begun_at = time.monotonic(), done
-        last_save, saved = began, done
+        with self.clock.stage("packing"):
+            packed = rows()
+        figures = StepFigures(self.trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
+        last_save, saved = time.monotonic(), done
 
-        with self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage:
+        with (
+            checkpoints,  # a save goes on beside the steps and is finished before the phase ends, however it ends
+            self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage,
+            self.profile.of_phase(name, done=done, steps=steps),
+        ):
 
             def on_step(metrics: StepMetrics) -> None:
-                speed = slots * packed.efficiency * (metrics.step - begun_at) / (time.monotonic() - began)
-                stage.update(metrics.step, loss=metrics.loss, tokens_per_second=round(speed))
-                if metrics.step % 10 == 0 or metrics.step == steps:
-                    values: dict[str, Any] = dataclasses.asdict(metrics)
-                    values |= {"tokens_per_second": speed, "packing": packed.efficiency}
-                    self.metrics.write(f"{name}/learn", values.pop("step"), values)
+                stage.update(metrics.step, loss=metrics.loss)
+                if metrics.step % self.config.metrics.every_steps == 0 or metrics.step == steps:
+                    more = figures.of(metrics)
+                    stage.update(metrics.step, tokens_per_second=round(more["tokens_per_second"]))
+                    values = {key: value for key, value in dataclasses.asdict(metrics).items() if key != "step"}
+                    self.metrics.write(f"{name}/learn", metrics.step, values | more)
 
             # A save is due by the clock, but what a restart repeats is the same steps with the same batches either way.
             while done < steps:
-                stretch = min(steps, done + self._steps_a_stretch)
-                result = fit(
-                    self.trainer,
-                    state,
-                    packed,
-                    schedule=schedule(peak=peak, floor=floor, total_steps=steps, warmup_steps=warmup_steps),
-                    steps=stretch,
-                    seed=self.config.seed,
-                    on_step=on_step,
-                    should_stop=self.preemption.at_step,
-                )
-                state, done = result.state, result.steps
+                stretch = self.profile.until(done, min(steps, done + self._steps_a_stretch))
+                self.profile.before(done)
+                with self.clock.stage(LEARNING):
+                    result = fit(
+                        self.trainer,
+                        state,
+                        packed,
+                        schedule=schedule(peak=peak, floor=floor, total_steps=steps, warmup_steps=warmup_steps),
+                        steps=stretch,
+                        seed=self.config.seed,
+                        input_state=input_state,
+                        on_step=on_step,
+                        should_stop=self.preemption.at_step,
+                    )
+                state, done, input_state = result.state, result.steps, result.input_state
+                self.profile.after(done, state)
                 due = result.stopped or done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS
-                if due and done > saved:
-                    checkpoints.save(state, {"phase": name, "steps": steps})
+                if distributed.told(f"{name}: save", lambda due=due: due) and done > saved:
+                    with self.clock.stage("saving"):
+                        self.metrics.flush()  # a resumed run does not come past these steps again
+                        checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
                     last_save, saved = time.monotonic(), done
                 if result.stopped:
+                    checkpoints.finish()
                     raise self.preemption.ended(f"step {saved} of {steps} is saved")
         return state
 
@@ -248,18 +309,22 @@ class Run:
     ) -> PhaseResult:
         """Evaluate greedily and sampled on the held-out questions and write the phase down; read it where it is written."""
         file = f"phases/{name.replace(' ', '-')}.json"
-        if not self.store.exists(file):
+        if not distributed.told(file, lambda: self.store.exists(file)):
             self.use_policy(state, version)
-            scores = score_policy(
-                name,
-                agent=self.agent,
-                generator=self.generator,
-                task=self.task,
-                config=self.config,
-                progress=self.progress,
-                concurrency=self.config.engine.slots,
-                preemption=self.preemption,
-            )
+            kind, step = self._line(name, version)
+            with self.counted(f"{kind}{EVALUATING}", step):
+                scores = score_policy(
+                    name,
+                    agent=self.agent,
+                    generator=self.generator,
+                    task=self.task,
+                    config=self.config,
+                    progress=self.progress,
+                    concurrency=self.config.engine.slots,
+                    preemption=self.preemption,
+                    live=self.counters.figures,
+                    gather=lambda kind, own: gather(self.store, f"{name} {kind}", own),
+                )
             phase = Phase(
                 name=name,
                 em=scores.greedy.em,
@@ -274,13 +339,34 @@ class Run:
                 seconds=time.monotonic() - began,
             )
             result = PhaseResult(phase=phase, forward_tokens=forward_tokens, trained_slots=trained_slots)
-            self._write_scores(name, scores)
-            if isinstance(self.task.environment, TextEnvironment):
-                statistics = self.task.environment.retriever.statistics
-                self.metrics.write(f"{name}/retrieval", version, dataclasses.asdict(statistics))
-            self.store.write_json_once(file, dataclasses.asdict(result))
+            if distributed.is_first():
+                self._write_scores(name, scores)
+                # Before the phase counts as done: after that it is not come past again.
+                self._write_seconds(f"{kind}{TIME}", step)
+                if isinstance(self.task.environment, TextEnvironment):
+                    statistics = self.task.environment.retriever.statistics
+                    self.metrics.write(f"{kind}{RETRIEVAL}", step, dataclasses.asdict(statistics))
+                self.metrics.flush()
+                self.store.write_json_once(file, dataclasses.asdict(result))
+            distributed.meet(f"{name} is written down")
         found = self.store.read_json(file)
+        self._write_costs(name)
         return PhaseResult(**{**found, "phase": Phase(**found["phase"])})
+
+    def _line(self, name: str, version: int) -> tuple[str, int]:
+        """What stands before the names of a phase's lines, and their step: the round, or 0 for a phase that is none."""
+        return ("", version) if version <= self.config.mygo.rounds else (f"{name}/", 0)
+
+    def _write_seconds(self, name: str, step: int) -> None:
+        if not self.metrics.has(name, step):
+            seconds = {f"{stage}_seconds": taken for stage, taken in self.clock.take().items()}
+            self.metrics.write(name, step, seconds | {"total_seconds": sum(seconds.values())})
+
+    def _write_costs(self, name: str) -> None:
+        """What the run directory took since the phase before, in seconds and bytes; once for each phase."""
+        if self.metrics.write(f"{name}/store", 0, self.store.costs.summary()):
+            self.store.costs.forget()
+            self.metrics.flush()
 
     def _write_scores(self, name: str, scores: Scores) -> None:
         folder = f"eval/{name.replace(' ', '-')}"
@@ -323,7 +409,9 @@ def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> Ba
 def use_weights(
     generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
 ) -> None:
-    """Let the engine sample from these weights of a model like `decoder`. They are copied: training reuses its buffers."""
+    """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied: training reuses
+    its buffers.
+    """
     generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)
 
 

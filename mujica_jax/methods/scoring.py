@@ -3,16 +3,19 @@
 import asyncio
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mujica_jax.agents.evaluation import Evaluation, evaluate
+from mujica_jax import distributed
+from mujica_jax.agents.evaluation import Evaluation, evaluate, summarise
 from mujica_jax.agents.mujica import EnginePolicy, Mujica
 from mujica_jax.config import Config
+from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Generator
 from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import Progress
+from mujica_jax.report.progress import Figure
 from mujica_jax.tasks.task import Task
 
 
@@ -50,9 +53,18 @@ def score_policy(
     progress: Progress,
     concurrency: int,
     preemption: Preemption,
+    live: Callable[[], Mapping[str, Figure]] = dict,
+    gather: Callable[[str, Sequence[Trajectory]], Sequence[Trajectory]] = lambda kind, own: own,
 ) -> Scores:
-    """Scores of the generator's policy, `concurrency` episodes at a time; `name` is shown with the progress."""
+    """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the progress. Several
+    processes share the questions, and `gather(kind, own trajectories)` brings together what they played.
+    """
     questions = held_out_questions(task, config)
+    if not (own := distributed.share(questions)):
+        raise UserError(
+            f"{len(questions)} held-out questions are fewer than {distributed.processes()} processes: raise eval.questions "
+            f"{config.eval.questions}, or give the task more of them"
+        )
     if len(questions) < config.eval.questions:
         progress.line(
             f"{name}: all {len(questions)} held-out questions are evaluated; eval.questions is {config.eval.questions}"
@@ -63,7 +75,7 @@ def score_policy(
         preemption.enter(f"{name}: evaluating, {kind}")
         generator.forget()  # so that a score does not depend on what was decoded before
         right = done = 0
-        with progress.stage(f"{name}: evaluating, {kind}", total=len(questions), unit="episodes") as stage:
+        with progress.stage(f"{name}: evaluating, {kind}", total=len(own), unit="episodes", live=live) as stage:
 
             def on_episode(trajectory: Trajectory) -> None:
                 nonlocal right, done
@@ -71,10 +83,10 @@ def score_policy(
                 right += trajectory.reward >= 1.0
                 stage.update(done, em=100 * right / done)
 
-            return asyncio.run(
+            evaluation = asyncio.run(
                 evaluate(
                     agent,
-                    questions,
+                    own,
                     task.environment,
                     EnginePolicy(generator),
                     rule=task.rule,
@@ -86,6 +98,9 @@ def score_policy(
                     poll=preemption.check,
                 )
             )
+        if distributed.processes() == 1:
+            return evaluation
+        return summarise(questions, gather(kind, evaluation.trajectories), task.rule)
 
     return Scores(questions=questions, greedy=evaluated(0.0), sampled=evaluated(config.eval.temperature))
 

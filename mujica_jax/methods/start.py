@@ -6,15 +6,18 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from mujica_jax import distributed
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
+from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engines import CACHE_DTYPES, check_engine
 from mujica_jax.methods.run import Run
 from mujica_jax.models import quantization
@@ -28,10 +31,12 @@ from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.preemption import Preemption
-from mujica_jax.report import MetricsLog, Progress
+from mujica_jax.report import MetricsLog, NoConsole, NoMetrics, Progress
+from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.tasks.task import Task
-from mujica_jax.trajectories.objects import explained
-from mujica_jax.trajectories.store import Store, open_run
+from mujica_jax.trajectories.objects import COMMITTED
+from mujica_jax.trajectories.run_directory import RunPath
+from mujica_jax.trajectories.store import CONFIG, Store, open_run
 
 TOKENIZER = "tokenizer"
 # 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not at all.
@@ -40,7 +45,7 @@ SCRIPT_REPEATS = 200  # how often the scripts' own words are shown to the tokeni
 
 
 @contextlib.contextmanager
-def open_training(config: Config, directory: Path, preemption: Preemption) -> Iterator[Run]:
+def open_training(config: Config, directory: RunPath, preemption: Preemption) -> Iterator[Run]:
     """The run in `directory`, new or begun before; its metrics files are closed at the end.
 
     What can be refused is refused before the directory is made, which remembers the configuration it was begun with.
@@ -58,12 +63,15 @@ def open_training(config: Config, directory: Path, preemption: Preemption) -> It
     check_engine(
         size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
     )
-    store = open_run(directory, dataclasses.asdict(config), ignore=("run",))
-    progress = Progress()
+    about = dataclasses.asdict(config)
+    store = distributed.in_turn("the run", lambda: _open_shared(directory, about))
+    progress = Progress() if distributed.is_first() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
     tokenizer, decoder = loaded or _new_model(config, task, store)
-    with MetricsLog(store.root) as metrics:
-        yield Run(
+    with (
+        MetricsLog(store.root, store.costs, config.metrics, about) if distributed.is_first() else NoMetrics() as metrics
+    ):
+        run = Run(
             config,
             store=store,
             task=task,
@@ -73,6 +81,33 @@ def open_training(config: Config, directory: Path, preemption: Preemption) -> It
             metrics=metrics,
             preemption=preemption,
         )
+        with _served(run):
+            yield run
+        run.profile.close()
+
+
+def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
+    """The run as its first process began it: every other one must find it, or each would train by itself on a disk of its own."""
+    if not distributed.is_first() and not Store(directory).exists(CONFIG):
+        raise UserError(
+            f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has begun: "
+            "give a --run directory that all hosts share"
+        )
+    return open_run(directory, about, ignore=("run", "metrics", "profile", "distributed"))
+
+
+@contextlib.contextmanager
+def _served(run: Run) -> Iterator[None]:
+    """What the engine does, for Prometheus, if the configuration names a port."""
+    if not run.config.metrics.port:
+        yield
+        return
+    port, close = serve_metrics(run.counters, port=run.config.metrics.port)
+    run.progress.line(f"the engine's counters: http://127.0.0.1:{port}/metrics")
+    try:
+        yield
+    finally:
+        close()
 
 
 def build_task(config: Config) -> Task:
@@ -149,6 +184,8 @@ def require_packages(config: Config) -> None:
         import_qwix(f"trainer.lora_rank {config.trainer.lora_rank}")
     if config.engine.weights != "compute":
         import_qwix(f"engine.weights {config.engine.weights}")
+    if config.metrics.wandb != "off":
+        import_wandb(f"metrics.wandb {config.metrics.wandb}")
 
 
 def check_dtypes(config: Config) -> None:
@@ -187,18 +224,14 @@ def _mesh(config: Config) -> Mesh:
 
 def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder]:
     """A randomly initialised decoder of the configured size, and the run's tokenizer."""
-    tokenizer = _trained_tokenizer(config, task, store)
+    tokenizer = distributed.in_turn("the tokenizer", lambda: _trained_tokenizer(config, task, store))
     size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
     return tokenizer, Decoder(size, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))
 
 
 def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
     """The run's tokenizer: trained once on the task's training text and the words that our prompts and scripts use."""
-    folder = store.root / TOKENIZER
-    if not (folder / "COMMITTED").exists():
+    if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
         texts = itertools.chain(task.tokenizer_text(), *itertools.repeat(tuple(sample_text()), SCRIPT_REPEATS))
-        tokenizer = Tokenizer.train(texts, config.model.vocab_tokens)
-        with explained(folder):
-            tokenizer.save(folder)
-        store.write_json_once(f"{TOKENIZER}/COMMITTED", {"vocabulary": tokenizer.vocab_size})
-    return Tokenizer.load(folder)
+        store.commit_folder(TOKENIZER, Tokenizer.train(texts, config.model.vocab_tokens).save, {})
+    return Tokenizer.load(store.folder(TOKENIZER))

@@ -7,21 +7,23 @@ EM = 1, and learn them without the examples (appendix D.3 of the Mujica-MyGO pap
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mujica_jax import metrics
+from mujica_jax import distributed, metrics
 from mujica_jax.agents import protocol
 from mujica_jax.agents.dialogue import with_system
 from mujica_jax.agents.mujica import Attempt, Mujica
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
-from mujica_jax.methods.run import KEPT_SHARDS, PhaseResult, Run, tokens_of
-from mujica_jax.records import Conversation, Trajectory, Turn
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, PhaseResult, Run, tokens_of
+from mujica_jax.methods.shares import play_share
+from mujica_jax.records import Conversation, Question, Trajectory, Turn
 from mujica_jax.rewards import BEST_REWARD
-from mujica_jax.trajectories.packing import pack
+from mujica_jax.trajectories.packing import pack, too_long
 from mujica_jax.trajectories.select import accepts, training_rows
 
 ROUND = 0  # the warm-up's trajectories are round 0 of the run directory
@@ -81,11 +83,13 @@ def fitting(run: Run, conversations: list[Conversation]) -> list[Conversation]:
     limit = run.config.trainer.row_tokens
     trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
     kept = _trainable(trained, limit)
-    if len(kept) < len(trained):
-        run.progress.line(
-            f"{len(trained) - len(kept)} of {len(trained)} conversations exceed {limit} tokens and are left out"
-        )
+    _say_left_out(run, too_long(trained, limit), len(trained), "conversations")
     return kept
+
+
+def _say_left_out(run: Run, left_out: int, of: int, what: str) -> None:
+    if left_out:
+        run.progress.line(f"{left_out} of {of} {what} exceed {run.config.trainer.row_tokens} tokens and are left out")
 
 
 def _trainable(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
@@ -151,18 +155,37 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     orders = itertools.product(
         range(config.warmup.few_shot_attempts), range(0, len(questions), config.mygo.shard_questions)
     )
-    with run.progress.stage(f"{NAME}: sampling with worked examples", total=wanted, unit="correct") as stage:
-        for shard, (number, start) in enumerate(orders):
-            chosen = questions[start : start + config.mygo.shard_questions]
-            attempts = [
-                Attempt(question=question, number=number, seed=config.seed, temperature=config.mygo.temperature)
-                for question in chosen
-            ]
-            _, trajectories = run.sample(ROUND, shard, attempts, lambda trajectory: None, agent=few_shot)
-            sampled += trajectories
-            golds = {question.id: question.answers for question in chosen}
-            kept += [t for t in trajectories if metrics.score(t.answer, golds[t.question_id], run.task.rule).em == 1.0]
-            stage.update(min(len(kept), wanted), sampled=len(sampled))
+
+    def chosen(start: int) -> Sequence[Question]:
+        return questions[start : start + config.mygo.shard_questions]
+
+    def unit(shard: int, order: tuple[int, int], heard: Callable[[Trajectory], None]) -> list[Trajectory]:
+        number, start = order
+        attempts = [
+            Attempt(question=question, number=number, seed=config.seed, temperature=config.mygo.temperature)
+            for question in chosen(start)
+        ]
+        return run.sample(ROUND, shard, attempts, heard, agent=few_shot)[1]
+
+    name = f"{NAME}: sampling with worked examples"
+    with (
+        run.counted(SAMPLING, ROUND),
+        run.progress.stage(name, total=wanted, unit="correct", live=run.counters.figures) as stage,
+    ):
+        # As many shards at a time as there are processes; what is played beyond what is wanted is not used, whatever their number.
+        numbered = enumerate(orders)
+        while group := list(itertools.islice(numbered, distributed.processes())):
+            play_share(run.progress, name, [functools.partial(unit, shard, order) for shard, order in group])
+            for shard, order in group:
+                if len(kept) >= wanted:
+                    break
+                trajectories = unit(shard, order, lambda trajectory: None)
+                sampled += trajectories
+                golds = {question.id: question.answers for question in chosen(order[1])}
+                kept += [
+                    t for t in trajectories if metrics.score(t.answer, golds[t.question_id], run.task.rule).em == 1.0
+                ]
+                stage.update(min(len(kept), wanted), sampled=len(sampled))
             if len(kept) >= wanted:
                 break
     return sampled, [_zero_shot(run, trajectory) for trajectory in kept[:wanted]]
@@ -202,15 +225,16 @@ def _read(run: Run) -> TrainState:
 
 
 def reading_rows(run: Run, count: int, stream: int) -> list[Conversation]:
-    """`count` documents as rows, all of their tokens trained; `stream` chooses other documents."""
+    """`count` documents as rows, all of their tokens trained, without those longer than a row; `stream` chooses other documents."""
     documents = run.task.reading_documents(seed=1000 * run.config.seed + stream)
     rows = []
     for text in itertools.islice(documents, count):
         ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
-        if len(ids) <= run.config.trainer.row_tokens:
-            turn = Turn(role="model", token_ids=ids, text=text, trained=True)
-            rows.append(Conversation(role="single", turns=(turn,)))
-    return rows
+        turn = Turn(role="model", token_ids=ids, text=text, trained=True)
+        rows.append(Conversation(role="single", turns=(turn,)))
+    kept = [row for row in rows if len(row.token_ids) <= run.config.trainer.row_tokens]
+    _say_left_out(run, len(rows) - len(kept), len(rows), "reading documents")
+    return kept
 
 
 def _mixed_reading(run: Run, conversations: list[Conversation]) -> list[Conversation]:

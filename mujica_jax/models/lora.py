@@ -50,7 +50,7 @@ def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder
         axes_of_b = ("layers", None, weight.axes[weight.inputs])
         for suffix, axes in (("_lora_a", axes_of_a), ("_lora_b", axes_of_b)):
             name = weight.name + suffix
-            setattr(layers, name, nnx.LoRAParam(fresh[name], logical_axes=axes))
+            setattr(layers, name, nnx.LoRAParam(fresh[name].astype(jnp.float32), logical_axes=axes))
     whole = nnx.clone(decoder)
     whole.layers = layers
     return whole
@@ -63,7 +63,7 @@ def merged(decoder: Decoder, *, rank: int, alpha: float) -> Decoder:
     for weight in projections(decoder.config):
         kernel = getattr(plain.layers, weight.name)
         a, b = (getattr(decoder.layers, f"{weight.name}_lora_{part}").get_value() for part in "ab")
-        kernel.set_value(kernel.get_value() + _product(a, b, alpha / rank).reshape(kernel.shape))
+        kernel.set_value(kernel.get_value().astype(jnp.float32) + _product(a, b, alpha / rank).reshape(kernel.shape))
     return plain
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from mujica_jax.errors import UserError
 
@@ -112,22 +112,40 @@ def shardings_of(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(of_variable, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
-def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
-    """Put the rows (leading dimension) of every array over data x fsdp. Each process passes the same whole batch."""
+def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
+    """Which rows of a batch of `count` lie on devices of this process, in rising order: all of them where it is the only one."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    sharding = NamedSharding(mesh, PartitionSpec(RULES["batch"].mesh_axes))
+    if count % parts:
+        raise UserError(
+            f"a batch of {count} rows cannot be split over data x fsdp = {parts} devices: use a multiple of {parts} rows"
+        )
+    if jax.process_count() == 1:
+        return np.arange(count)
+    places = _row_sharding(mesh).addressable_devices_indices_map((count,)).values()
+    return np.unique(np.concatenate([np.arange(count)[place] for place in places]))
+
+
+def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
+    """Put the rows (leading dimension) of every array over data x fsdp. Each process passes its `own_rows` of the batch."""
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    share = parts // len(own_rows(parts, mesh))  # 1 / share of the batch is what this process has
 
     def put(array: np.ndarray | Array) -> Array:
-        if array.shape[0] % parts:
-            raise UserError(
-                f"a batch of {array.shape[0]} rows cannot be split over data x fsdp = {parts} devices: "
-                f"use a multiple of {parts} rows"
-            )
+        own, sharding = own_rows(len(array) * share, mesh), _row_sharding(mesh)
         if jax.process_count() == 1:
             return jax.device_put(array, sharding)
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        rows = np.arange(len(array) * share)
+
+        def of_device(index: Any) -> np.ndarray | Array:
+            return array[np.searchsorted(own, rows[index[0]])]
+
+        return jax.make_array_from_callback((len(rows), *array.shape[1:]), sharding, of_device)
 
     return jax.tree.map(put, batch)
+
+
+def _row_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(RULES["batch"].mesh_axes))
 
 
 def constrain(array: Array, logical_axes: Sequence[str | None]) -> Array:

@@ -74,29 +74,37 @@ def load_checkpoint(
 
 
 def save_checkpoint(decoder: Decoder, directory: str | os.PathLike[str], *, tokenizer: Tokenizer | None = None) -> None:
-    """Write a directory that transformers loads. It appears whole or not at all; an existing one is not overwritten."""
+    """Write a directory that transformers loads. It appears whole or not at all; an existing one is not overwritten.
+
+    Where the decoder lies on the devices of several processes, the others call `gather_checkpoint` meanwhile.
+    """
     target = pathlib.Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not empty: choose another directory, or remove this one")
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    writes = jax.process_index() == 0  # the others only help to gather arrays that are spread over hosts
-    if writes:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
     try:
-        _write_tensors(decoder, partial if writes else None)
-        if writes:
-            config = decoder.config
-            generation = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids) or None}
-            for name, fields in (("config", to_hugging_face(config)), ("generation_config", generation)):
-                (partial / f"{name}.json").write_text(json.dumps(fields, indent=2) + "\n")
-            if tokenizer is not None:
-                tokenizer.save(partial)
-            partial.rename(target)
+        _write_tensors(decoder, partial)
+        config = decoder.config
+        generation = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids) or None}
+        for name, fields in (("config", to_hugging_face(config)), ("generation_config", generation)):
+            (partial / f"{name}.json").write_text(json.dumps(fields, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        partial.rename(target)
     finally:
-        if writes:
-            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def gather_checkpoint(decoder: Decoder) -> None:
+    """What the other processes do while one saves a decoder that lies on the devices of all: they take part in gathering each tensor, and
+    keep none.
+    """
+    weights = dict(_names(decoder.config))
+    for name in weights:
+        _exported(decoder, weights[name], name)
 
 
 def _names(config: DecoderConfig) -> Iterator[tuple[str, Weight]]:
@@ -127,7 +135,7 @@ def _layer_name(weight: Weight, layer: int) -> str:
     return f"model.layers.{layer}.{weight.hugging_face}"
 
 
-def _write_tensors(decoder: Decoder, folder: pathlib.Path | None) -> None:
+def _write_tensors(decoder: Decoder, folder: pathlib.Path) -> None:
     """One safetensors file, or several with an index where one would exceed MAX_FILE_BYTES."""
     files: list[list[str]] = [[]]
     file_bytes = 0
@@ -144,9 +152,8 @@ def _write_tensors(decoder: Decoder, folder: pathlib.Path | None) -> None:
         tensors = {name: _exported(decoder, weights[name], name) for name in names}
         total_bytes += sum(values.nbytes for values in tensors.values())
         weight_map |= dict.fromkeys(names, file_name)
-        if folder is not None:
-            save_file(tensors, folder / file_name, metadata={"format": "pt"})
-    if folder is not None and len(files) > 1:
+        save_file(tensors, folder / file_name, metadata={"format": "pt"})
+    if len(files) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 

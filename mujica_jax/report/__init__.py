@@ -4,16 +4,20 @@ Methods and entry points call this; it computes no score. Percentages are percen
 tensorboardX are imported at their first use, so that importing this package costs nothing.
 """
 
-from mujica_jax.report.metrics_log import MetricsLog
-from mujica_jax.report.progress import Progress, Stage
+from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
+from mujica_jax.report.progress import NoConsole, Progress, Stage
 from mujica_jax.report.results import Phase, Summary, closing_table, question_tree, score_table, summary_dict
+from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.report.text import plain, visible
 
 __all__ = [
     "MetricsLog",
+    "NoConsole",
+    "NoMetrics",
     "Phase",
     "Progress",
     "Stage",
+    "StageClock",
     "Summary",
     "closing_table",
     "plain",

@@ -1,4 +1,4 @@
-"""The metrics of a run: `metrics.jsonl` and TensorBoard files, nothing counted twice after a resume."""
+"""The metrics of a run: `metrics.jsonl`, TensorBoard files and, if asked for, Weights & Biases. Nothing counted twice after a resume."""
 
 import json
 import math
@@ -11,8 +11,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from mujica_jax.errors import StoreError
+from mujica_jax.config import MetricsConfig
+from mujica_jax.errors import StoreError, StoreUnavailable
+from mujica_jax.report.wandb_log import WandbLog
+from mujica_jax.trajectories.costs import Costs
 from mujica_jax.trajectories.objects import explained
+from mujica_jax.trajectories.run_directory import AppendedObject, RunPath, open_to_append
 
 KEYS = {"phase", "step", "time"}
 TENSORBOARD_SUFFIX = ".metrics"  # tells this file from those of other writers in the same directory
@@ -24,18 +28,34 @@ class MetricsLog:
     A line is {"phase", "step", "time", ...values}. (phase, step) is its key: a resumed run that comes past a step again finds it in
     the file and writes nothing. Within a phase steps rise. A last line that a kill cut short is removed at opening. The TensorBoard
     file follows from the lines: it is made with the first number written, anew after a resume, since the kill may have come between
-    the two. Nothing is held back: what was written is in the files, and a full disk is an error at that line.
+    the two. On local disk nothing is held back: what was written is in the files, and a full disk is an error at that line. In a
+    bucket lines wait some seconds for an upload; `flush` is called before anything is written that a resumed run goes on from.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(
+        self,
+        directory: RunPath,
+        costs: Costs | None = None,
+        config: MetricsConfig | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`about` is the run's configuration, for those who show it beside the curves."""
+        config = MetricsConfig() if config is None else config
+        self._directory, self._draws = directory, config.tensorboard
+        self._costs = Costs() if costs is None else costs
         self._path = directory / "metrics.jsonl"
         with explained(self._path):
             directory.mkdir(parents=True, exist_ok=True)
             self._earlier = _last_steps(self._path)  # of each phase, written by earlier runs
-            self._file = FileIO(self._path, "a")
+            self._lines = self._path.read_bytes().count(b"\n") if self._path.exists() else 0
+        self._file = open_to_append(self._path)
         self._last_step = dict(self._earlier)
         self._tensorboard: _TensorBoard | None = None
+        self._wandb = None if config.wandb == "off" else WandbLog(config, directory, about or {})
+
+    def has(self, phase: str, step: int) -> bool:
+        """Whether this step, or a later one of its phase, is written."""
+        return step <= self._last_step.get(phase, -1)
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
         """Append one line; False where an earlier run has written it. Values are strings, or numbers (anything `float` takes)."""
@@ -46,32 +66,66 @@ class MetricsLog:
         assert not KEYS & set(values), "phase, step and time are the line's own fields"
         line = {"phase": phase, "step": step, "time": round(time.time(), 3)}
         line |= {name: _json_value(value) for name, value in values.items()}
-        with explained(self._path):
-            _append(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
-            self._draw(line)
+        data = (json.dumps(line, allow_nan=False) + "\n").encode()
+        with explained(self._path), self._costs.writing(len(data)):
+            _append(self._file, data)
+            if self._draws:
+                self._draw(line)
+        if self._wandb is not None:
+            self._wandb.add(line, _scalars(line), self._lines)
+        self._lines += 1
         self._last_step[phase] = step
         return True
+
+    def flush(self) -> None:
+        """Until it returns, lines may be lost with the process."""
+        if isinstance(self._file, AppendedObject):
+            with self._costs.writing():
+                self._file.flush()
 
     def close(self) -> None:
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not StoreUnavailable:  # that one has waited long enough
+            self.close()
 
     def _draw(self, line: dict[str, Any]) -> None:
         if self._tensorboard is not None:
             self._tensorboard.add(line)
         elif _scalars(line):
-            for outdated in self._directory.glob(f"events.*{TENSORBOARD_SUFFIX}"):
+            for outdated in self._directory.glob(f"events.*{TENSORBOARD_SUFFIX}*"):
                 outdated.unlink()
+            self._file.flush()
             self._tensorboard = _TensorBoard(self._directory)
             for written in self._path.read_text(encoding="utf-8").splitlines():  # ends with `line`
                 self._tensorboard.add(json.loads(written))
+
+
+class NoMetrics:
+    """In the place of a MetricsLog in every process of a job but the first, which writes for all."""
+
+    def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
+        return False
+
+    def has(self, phase: str, step: int) -> bool:
+        return False
+
+    def flush(self) -> None:
+        pass
+
+    def __enter__(self) -> "NoMetrics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class _TensorBoard:
@@ -81,9 +135,9 @@ class _TensorBoard:
     queue then blocks the run for ever.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: RunPath) -> None:
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{TENSORBOARD_SUFFIX}"
-        self._file = FileIO(directory / name, "w")
+        self._file = open_to_append(directory / name)
         self._write(wall_time=time.time(), file_version="brain.Event:2")
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -110,20 +164,20 @@ def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name not in KEYS and not isinstance(value, str)}
 
 
-def _append(file: FileIO, data: bytes) -> None:
+def _append(file: FileIO | AppendedObject, data: bytes) -> None:
     """All of it: an unbuffered file may take a part at a time."""
     while data:
         data = data[file.write(data) :]
 
 
-def _last_steps(path: Path) -> dict[str, int]:
+def _last_steps(path: RunPath) -> dict[str, int]:
     """The last step of each phase in a metrics file, after removing a last line without its end."""
     if not path.exists():
         return {}
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
-        os.truncate(path, whole)
+        os.truncate(path, whole) if isinstance(path, Path) else path.write_over(content[:whole])
     steps: dict[str, int] = {}
     for number, text in enumerate(content[:whole].splitlines(), start=1):
         try:

@@ -1,11 +1,12 @@
 """Progress of a stage: a live display on a terminal, one plain line every few seconds anywhere else."""
 
 import contextlib
+import io
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mujica_jax.report.text import encoding_of, is_terminal, plain, visible, write
@@ -43,9 +44,20 @@ class Progress:
         self._terminal: Console | None = None
 
     @contextlib.contextmanager
-    def stage(self, name: str, *, total: int | None = None, unit: str = "steps", done: int = 0) -> Iterator["Stage"]:
-        """Show a stage until the block ends, then leave one line. `done` is what an earlier run had finished already."""
-        stage = Stage(self, name, total=total, unit=unit, done=done, clock=self._clock)
+    def stage(
+        self,
+        name: str,
+        *,
+        total: int | None = None,
+        unit: str = "steps",
+        done: int = 0,
+        live: Callable[[], Mapping[str, Figure]] = dict,
+    ) -> Iterator["Stage"]:
+        """Show a stage until the block ends, then leave one line. `done` is what an earlier run had finished already.
+
+        `live` gives figures of the moment. It is asked whenever the stage is shown, on a terminal from the display's own thread.
+        """
+        stage = Stage(self, name, total=total, unit=unit, done=done, clock=self._clock, live=live)
         with self._display() if self._live and not self._open else contextlib.nullcontext():
             self._open.append(stage)
             try:
@@ -114,17 +126,33 @@ class Progress:
             bar = ProgressBar(total=stage.total, completed=stage.done, width=24, pulse=stage.total is None)
             counts = Text(stage.counts(), no_wrap=True, overflow="ellipsis")
             row.add_row(Text(visible(stage.name), style="bold"), bar, counts)
-            figures = Text("  " + ", ".join(stage.figures()), style="cyan", no_wrap=True, overflow="ellipsis")
+            figures = Text("  " + ", ".join(stage.figures_now()), style="cyan", no_wrap=True, overflow="ellipsis")
             rows += [row, figures]
         return Group(*rows)
+
+
+class NoConsole(io.StringIO):
+    """Where every process of a job but the first shows its progress: they all do the same, and errors go to stderr."""
+
+    def write(self, s: str, /) -> int:
+        return len(s)
 
 
 class Stage:
     """What a stage has done so far. Made by `Progress.stage`."""
 
     def __init__(
-        self, progress: Progress, name: str, *, total: int | None, unit: str, done: int, clock: Callable[[], float]
+        self,
+        progress: Progress,
+        name: str,
+        *,
+        total: int | None,
+        unit: str,
+        done: int,
+        clock: Callable[[], float],
+        live: Callable[[], Mapping[str, Figure]],
     ) -> None:
+        self._live = live
         self.name, self.total, self.unit, self.done = name, total, unit, done
         self._progress, self._clock, self._first = progress, clock, done
         self._values: dict[str, Figure] = {}
@@ -163,10 +191,14 @@ class Stage:
         return ", ".join([*parts, f"{_duration(self._clock() - self._began)} so far"])
 
     def figures(self) -> list[str]:
-        return [_figure(name, value) for name, value in self._values.items() if value is not None]
+        return _figures(self._values)
+
+    def figures_now(self) -> list[str]:
+        """With those of the moment, which the closing line leaves out."""
+        return [*self.figures(), *_figures(self._live())]
 
     def headline(self) -> str:
-        return ", ".join([self.counts(), *self.figures()])
+        return ", ".join([self.counts(), *self.figures_now()])
 
     def summary(self) -> str:
         """`600/600 steps in 3:05 (3.24 steps/s), loss 0.312`."""
@@ -177,6 +209,10 @@ class Stage:
 
     def _amount(self) -> str:
         return f"{self.done}{'' if self.total is None else f'/{self.total}'} {self.unit}"
+
+
+def _figures(values: Mapping[str, Figure]) -> list[str]:
+    return [_figure(name, value) for name, value in values.items() if value is not None]
 
 
 def _figure(name: str, value: int | float | str) -> str:

@@ -29,7 +29,7 @@ class AcceleratorSearch:
     """Embeddings in the memory of some devices."""
 
     def __init__(self, embeddings: Embeddings, mesh: Mesh | None = None, recall_target: float | None = None) -> None:
-        """On all devices unless a mesh with the one axis `rows` is given. A recall target below 1 allows approximate search."""
+        """On all devices of this process unless a mesh with the one axis `rows` is given; a recall target allows approximate search."""
         self.mesh = rows_mesh() if mesh is None else mesh
         self.rows, self._recall_target = len(embeddings), recall_target
         self._block_rows, padded = layout(self.rows, self.mesh.size)
@@ -68,7 +68,7 @@ class AcceleratorSearch:
 
 
 def rows_mesh(devices: Any = None) -> Mesh:
-    devices = jax.devices() if devices is None else devices
+    devices = jax.local_devices() if devices is None else devices  # each process of a job searches for itself
     return jax.make_mesh((len(devices),), (ROWS,), devices=devices, axis_types=(AxisType.Auto,))
 
 

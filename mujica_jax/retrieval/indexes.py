@@ -222,12 +222,13 @@ def _embeddings(folder: Path, manifest: Mapping[str, Any]) -> Embeddings:
 
 
 def _data_mesh() -> Any:
-    """All devices, each embedding its share of a batch; None for one."""
+    """All devices of this process, each embedding its share of a batch; None for one."""
     import jax
 
     from mujica_jax.models.sharding import make_mesh
 
-    return make_mesh(jax.device_count(), 1, 1) if jax.device_count() > 1 else None
+    devices = jax.local_devices()
+    return make_mesh(len(devices), 1, 1, devices) if len(devices) > 1 else None
 
 
 def _file(path: str) -> dict[str, Any]:

@@ -7,14 +7,12 @@ one's bytes are dropped.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 from mujica_jax.errors import StoreError, UserError
@@ -22,29 +20,33 @@ from mujica_jax.errors import StoreError, UserError
 ADVICE = {  # what the user can do about an error of the operating system
     errno.ENOSPC: "no space is left there; free some or choose another --run directory",
     errno.EDQUOT: "the disk quota is used up; free some space or choose another --run directory",
+    errno.EFBIG: "a file may not grow that large there; raise the limit (ulimit -f) or choose another --run directory",
     errno.EROFS: "the file system is read-only; choose another --run directory",
     errno.EACCES: "permission is denied; choose a --run directory that you may write to",
     errno.EPERM: "the file system does not allow it; choose another --run directory",
     errno.ENOTDIR: "a file stands where a directory is needed; choose another --run directory",
     errno.EEXIST: "a file stands where a directory is needed; choose another --run directory",
 }
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # those that only a disk can cause
+COMMITTED = "COMMITTED"  # the list of a folder's files, written last
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # those that only a disk can cause
 
 
 class Objects:
-    """Objects under one directory, by their names relative to it."""
+    """Objects under one directory, by their names relative to it. `bucket_objects.py` has the same methods."""
 
-    def __init__(self, root: str | Path) -> None:
-        if "://" in str(root):
-            raise UserError(
-                f"{root} is no local directory, and runs are kept on local disks; choose another --run directory"
-            )
-        self.root = Path(root)
+    def __init__(self, root: Path) -> None:
+        self.root = root
         with explained(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
 
     def exists(self, name: str) -> bool:
         return (self.root / name).exists()
+
+    def names(self, prefix: str) -> list[str]:
+        """All objects whose names begin so, sorted; `prefix` ends a folder's name with its slash. Partial writes have no names."""
+        folder = self.root / prefix.rpartition("/")[0]
+        found = (str(path.relative_to(self.root)) for path in folder.rglob("*") if path.is_file())
+        return sorted(name for name in found if name.startswith(prefix) and "/." not in f"/{name}")
 
     def create(self, name: str, data: bytes) -> bool:
         """False, and nothing changed, where the name exists already."""
@@ -66,60 +68,60 @@ class Objects:
         return True
 
     def read(self, name: str) -> bytes:
-        path = self.root / name
-        with explained(path):
+        """Raises FileNotFoundError."""
+        with explained(self.root / name):
+            return (self.root / name).read_bytes()
+
+    def move(self, name: str, target: str) -> bool:
+        """False where there is no such object. The folder of `target` exists."""
+        source = self.root / name
+        with explained(source):
             try:
-                return path.read_bytes()
-            except FileNotFoundError as error:
-                raise StoreError(f"{path} is missing") from error
+                os.rename(source, self.root / target)
+            except FileNotFoundError:
+                return False
+            sync(source.parent)
+        return True
 
-    def write_json_once(self, name: str, value: Mapping[str, Any]) -> bool:
-        """As `create`. Numbers must be finite: JSON has no NaN."""
-        return self.create(name, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    def commit_folder(self, name: str, write: Callable[[Path], None], about: Mapping[str, Any]) -> int:
+        """Calls `write` with an empty folder and gives what it left there its name: whole, with its list in COMMITTED, or not at all.
 
-    def read_json(self, name: str) -> dict[str, Any]:
-        try:
-            value = json.loads(self.read(name))
-        except ValueError as error:
-            raise StoreError(
-                f"{self.root / name} is not JSON ({error}); it was changed after it was written"
-            ) from error
-        if not isinstance(value, dict):
-            raise StoreError(f"{self.root / name} holds no JSON object; it was changed after it was written")
-        return value
-
-    def append_line(self, name: str, values: Mapping[str, Any]) -> None:
-        """One JSON object on a line of its own.
-
-        A number that is not finite becomes null. A line that a killed writer left unfinished is cut off first.
+        `about` stands in COMMITTED beside the files. What is returned is how many bytes they have.
         """
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
-        }
-        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
-        path = self.root / name
-        with explained(path), open(path, "a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-            if file.read(1) not in (b"", b"\n"):
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
-            file.write(line)
+        target = self.root / name
+        partial = target.with_name(f".partial-{target.name}")  # one name: what a killed writer left is removed here
+        with explained(target):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            try:
+                write(partial)
+                files = folder_description(partial)
+                for path in (*partial.rglob("*"), partial):
+                    sync(path)
+                self.create(str((partial / COMMITTED).relative_to(self.root)), json_bytes({**about, "files": files}))
+                os.rename(partial, target)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            sync(target.parent)
+        return sum(file["bytes"] for file in files)
 
-    def read_lines(self, name: str) -> list[dict[str, Any]]:
-        """What `append_line` wrote, without an unfinished last line; empty where there is no such file."""
-        if not self.exists(name):
-            return []
-        *lines, _unfinished = self.read(name).split(b"\n")
-        try:
-            return [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise StoreError(f"{self.root / name} has a line that is not JSON ({error}); remove that line") from error
+    def folder(self, name: str, files: Sequence[Mapping[str, Any]]) -> Path:
+        """The folder, its files compared with what COMMITTED lists. Raises StoreError naming what is wrong."""
+        directory = self.root / name
+        for expected in files:
+            path = directory / expected["name"]
+            if not path.exists():
+                raise StoreError(f"{path} is missing and COMMITTED lists it; restore it or remove {directory}")
+            if (found := file_description(path, expected["name"])) != expected:
+                raise StoreError(
+                    f"{path} is damaged: it has {found} and COMMITTED lists {expected}; restore it or remove {directory}"
+                )
+        return directory
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explained(path: PurePath) -> Iterator[None]:
     """Turns a full, read-only or forbidden disk into one sentence for the user."""
     try:
         yield
@@ -171,3 +173,14 @@ def file_description(path: Path, name: str) -> dict[str, Any]:
     """A file as a manifest lists it."""
     with open(path, "rb") as file:
         return {"name": name, "bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def folder_description(folder: Path) -> list[dict[str, Any]]:
+    """All files below a folder as a manifest lists them."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [file_description(path, str(path.relative_to(folder))) for path in paths]
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """Numbers must be finite: JSON has no NaN."""
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()

@@ -5,7 +5,11 @@ so attention and rotary angles are those of the conversation alone: packed equal
 (`Conversation.loss_mask`), made where the tokens were made. Called by the methods before `learning.trainer.fit`.
 
 The order is a pure function of the seed: shuffle, then first-fit decreasing inside windows of the shuffled order (a window mixes
-lengths well enough to fill rows and keeps the search short), then the rows are shuffled.
+lengths well enough to fill rows and keeps the search short), then the rows are shuffled. Processes that are given the same conversations
+make the same rows.
+
+A conversation longer than a row is never cut: its later turns were sampled after the earlier ones, and half of it would teach them
+without. `pack` refuses it; the methods leave it out first (`too_long` counts, and a line and the metrics of the phase say how many).
 """
 
 import dataclasses
@@ -13,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.errors import UserError
 from mujica_jax.records import Conversation
@@ -58,6 +62,13 @@ class PackedRows:
     @property
     def trained_tokens(self) -> int:
         return int(self.loss_mask.sum())
+
+    def of_tokens(self, values: Float[np.ndarray, "conversations"]) -> Float[np.ndarray, "rows time"]:
+        """A number of each conversation, in the order they were given, at all of its tokens; 0 in padding."""
+        rows, starts = self.placements.T
+        of_segment = np.zeros((self.num_rows, self.row_tokens + 1), np.float32)
+        of_segment[rows, self.segment_ids[rows, starts]] = values
+        return np.take_along_axis(of_segment, self.segment_ids, axis=1)
 
     def batch(self, rows: Int[np.ndarray, "chosen"] | slice) -> Batch:
         return Batch(self.tokens[rows], self.segment_ids[rows], self.positions[rows], self.loss_mask[rows])

@@ -18,6 +18,7 @@ PACKAGES = (
     "safetensors",
     "numpy",
     "pyarrow",
+    "google-cloud-storage",
     "tensorflow",
     "tensorflow-datasets",
     "scann",

@@ -1,37 +1,36 @@
 """The run directory: what its files are called, in which order they come to be, and which of them a reader may trust.
 
     config.json                      configuration, git revision, versions
-    metrics.jsonl                    one line an event, append-only
+    metrics.jsonl                    one line an event, append-only (`report/metrics_log.py`)
+    tokenizer/                       of a model from scratch, and COMMITTED, written last
     policies/000003/                 what the policy's writer made, and COMMITTED, written last
     rounds/0003/plan.json            what the round is to sample
     rounds/0003/shard-00007.parquet  one row a trajectory
     rounds/0003/DONE.json            the shards that count, with sizes and checksums; written last
     quarantine/                      damaged shards, each with the reason
 
-Everything but the metrics is created once and never changed (`objects.py`). Readers trust what DONE.json and COMMITTED list. Before a
-round has DONE.json, a shard counts when it proves to be whole by itself (`shards.py`), so a sampler may die and be started anywhere.
+Everything but the metrics is created once and never changed (`objects.py` on local disk, `bucket_objects.py` on gs://). Readers trust
+what DONE.json and COMMITTED list. Before a round has DONE.json, a shard counts when it proves to be whole by itself (`shards.py`), so a
+sampler may die and be started anywhere.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from mujica_jax.errors import RunMismatch, StoreError
 from mujica_jax.records import Trajectory
 from mujica_jax.trajectories import provenance, shards
-from mujica_jax.trajectories.objects import Objects, explained, file_description, sync
+from mujica_jax.trajectories.objects import COMMITTED
+from mujica_jax.trajectories.run_directory import RunDirectory, RunPath
 
 CONFIG = "config.json"
-METRICS = "metrics.jsonl"
 DONE = "DONE.json"
-COMMITTED = "COMMITTED"
 QUARANTINE = "quarantine"
 
 
@@ -44,6 +43,7 @@ class ShardEntry:
     bytes: int
     sha256: str  # of the file
     content_sha256: str  # of what was sampled
+    policy_versions: tuple[int, ...]  # those that sampled it: one, unless a program of the user's own mixed them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class RoundSummary:
     shards: tuple[ShardEntry, ...]
 
 
-def open_run(root: str | Path, config: Mapping[str, Any], ignore: Collection[str] = ("run",)) -> "Store":
+def open_run(root: str | PurePath, config: Mapping[str, Any], ignore: Collection[str] = ("run",)) -> "Store":
     """The store of a new run, or of one that was begun with the same configuration.
 
     RunMismatch names every key, except those in `ignore`, whose value differs from the one in config.json.
@@ -75,14 +75,8 @@ def open_run(root: str | Path, config: Mapping[str, Any], ignore: Collection[str
     return store
 
 
-class Store(Objects):
+class Store(RunDirectory):
     """One run. Rounds, shards and policies are named by their numbers."""
-
-    def append_metrics(self, values: Mapping[str, Any]) -> None:
-        self.append_line(METRICS, values)
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        return self.read_lines(METRICS)
 
     def write_plan(self, round_number: int, plan: Mapping[str, Any]) -> bool:
         return self.write_json_once(f"{_round_name(round_number)}/plan.json", plan)
@@ -134,7 +128,16 @@ class Store(Objects):
             )
         return trajectories
 
-    def quarantine(self, shard: ShardEntry | str, reason: str) -> Path:
+    def shards(self, *, round_number: int | None = None, policy_version: int | None = None) -> list[ShardEntry]:
+        """The shards of finished rounds, in order: of all of them, or of one round, or those that one policy sampled."""
+        entries = []
+        for name in self.names("rounds/"):
+            found = re.fullmatch(rf"rounds/(\d{{4,}})/{DONE}", name)
+            if found and round_number in (None, int(found[1])) and (summary := self._read_summary(name)):
+                entries += summary.shards
+        return [entry for entry in entries if policy_version is None or policy_version in entry.policy_versions]
+
+    def quarantine(self, shard: ShardEntry | str, reason: str) -> RunPath:
         """Moves a damaged shard out of its round, so that it is sampled again, and returns where the reason stands.
 
         A DONE.json that counts on it goes along: the round is open again.
@@ -146,9 +149,7 @@ class Store(Objects):
         case = f"{QUARANTINE}/{name.replace('/', '-')}.{os.urandom(4).hex()}"  # the same shard may be damaged twice
         self.write_json_once(f"{case}/reason.json", {"shard": name, "reason": reason})
         for moved in (name, done) if listed else (name,):
-            with contextlib.suppress(FileNotFoundError), explained(self.root / moved):
-                os.rename(self.root / moved, self.root / case / Path(moved).name)
-                sync((self.root / moved).parent)
+            self.move(moved, f"{case}/{Path(moved).name}")
         return self.root / case / "reason.json"
 
     def write_done(
@@ -177,7 +178,9 @@ class Store(Objects):
             return None
         value = self.read_json(name)
         try:
-            entries = tuple(ShardEntry(**entry) for entry in value["shards"])
+            entries = tuple(
+                ShardEntry(**{**entry, "policy_versions": tuple(entry["policy_versions"])}) for entry in value["shards"]
+            )
             return RoundSummary(**{**value, "shards": entries})
         except (KeyError, TypeError) as error:
             raise StoreError(f"{self.root / name} has other fields than this program writes ({error})") from error
@@ -187,53 +190,25 @@ class Store(Objects):
 
         False, without calling it, where the version exists already.
         """
-        target = self.root / "policies" / f"{version:06d}"
-        if (target / COMMITTED).exists():
-            return False
-        partial = target.with_name(f".partial-{target.name}")  # one name: what a killed writer left is removed here
-        with explained(target):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            try:
-                write(partial)
-                self._commit(partial, version)
-                os.rename(partial, target)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-            sync(target.parent)
-        return True
-
-    def _commit(self, directory: Path, version: int) -> None:
-        """Brings everything in the directory to the disk, and then the list of it."""
-        found = sorted(directory.rglob("*"))
-        for path in (*found, directory):
-            sync(path)
-        files = [file_description(path, str(path.relative_to(directory))) for path in found if path.is_file()]
-        self.write_json_once(str((directory / COMMITTED).relative_to(self.root)), {"version": version, "files": files})
+        return self.commit_folder(_policy_name(version), write, {"version": version})
 
     def policy_path(self, version: int) -> Path:
-        """The directory of a committed policy, every file compared with COMMITTED. Raises StoreError naming what is wrong."""
-        directory = self.root / "policies" / f"{version:06d}"
-        if not (directory / COMMITTED).exists():
-            raise StoreError(f"{directory} is no committed policy; the versions that are: {self.policies() or 'none'}")
-        for expected in self.read_json(str((directory / COMMITTED).relative_to(self.root)))["files"]:
-            path = directory / expected["name"]
-            if not path.exists():
-                raise StoreError(
-                    f"{path} is missing and COMMITTED lists it; restore it or remove this policy's directory"
-                )
-            found = file_description(path, expected["name"])
-            if found != expected:
-                raise StoreError(
-                    f"{path} is damaged: it has {found} and COMMITTED lists {expected}; restore it or remove {directory}"
-                )
-        return directory
+        """A local directory with a committed policy, every file compared with COMMITTED. Raises StoreError naming what is wrong."""
+        name = _policy_name(version)
+        if not self.exists(f"{name}/{COMMITTED}"):
+            raise StoreError(
+                f"{self.root / name} is no committed policy; the versions that are: {self.policies() or 'none'}"
+            )
+        return self.folder(name)
+
+    def policy_place(self, version: int) -> RunPath:
+        """Where a policy is kept."""
+        return self.root / _policy_name(version)
 
     def policies(self) -> list[int]:
         """Committed versions, oldest first."""
-        found = (self.root / "policies").glob(f"*/{COMMITTED}")
-        return sorted(int(path.parent.name) for path in found if re.fullmatch(r"\d{6,}", path.parent.name))
+        found = (re.fullmatch(rf"policies/(\d{{6,}})/{COMMITTED}", name) for name in self.names("policies/"))
+        return sorted(int(match[1]) for match in found if match)
 
     def latest_policy(self) -> int | None:
         return max(self.policies(), default=None)
@@ -247,6 +222,10 @@ def _round_name(round_number: int) -> str:
     return f"rounds/{round_number:04d}"
 
 
+def _policy_name(version: int) -> str:
+    return f"policies/{version:06d}"
+
+
 def _entry(name: str, data: bytes, trajectories: Sequence[Trajectory]) -> ShardEntry:
     return ShardEntry(
         name=name,
@@ -254,4 +233,5 @@ def _entry(name: str, data: bytes, trajectories: Sequence[Trajectory]) -> ShardE
         bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
         content_sha256=shards.content_sha256(trajectories),
+        policy_versions=tuple(sorted({trajectory.policy_version for trajectory in trajectories})),
     )

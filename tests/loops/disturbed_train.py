@@ -1,29 +1,81 @@
-"""`mujica_jax.train` as a program that earns rewards and, if asked to, kills itself with SIGKILL.
+"""Starts of `mujica_jax.train` in which something happens on the way.
 
-    python disturbed_train.py [--kill-in STAGE UPDATE | --kill-at-write NUMBER] [arguments of mujica_jax.train]
+    python disturbed_train.py '[{"words": ["CONFIG", "--run", "DIR"], "signal": "SIGKILL", "phase": "warm-up: learning", "update": 40}]'
+
+Every start is a process of its own, forked from one that has imported everything and built the world: both together take longer than most
+starts. What becomes of each is printed as one JSON line: status, output, messages, and the seconds from the signal to the end.
 
 A model of this size answers nothing right, so no round would keep or learn anything. Here every third planner conversation, by its
-tokens, is worth the best reward. The kill comes at the UPDATE-th progress report of a stage ("round 1: sampling"), or instead of the
-NUMBER-th time that something is brought to the disk or renamed.
+tokens, is worth the best reward. A start may name
+
+    signal      and where it comes: at the `update`-th progress report of a `phase` (0: as it begins), or instead of the `write`-th time
+                that something is brought to the disk or renamed
+    saved       a pattern of files in the run directory: the signal waits until there is one
+    then_write  SIGKILL follows instead of that-th write after the signal
+    full        "disk": from the `write`-th such time on the disk takes nothing more
+    file_bytes  what one file may hold at most (RLIMIT_FSIZE)
+    stretch     updates between two saves of the learner
+    rows        a file to which the rows of every update are written down, by their checksums
 """
 
 import dataclasses
+import errno
+import functools
+import hashlib
+import importlib
+import json
 import os
+import pkgutil
+import resource
+import shutil
 import signal
 import sys
-from typing import NoReturn
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import orbax.checkpoint  # noqa: F401 - imported late by the program
+import transformers
+
+import mujica_jax
 from mujica_jax import train
 from mujica_jax.agents.mujica import Mujica
-from mujica_jax.methods import run
+from mujica_jax.config_files import load_config
+from mujica_jax.learning.trainer import Trainer
+from mujica_jax.methods import run, start
+from mujica_jax.preemption import Preemption
 from mujica_jax.records import Trajectory
 from mujica_jax.report.progress import Stage
 
+SECONDS_TO_SAVE = 60.0
+NOTED = "MUJICA_SIGNALLED"  # names the file that holds when the signal came
 
-def die() -> NoReturn:
+
+def import_all() -> None:
+    """All that a run imports, so that no start imports it again."""
+    for module in pkgutil.walk_packages(mujica_jax.__path__, "mujica_jax."):
+        if module.name.split(".")[1] in ("agents", "learning", "methods", "models", "report", "tasks", "trajectories"):
+            importlib.import_module(module.name)
+    _ = transformers.PreTrainedTokenizerFast  # this one is lazy
+
+
+def build_once(path: str) -> None:
+    """The task of a configuration file, built here for all starts."""
+    config = load_config(path).task
+    build = start.build_task
+    task = build(load_config(path))
+    task.demonstrations()
+
+    start.build_task = lambda config_of_run: task if config_of_run.task == config else build(config_of_run)
+
+
+def send(name: str) -> None:
     sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("SIGKILL cannot be caught")
+    Path(os.environ[NOTED]).write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.Signals[name])
+    time.sleep(0.1)  # long enough for the thread that hears it
 
 
 def reward_by_tokens() -> None:
@@ -36,47 +88,136 @@ def reward_by_tokens() -> None:
     Mujica.run = rewarded
 
 
-def kill_in(stage_name: str, number: int) -> None:
-    update, seen = Stage.update, 0
+def before(owner: Any, name: str, act: Callable[..., None]) -> None:
+    """`act` is called with the arguments of every call, before it."""
+    original = getattr(owner, name)
 
-    def counted(stage: Stage, done: int, **figures) -> None:
-        nonlocal seen
-        update(stage, done, **figures)
-        seen += stage.name == stage_name
-        if seen == number:
-            die()
+    @functools.wraps(original)
+    def instead(*arguments, **options):
+        act(*arguments, **options)
+        return original(*arguments, **options)
 
-    Stage.update = counted
+    setattr(owner, name, instead)
 
 
-def kill_at_write(number: int) -> None:
+def in_phase(phase: str, number: int, act: Callable[[], None]) -> None:
+    """At the number-th progress report of a phase, or as it begins."""
     seen = 0
 
-    def counted(call):
-        def instead(*arguments, **options):
-            nonlocal seen
-            seen += 1
-            if seen == number:
-                die()
-            return call(*arguments, **options)
+    def reported(stage: Stage, done: int, **figures) -> None:
+        nonlocal seen
+        seen += stage.name == phase
+        if stage.name == phase and seen == number:
+            act()
 
-        return instead
+    def entered(preemption: Preemption, name: str, **options) -> None:
+        if name == phase and number == 0:
+            act()
+
+    before(Stage, "update", reported)
+    before(Preemption, "enter", entered)
+
+
+def at_write(number: int, act: Callable[[], None], *, once: bool) -> None:
+    seen = 0
+
+    def counted(*_, **__) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == number or (seen > number and not once):
+            act()
 
     for name in ("fsync", "link", "rename", "replace"):
-        setattr(os, name, counted(getattr(os, name)))
+        before(os, name, counted)
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def then_kill(name: str, directory: Path, saved: str | None, write: int | None) -> None:
+    until = time.monotonic() + SECONDS_TO_SAVE
+    while saved is not None and not any(directory.glob(saved)) and time.monotonic() < until:
+        time.sleep(0.01)
+    send(name)
+    if write is not None:
+        at_write(write, functools.partial(send, "SIGKILL"), once=True)
+
+
+def write_rows_down(file: Path) -> None:
+    def drawn(trainer: Trainer, state: Any, batch: Any, schedule: Any) -> None:
+        rows = [hashlib.sha256(row.tobytes()).hexdigest()[:12] for row in batch.tokens]
+        with file.open("a") as log:
+            log.write(json.dumps(rows) + "\n")
+
+    before(Trainer, "train_step", drawn)
+
+
+def disturbed(
+    words: list[str],
+    *,
+    signal: str | None = None,
+    phase: str | None = None,
+    update: int = 0,
+    write: int | None = None,
+    saved: str | None = None,
+    then_write: int | None = None,
+    full: str | None = None,
+    file_bytes: int | None = None,
+    stretch: int | None = None,
+    rows: str | None = None,
+) -> int:
+    directory = Path(words[words.index("--run") + 1])
+    reward_by_tokens()
+    if signal is None or signal == "SIGKILL":
+        run.SAVE_EVERY_SECONDS = 0.0  # so that a kill within a phase finds something to go on from
+    if stretch is not None:
+        run.Run._steps_a_stretch = stretch
+    if rows is not None:
+        write_rows_down(Path(rows))
+    if file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    if full == "disk" and write is not None:
+        at_write(write, no_space, once=False)
+    elif write is not None and signal is not None:
+        at_write(write, functools.partial(send, signal), once=True)
+    elif phase is not None and signal is not None:
+        in_phase(phase, update, functools.partial(then_kill, signal, directory, saved, then_write))
+    return train.main(words)
+
+
+def started(chosen: dict[str, Any]) -> int | None:
+    """Forks a start and reports on it; the status of the program in the process that is the start."""
+    folder = Path(tempfile.mkdtemp())
+    output, messages, noted = (folder / name for name in ("output", "messages", "noted"))
+    child = os.fork()
+    if child == 0:
+        os.environ[NOTED] = str(noted)
+        for number, file in ((1, output), (2, messages)):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+        return disturbed(**chosen)
+    _, status = os.waitpid(child, 0)
+    ended = time.monotonic()
+    report = {
+        "status": os.waitstatus_to_exitcode(status),
+        "output": output.read_text(),
+        "messages": messages.read_text(),
+        "seconds_after_signal": ended - float(noted.read_text()) if noted.exists() else None,
+    }
+    shutil.rmtree(folder)
+    print(json.dumps(report), flush=True)
+    return None
 
 
 def main() -> int:
-    words = sys.argv[1:]
-    reward_by_tokens()
-    run.SAVE_EVERY_SECONDS = 0.0  # so that a kill within a phase finds something to go on from
-    if words[0] == "--kill-in":
-        kill_in(words[1], int(words[2]))
-        words = words[3:]
-    elif words[0] == "--kill-at-write":
-        kill_at_write(int(words[1]))
-        words = words[2:]
-    return train.main(words)
+    import_all()
+    starts = json.loads(sys.argv[1])
+    build_once(starts[0]["words"][0])
+    for chosen in starts:
+        status = started(chosen)
+        if status is not None:
+            return status
+    return 0
 
 
 if __name__ == "__main__":

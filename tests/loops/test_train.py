@@ -1,106 +1,26 @@
-"""Whole runs, started as a user starts them: what they leave, and that nothing which happens on the way changes it.
+"""Whole runs, started as a user starts them: what they print and leave, and what Ctrl-C leaves."""
 
-Scores of a model this small are zeros, so outcomes are compared by what was sampled and learnt too: content checksums of all shards and
-evaluations, and checksums of all policy files. One undisturbed run serves as the measure of the others.
-"""
-
-import dataclasses
 import json
-import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
+from whole_runs import (
+    ENVIRONMENT,
+    EVAL,
+    SECONDS,
+    TRAIN,
+    TWO_WIKI_CONFIG,
+    closing,
+    finished,
+    json_lines,
+    outcome,
+)
 
 from mujica_jax.report import Phase
-from mujica_jax.trajectories import shards
-
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "tests" / "loops" / "smoke_config.py"
-TWO_WIKI_CONFIG = ROOT / "tests" / "loops" / "smoke_two_wiki_config.py"
-TRAIN = [sys.executable, "-m", "mujica_jax.train", str(CONFIG)]
-EVAL = [sys.executable, "-m", "mujica_jax.eval"]
-DISTURBED = [sys.executable, str(ROOT / "tests" / "loops" / "disturbed_train.py")]
-# One cache for all of them, kept between test runs: compiling takes longer than everything else.
-ENVIRONMENT = {
-    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(ROOT),
-    **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-}
-KILLS = {"warm-up: learning": 40, "round 1: sampling": 12, "round 2: learning": 2, "round 2: evaluating, greedy": 5}
-SECONDS = 180  # far more than any of them takes
-
-
-def start(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
-
-
-def finished(command: list[str], cwd: Path = ROOT) -> str:
-    """What a program that must succeed printed."""
-    ended = start(command, cwd)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
-def closing(output: str) -> str:
-    """The table and everything after it."""
-    return output[output.index("\nphase ") :]
-
-
-def json_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def summary(directory: Path) -> dict:
-    """summary.json without what a clock said."""
-    value = json.loads((directory / "summary.json").read_text())
-    del value["seconds"]
-    for phase in value["phases"]:
-        del phase["seconds"]
-    return value
-
-
-def outcome(directory: Path) -> dict:
-    """All that must not depend on what happened on the way."""
-    rounds = [json.loads(file.read_text()) for file in sorted(directory.glob("rounds/*/DONE.json"))]
-    committed = [json.loads(file.read_text()) for file in sorted(directory.glob("policies/*/COMMITTED"))]
-    evaluated = sorted(directory.glob("eval/*.parquet"))
-    return {
-        "summary": summary(directory),
-        "shards": {entry["name"]: entry["content_sha256"] for done in rounds for entry in done["shards"]},
-        "thresholds": [done["threshold"] for done in rounds],
-        "evaluations": {
-            file.name: shards.content_sha256(shards.decode(file.read_bytes(), file.name)) for file in evaluated
-        },
-        "policies": {
-            policy["version"]: {file["name"]: file["sha256"] for file in policy["files"]} for policy in committed
-        },
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class Undisturbed:
-    directory: Path
-    output: str
-    outcome: dict
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Undisturbed:
-    directory = tmp_path_factory.mktemp("undisturbed") / "run"
-    output = finished([*DISTURBED, str(CONFIG), "--run", str(directory)])
-    return Undisturbed(directory, output, outcome(directory))
-
-
-@pytest.fixture
-def copy(undisturbed, tmp_path) -> Path:
-    return shutil.copytree(undisturbed.directory, tmp_path / "run")
 
 
 def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
@@ -127,30 +47,6 @@ def test_the_small_run_goes_through_everything_it_is_to_measure(undisturbed):
     assert [phase["accepted"] > 0 for phase in found["summary"]["phases"][2:]] == [True, True]
     assert len(set(found["evaluations"].values())) == 4
     assert any(phase["searches"] > 0 for phase in found["summary"]["phases"]), "workers took part"
-
-
-def test_killed_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    directory = tmp_path / "run"
-    command = [str(CONFIG), "--run", str(directory)]
-    for stage, update in KILLS.items():
-        killed = start([*DISTURBED, "--kill-in", stage, str(update), *command])
-        assert killed.returncode == -signal.SIGKILL, f"{stage}: {killed.stdout}{killed.stderr}"
-        assert not (directory / "summary.json").exists()
-    output = finished([*DISTURBED, *command])
-    assert "warm-up: learning" not in output and "round 1: sampling" not in output, "what was done is not done again"
-    assert outcome(directory) == undisturbed.outcome
-    keys = [(line["phase"], line["step"]) for line in json_lines(directory / "metrics.jsonl")]
-    assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.slow
-def test_killed_between_any_two_writes_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    command = [str(CONFIG), "--run", str(tmp_path / "run")]
-    for write in (5, 13, 29, 41, 23, 37):  # of each start: together they reach into every phase
-        killed = start([*DISTURBED, "--kill-at-write", str(write), *command])
-        assert killed.returncode == -signal.SIGKILL, f"{write}: {killed.stdout}{killed.stderr}"
-    finished([*DISTURBED, *command])
-    assert outcome(tmp_path / "run") == undisturbed.outcome
 
 
 def test_interrupted_it_says_how_to_go_on_and_another_seed_gives_another_run(undisturbed, tmp_path):
@@ -183,22 +79,6 @@ def test_interrupted_it_says_how_to_go_on_and_another_seed_gives_another_run(und
     assert found["summary"]["seed"] == 1
     for key in ("evaluations", "policies"):
         assert all(found[key][name] != value for name, value in measure[key].items()), key
-
-
-def test_damaged_shards_are_named_set_aside_and_sampled_again(undisturbed, copy):
-    truncated, flipped, missing = (copy / name for name in list(undisturbed.outcome["shards"])[-3:])
-    truncated.write_bytes(truncated.read_bytes()[:-100])
-    content = bytearray(flipped.read_bytes())
-    content[len(content) // 2] ^= 4
-    flipped.write_bytes(content)
-    missing.unlink()
-    output = finished([*DISTURBED, str(CONFIG), "--run", str(copy)])
-    for damaged in (truncated, flipped, missing):
-        name = str(damaged.relative_to(copy))
-        assert f"{name} is damaged and sampled again" in output
-        reasons = [json.loads(file.read_text()) for file in copy.glob("quarantine/*/reason.json")]
-        assert [reason["shard"] for reason in reasons].count(name) == 1
-    assert outcome(copy) == undisturbed.outcome
 
 
 def test_a_finished_run_prints_its_table_again_and_changes_nothing(undisturbed):

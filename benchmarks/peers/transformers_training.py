@@ -1,0 +1,54 @@
+"""A plain training loop of transformers (torch) on the conversations of `benchmarks/train_tokens.py`, which starts it; prints JSON.
+
+`--rows` conversations a step, padded to the longest of them, labels of untrained tokens ignored, AdamW in float32.
+"""
+
+import argparse
+import json
+import time
+
+import numpy as np
+import torch
+import transformers
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--checkpoint", required=True)
+parser.add_argument("--seconds", type=float, required=True)
+parser.add_argument("--rows", type=int, required=True)
+parser.add_argument("workload")
+given = parser.parse_args()
+
+work = np.load(given.workload)
+ends = np.cumsum(work["lengths"])
+tokens, trained = (np.split(work[name], ends[:-1]) for name in ("tokens", "trained"))
+model = transformers.AutoModelForCausalLM.from_pretrained(
+    given.checkpoint, dtype=torch.float32, attn_implementation="sdpa"
+)
+model.train()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+
+def step(start: int) -> tuple[int, float]:
+    chosen = [(start + place) % len(tokens) for place in range(given.rows)]
+    longest = max(len(tokens[index]) for index in chosen)
+    ids = torch.zeros((len(chosen), longest), dtype=torch.int64)
+    filled, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, index in enumerate(chosen):
+        length = len(tokens[index])
+        ids[row, :length] = torch.from_numpy(tokens[index].astype(np.int64))
+        filled[row, :length] = 1
+        labels[row, :length] = torch.where(torch.from_numpy(trained[index]), ids[row, :length], -100)
+    loss = model(input_ids=ids, attention_mask=filled, labels=labels, use_cache=False).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return int(filled.sum()), float(loss.detach())
+
+
+step(0)
+began, counted, steps, loss = time.perf_counter(), 0, 0, 0.0
+while time.perf_counter() - began < given.seconds:
+    more, loss = step((steps + 1) * given.rows)
+    counted, steps = counted + more, steps + 1
+print(json.dumps({"tokens": counted, "steps": steps, "seconds": time.perf_counter() - began, "loss": loss}))

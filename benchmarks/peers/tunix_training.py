@@ -1,0 +1,84 @@
+"""Tunix's PeftTrainer on the conversations of `benchmarks/train_tokens.py`, which starts it by a Python that has it; prints JSON.
+
+`--rows` conversations a step, padded to the longest there may be: it compiles for every shape it meets and packs nothing. Its own loss, the
+mask that of the trained tokens; all weights of its Qwen2 in float32, AdamW.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+
+import numpy as np
+import optax
+from flax import nnx
+from tunix.models.qwen2 import model as qwen2
+from tunix.sft import peft_trainer, utils
+
+MOST_TOKENS = 2048
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--checkpoint", required=True)
+parser.add_argument("--seconds", type=float, required=True)
+parser.add_argument("--rows", type=int, required=True)
+parser.add_argument("workload")
+given = parser.parse_args()
+
+work = np.load(given.workload)
+ends = np.cumsum(work["lengths"])
+tokens, trained = (np.split(work[name], ends[:-1]) for name in ("tokens", "trained"))
+fields = json.loads((pathlib.Path(given.checkpoint) / "config.json").read_text())
+config = qwen2.ModelConfig(
+    num_layers=fields["num_hidden_layers"],
+    vocab_size=fields["vocab_size"],
+    embed_dim=fields["hidden_size"],
+    hidden_dim=fields["intermediate_size"],
+    num_heads=fields["num_attention_heads"],
+    head_dim=fields["hidden_size"] // fields["num_attention_heads"],
+    num_kv_heads=fields["num_key_value_heads"],
+    rope_theta=1_000_000,
+    norm_eps=1e-6,
+    use_tied_embedding=True,
+)
+
+
+def batch(start: int) -> dict[str, np.ndarray]:
+    shape = (given.rows, MOST_TOKENS)
+    ids, filled, wanted = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
+    for row in range(given.rows):
+        index = (start + row) % len(tokens)
+        length = len(tokens[index])
+        ids[row, :length], filled[row, :length], wanted[row, :length] = tokens[index], True, trained[index]
+    return {"ids": ids, "filled": filled, "wanted": wanted}
+
+
+def model_input(inputs):
+    return {
+        "input_tokens": inputs["ids"],
+        "input_mask": inputs["wanted"],
+        "positions": utils.build_positions_from_mask(inputs["filled"]),
+        "attention_mask": utils.make_causal_attn_mask(inputs["filled"]),
+    }
+
+
+optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5))
+settings = peft_trainer.TrainingConfig(eval_every_n_steps=10**9)
+trainer = peft_trainer.PeftTrainer(qwen2.Qwen2(config, rngs=nnx.Rngs(0)), optimizer, settings)
+trainer = trainer.with_gen_model_input_fn(model_input)
+trainer.is_managed_externally = True  # it would close itself after the first stretch
+trainer.train([batch(0)])
+
+began, counted, steps = time.perf_counter(), 0, 0
+
+
+def until_the_time_is_up():
+    global counted, steps
+    while time.perf_counter() - began < given.seconds:
+        steps += 1
+        made = batch(steps * given.rows)
+        counted += int(made["filled"].sum())
+        yield made
+
+
+trainer.train(until_the_time_is_up())  # returns when the last step is done
+print(json.dumps({"tokens": counted, "steps": steps, "seconds": time.perf_counter() - began}))

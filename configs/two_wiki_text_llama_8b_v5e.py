@@ -1,0 +1,71 @@
+"""2WikiMultihopQA over passages, with Llama-3.1-8B on 32 chips (v5e:4x8).
+
+    python -m mujica_jax.train configs/two_wiki_text_llama_8b_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX
+
+The training step compiles for this topology and fits (`tests/test_tpu_compile.py`); a whole run there is still to come. The engine splits
+Llama-3.1-8B's eight heads of keys over eight chips. Questions, attempts and learning rates are those of the Mujica-MyGO paper, as with
+Qwen2.5-7B (`two_wiki_text_v5e.py`). The `model` section is not read with --init.
+"""
+
+from mujica_jax.config import (
+    AgentConfig,
+    Config,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    MygoConfig,
+    ReadingConfig,
+    TrainerConfig,
+    TwoWikiConfig,
+    WarmupConfig,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        name="two_wiki_text_llama_8b_v5e",
+        task=TwoWikiConfig(
+            environment="text",
+            data_dir="data/2wikimultihopqa",
+            hold_out_percent=15,
+            test_questions=500,
+            top_k=5,
+            retriever="dense",
+            index="data/2wikimultihopqa/index",
+        ),
+        model=ModelConfig(
+            family="llama",
+            vocab_tokens=8192,
+            hidden_size=512,
+            intermediate_size=2048,
+            num_layers=8,
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=64,
+        ),
+        agent=AgentConfig(
+            prompt="zero_shot",
+            max_iterations=5,
+            max_searches_per_turn=4,
+            max_turn_tokens=512,
+            max_trajectory_tokens=4096,
+            max_observation_tokens=1500,
+        ),
+        engine=EngineConfig(slots=128, decode_steps_per_call=16, prefill_tokens=4096, tensor=8, cache_gigabytes=1.5),
+        trainer=TrainerConfig(row_tokens=4096, rows_per_step=32, dtype="bfloat16", fsdp=32),
+        reading=ReadingConfig(documents=0, steps=0, learning_rate=0.0, learning_rate_floor=0.0),
+        warmup=WarmupConfig(steps=100, learning_rate=1e-5, learning_rate_floor=1e-6, reading_share=0.0),
+        mygo=MygoConfig(
+            rounds=20,
+            questions_per_round=1000,
+            max_attempts=16,
+            keep_per_question=3,
+            shard_questions=125,
+            temperature=1.0,
+            learning_rate=5e-7,
+            learning_rate_floor=1e-8,
+            epochs=1,
+            replay=0.1,
+        ),
+        eval=EvalConfig(questions=500, control=False),
+    )

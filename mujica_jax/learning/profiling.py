@@ -1,0 +1,90 @@
+"""A window of training steps under JAX's profiler (`--profile.steps 20 25`), written into the run directory once a start.
+
+The trace begins before the first step of the window is dispatched and ends when the last one is done on the device. The phase is the first
+that reaches the window, or the one that `--profile.phase` names; a phase that cannot show the window whole says so. docs/metrics.md says
+how to open what is written.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mujica_jax.config import ProfileConfig
+from mujica_jax.trajectories.run_directory import RunPath
+
+FOLDER = "profile"
+
+
+class ProfileWindow:
+    """The window of one run. `methods.run` asks it how far it may train at a stretch, and tells it before and after."""
+
+    def __init__(self, config: ProfileConfig, directory: RunPath, say: Callable[[str], None]) -> None:
+        self._steps, self._phase, self._say = config.steps, config.phase, say
+        # The profiler writes to local disk: where the run is in a bucket, into the folder that it was started in.
+        self._directory = (directory if isinstance(directory, Path) else Path()) / FOLDER
+        self._open: tuple[int, int] | None = None  # the window, while a phase that shows it trains
+        self._tracing = False
+        self._name = ""
+
+    @contextlib.contextmanager
+    def of_phase(self, name: str, *, done: int, steps: int) -> Iterator[None]:
+        """A phase that goes from step `done` to `steps`. A trace that an error or a signal interrupts is ended and kept."""
+        self._name = name
+        self._open = self._window(name, done, steps)
+        try:
+            yield
+        finally:
+            self._open = None
+            if self._tracing:
+                self._stop(f"ended early, in {name}")
+
+    def until(self, done: int, until: int) -> int:
+        """How far a stretch of steps may go, so that it begins or ends with the window."""
+        if self._open is None:
+            return until
+        first, last = self._open
+        return min(until, *(border for border in (first - 1, last) if border > done), until)
+
+    def before(self, done: int) -> None:
+        """`done` steps are made and the next one is about to be dispatched."""
+        if self._open is not None and done == self._open[0] - 1:
+            jax.profiler.start_trace(self._directory / self._name.replace(" ", "-"))
+            self._tracing = True
+
+    def after(self, done: int, state: Any) -> None:
+        """`done` steps are made, and `state` is what the last one gives."""
+        if self._tracing and self._open is not None and done >= self._open[1]:
+            jax.block_until_ready(state)
+            self._steps = None  # once
+            self._open = None
+            self._stop("traced")
+
+    def close(self) -> None:
+        """The end of a run: a window that never came is told of."""
+        if self._steps is not None:
+            where = "no phase" if self._phase is None else f"no phase {self._phase}"
+            self._say(
+                f"profile.steps {self._steps[0]} {self._steps[1]}: {where} of this run trained these steps from their beginning, "
+                "and nothing was traced"
+            )
+
+    def _window(self, name: str, done: int, steps: int) -> tuple[int, int] | None:
+        if self._steps is None or self._phase not in (None, name):
+            return None
+        first, last = self._steps
+        if last > steps:
+            self._say(f"{name} has {steps} steps and profile.steps is {first} {last}: this phase is not traced")
+            return None
+        if done >= first:
+            self._say(f"{name} goes on after step {done} and profile.steps is {first} {last}: this phase is not traced")
+            return None
+        return first, last
+
+    def _stop(self, how: str) -> None:
+        self._tracing = False
+        jax.profiler.stop_trace()
+        assert self._directory.exists(), "the profiler writes where it was told to"
+        self._say(f"profile.steps: {how}; the trace is in {self._directory / self._name.replace(' ', '-')}")

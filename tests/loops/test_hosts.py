@@ -1,0 +1,96 @@
+"""Whole runs by a job of two processes: it ends as one process on the same mesh does, and where one host fails the others say so."""
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_runs import CONFIG, DISTURBED, ENVIRONMENT, ROOT, SECONDS, Ended, json_lines, outcome
+
+from mujica_jax.trajectories import shards
+
+# Two devices: a sum of two numbers does not depend on who adds them, so that losses, and all that follows from them, are equal to the bit.
+MESH = ("--trainer.fsdp", "2")
+
+pytestmark = pytest.mark.slow
+
+
+def job(directory: Path, processes: int, *flags: str, last: dict[str, Any] | None = None) -> list[Ended]:
+    """How the processes of a job ended; `last` may disturb the last of them (`disturbed_train.py`)."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    words = [str(CONFIG), "--run", str(directory), *MESH, "--distributed.deadline-seconds", "60", *flags]
+    if processes > 1:
+        words += ["--distributed.coordinator", f"localhost:{port}", "--distributed.processes", str(processes)]
+    environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(2 // processes)}
+    started = []
+    for process in range(processes):
+        number = ["--distributed.process", str(process)] if processes > 1 else []
+        chosen = {"words": [*words, *number], **((last or {}) if process == processes - 1 else {})}
+        command = [*DISTURBED, json.dumps([chosen])]
+        started.append(
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    ended = []
+    try:
+        for program in started:
+            output, messages = program.communicate(timeout=5 * SECONDS)
+            assert program.returncode == 0, messages
+            ended.append(Ended(**json.loads(output)))
+    finally:
+        for program in started:
+            program.kill()
+    return ended
+
+
+def numbers(directory: Path) -> dict:
+    """The outcome, with what was said in the evaluations: their log-probabilities are rounded as the questions are dealt out."""
+    found = outcome(directory)
+    del found["evaluations"]
+    files = sorted((directory / "eval").glob("*.parquet"))
+    said = [[c for t in shards.decode(f.read_bytes(), f.name) for c in t.conversations] for f in files]
+    assert len(said) == 4
+    return found | {"said": [[[turn.token_ids for turn in c.turns] for c in spoken] for spoken in said]}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("alone") / "run"
+    (ended,) = job(directory, 1)
+    assert ended.status == 0, ended.messages
+    return directory
+
+
+def test_two_hosts_end_with_the_numbers_of_one(alone, tmp_path):
+    directory = tmp_path / "run"
+    first, second = job(directory, 2)
+    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert numbers(directory) == numbers(alone)
+    assert "\nphase " in first.output and "run directory" not in second.output, "one of them writes and shows"
+    times = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "time"]
+    assert [line["weight_handover_seconds"] > 0 for line in times] == [True] * 3, "the warm-up and two rounds"
+
+
+def test_one_host_that_is_killed_ends_the_other_and_the_same_command_goes_on(alone, tmp_path):
+    directory = tmp_path / "run"
+    kill = {"signal": "SIGKILL", "phase": "round 1: first attempts, the share of this host", "update": 1}
+    first, second = job(directory, 2, "--distributed.deadline-seconds", "20", last=kill)
+    assert second.status == -9
+    assert f"process 1 on {socket.gethostname()} has not been heard of for" in first.messages
+    assert first.status not in (0, 2) and not (directory / "summary.json").exists()
+    first, second = job(directory, 2)
+    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert numbers(directory) == numbers(alone)
+
+
+def test_a_mistake_is_told_once_by_each_process(tmp_path):
+    first, second = job(tmp_path / "run", 2, "--trainer.data", "2")
+    assert (first.status, second.status) == (2, 2)
+    for ended in (first, second):
+        assert "needs 4 devices and 2 are available" in ended.messages
+        assert "Traceback" not in ended.messages

@@ -1,0 +1,84 @@
+"""SIGTERM in any phase: the run saves, says how to go on, exits 0 in time, and ends as if it had not been preempted."""
+
+import shlex
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from phases import PHASES, next_phase
+from whole_runs import CONFIG, ENVIRONMENT, EVAL, ROOT, SECONDS, Ended, disturbed, json_lines, outcome, rest
+
+MOST_SECONDS = 30.0  # from the signal to the end of the process
+# What the default tests look at.
+THIN = ("reading: learning", "round 1: sampling", "committing policy 1", "round 2: evaluating, greedy")
+
+
+def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
+    """One start a phase, each asked to end there. Where all else of a phase ends in the same call of the engine, it is finished."""
+    starts = [
+        {"signal": "SIGTERM", "phase": phase, "update": PHASES[phase], "rows": f"{directory}.rows-{number}"}
+        for number, phase in enumerate(phases)
+    ]
+    ends = disturbed(directory, *starts)
+    for phase, ended in zip(phases, ends, strict=True):
+        said = ended.messages.strip().splitlines()[-1]
+        assert ended.status == 0, f"{phase}: {ended.output}{ended.messages}"
+        where, _, kept = said.removeprefix("preempted in ").partition("; ")
+        assert where in (phase, next_phase(phase)) and kept, said
+        again = shlex.split(said.partition("go on with: ")[2])
+        assert again == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
+        assert ended.seconds_after_signal is not None and ended.seconds_after_signal < MOST_SECONDS
+    return ends
+
+
+def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
+    learning, sampling, committing, evaluating = preempted(tmp_path / "run", THIN)
+    step = int(learning.messages.partition("learning; step ")[2].split()[0])
+    assert 7 <= step < 20 and f"step {step} of 20 is saved" in learning.messages
+    first, second = (json_lines(tmp_path / f"run.rows-{number}") for number in range(2))
+    assert first == undisturbed.rows[:step] and second[: 20 - step] == undisturbed.rows[step:20], (
+        "it went on from there"
+    )
+    assert "finished shards are kept and the one under way is sampled again" in sampling.messages
+    rest(tmp_path / "run")
+    assert outcome(tmp_path / "run") == undisturbed.outcome
+
+
+@pytest.mark.slow
+def test_preempted_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
+    preempted(tmp_path / "run", list(PHASES)[:-1])  # after the last one there is nothing left to poll
+    rest(tmp_path / "run")
+    assert outcome(tmp_path / "run") == undisturbed.outcome
+
+
+@pytest.mark.slow
+def test_killed_while_it_obeys_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
+    """SIGTERM, and SIGKILL before the save that follows is done. What is torn is not used."""
+    directory = tmp_path / "run"
+    phase = {"signal": "SIGTERM", "phase": "warm-up: learning"}
+    starts = [{**phase, "update": 10 * write, "then_write": write} for write in (1, 2, 3)]
+    ends = disturbed(directory, *starts)
+    assert [ended.status for ended in ends] == [-signal.SIGKILL] * 3, ends
+    torn = [folder for folder in (directory / "learning" / "warm-up").iterdir() if not (folder / "COMMITTED").exists()]
+    assert torn, "the save was interrupted half-way"
+    rest(directory)
+    assert outcome(directory) == undisturbed.outcome
+
+
+def test_eval_that_is_asked_to_end_writes_nothing(undisturbed, tmp_path):
+    command = [*EVAL, "--checkpoint", str(undisturbed.directory), "--out", str(tmp_path / "results")]
+    command += ["--eval.questions", "16"]
+    evaluating = subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert evaluating.stdout is not None and evaluating.stdout.readline().startswith("policy 2 from ")
+        evaluating.send_signal(signal.SIGTERM)
+        _, messages = evaluating.communicate(timeout=SECONDS)
+    finally:
+        evaluating.kill()
+    assert evaluating.returncode == 0, messages
+    assert "preempted" in messages and messages.strip().endswith("the same command evaluates again")
+    assert list((tmp_path / "results").iterdir()) == []

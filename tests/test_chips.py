@@ -1,0 +1,58 @@
+"""What a device could do: from the table for chips that are in it, measured for the others."""
+
+import time
+import types
+from typing import Any
+
+import jax
+import pytest
+
+from mujica_jax.models import chips
+from mujica_jax.models.chips import CHIPS, chip_of, chip_of_topology, measured_operations, peak_operations
+
+
+def devices(kind: str, platform: str, count: int, processes: int = 1) -> list[Any]:
+    return [
+        types.SimpleNamespace(device_kind=kind, platform=platform, process_index=number % processes)
+        for number in range(count)
+    ]
+
+
+def test_chips_are_known_by_what_jax_calls_them():
+    names = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
+    assert {kind: chip_of(kind).name for kind in names} == names
+    assert chip_of("cpu") is None and chip_of("NVIDIA H200") is None
+    assert len({kind for chip in CHIPS for kind in chip.kinds}) == sum(len(chip.kinds) for chip in CHIPS)
+
+
+def test_a_topology_names_its_chip():
+    assert chip_of_topology("v5e:4x8").memory_bytes == 16e9
+
+
+def test_a_slice_can_do_what_its_chips_can():
+    assert peak_operations(devices("TPU v5 lite", "tpu", 32), "float32") == 32 * 197e12
+
+
+@pytest.mark.parametrize(
+    ("found", "times"),
+    [(devices("cpu", "cpu", 8), 1), (devices("cpu", "cpu", 8, processes=2), 2), (devices("H200", "gpu", 8), 8)],
+)
+def test_devices_of_one_cpu_are_one_machine(found, times, monkeypatch):
+    monkeypatch.setattr(chips, "measured_operations", lambda platform, dtype: 5.0)
+    assert peak_operations(found, "float32") == 5.0 * times
+
+
+def test_a_cpu_is_measured_once():
+    first = peak_operations(jax.devices(), "float32")
+    assert 1e8 < first < 1e15
+    began = time.perf_counter()
+    assert peak_operations(jax.devices(), "float32") == first
+    assert time.perf_counter() - began < 0.05
+    assert measured_operations.cache_info().currsize >= 1
+
+
+def test_measuring_spends_what_it_may():
+    began = time.perf_counter()
+    fastest = chips.fastest_seconds(lambda: time.sleep(0.01), spend_seconds=0.1)
+    assert 0.01 <= fastest < 0.1 and time.perf_counter() - began < 1.0
+    assert chips.fastest_seconds(lambda: time.sleep(0.01), spend_seconds=0.0) >= 0.01, "once at least"

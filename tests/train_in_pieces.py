@@ -1,0 +1,84 @@
+"""Twenty steps with a save after every seventh, on virtual devices, killed by SIGKILL where that is asked for. Started by `test_resume.py`.
+
+python tests/train_in_pieces.py DIRECTORY DATA FSDP [none|loop|save]
+
+Goes on from the newest checkpoint in DIRECTORY. `loop` ends it in the ninth step, two after the save; `save` in the middle of the second
+save, when the arrays are written and COMMITTED is not. DIRECTORY/samples.jsonl gets a line a step: which conversations it trained on.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
+
+from mujica_jax.learning import checkpoints as checkpoints_module
+from mujica_jax.learning.checkpoints import Checkpoints
+from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.trainer import Trainer, TrainState, fit
+from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.trajectories.packing import pack
+
+STEPS, SAVE_EVERY = 20, 7
+
+
+def main(directory: str, data: int, fsdp: int, kill: str) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", data * fsdp)
+    trainer = Trainer(MODEL, dataclasses.replace(TRAINER, data=data, fsdp=fsdp))
+    rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+    samples = {row.tobytes(): [] for row in rows.tokens}
+    for conversation, (row, _) in enumerate(rows.placements):
+        samples[rows.tokens[row].tobytes()].append(conversation)
+    log = open(Path(directory) / "samples.jsonl", "a")  # noqa: SIM115
+    train_step = trainer.train_step
+
+    def logged(state, batch, rate):
+        line = {"step": int(state.step) + 1, "samples": [samples[row.tobytes()] for row in batch.tokens]}
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+        if kill == "loop" and line["step"] == 9:
+            checkpoints.finish()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(state, batch, rate)
+
+    def torn(folder, manifest):
+        if folder.name == "000002":
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(folder, manifest)
+
+    trainer.train_step = logged
+    commit = checkpoints_module._commit
+    if kill == "save":
+        checkpoints_module._commit = torn
+    checkpoints = Checkpoints(directory, keep=2)
+
+    def save(state: TrainState, step: int, place: dict) -> None:
+        checkpoints.save(state, {"place": place})
+
+    with checkpoints:
+        found = checkpoints.restore_latest(trainer.abstract_state())
+        state, place = (trainer.initial_state(tiny_decoder()), None) if found is None else (found[0], found[1]["place"])
+        result = fit(
+            trainer,
+            state,
+            rows,
+            schedule=schedule(peak=1e-2, floor=1e-3, total_steps=STEPS),
+            steps=STEPS,
+            seed=0,
+            input_state=place,
+            save=save,
+            save_every_steps=SAVE_EVERY,
+        )
+        checkpoints.save(result.state, {"place": result.input_state})
+        restored, _ = checkpoints.restore_latest(trainer.abstract_state()) or (None, None)
+    assert restored is not None
+    save_checkpoint(trainer.decoder(restored), Path(directory) / "model")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
