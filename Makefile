@@ -41,7 +41,7 @@ test: install
 	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m 'not slow' $(ARGS)
 
 test-slow: install $(COMPILER)
-	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m slow $(ARGS)
 
 # The TPU compiler stands beside the environment and not in it: there, JAX would look for a TPU at every start and complain.
 $(COMPILER): $(STAMP)

@@ -54,6 +54,7 @@ class CountableEngine(Engine):
         self.fails_at_call = -1
         self.broken_seed = -1  # requests with this seed get log-probabilities that are not finite
         self._programs = set()
+        self._dtype = np.dtype(np.float32)
         self._weights = nnx.State({})
         self.policy = 0  # another one gives other tokens
 

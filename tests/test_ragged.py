@@ -143,7 +143,7 @@ def test_conversations_get_the_tokens_that_the_resident_engine_gives_them(kernel
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [jnp.int8, pytest.param(jnp.float8_e4m3fn, marks=pytest.mark.slow)])
 def test_a_narrow_cache_gives_the_numbers_of_the_resident_engine(kernel, dtype):
     prompts = {slot: random_tokens(11 + slot, seed=slot) for slot in range(SLOTS)}
     answers = []

@@ -150,6 +150,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_loss_and_gradient_of_one(tmp_path):
     save_checkpoint(filled_decoder(CONFIG), tmp_path / "model")
     finished = subprocess.run(

@@ -272,6 +272,7 @@ def test_types_of_what_is_kept_between_steps():
     ]
 
 
+@pytest.mark.slow
 def test_narrow_types_learn_nearly_the_same_and_come_back_from_a_checkpoint(trainer, decoder, tmp_path):
     narrow = changed(parameter_dtype="bfloat16", first_moment_dtype="bfloat16")
     state, wide_state = (run(one, one.initial_state(decoder)).state for one in (narrow, trainer))

@@ -19,6 +19,7 @@ def refused(ended: Ended, words: str) -> None:
     assert said.startswith("error: cannot use ") and words in said and "Traceback" not in ended.messages
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_during_saves(undisturbed, tmp_path):
     """While the learner's state is written, by a library of its own in C++; while its mark is; and while shards are."""
     directory = tmp_path / "run"
@@ -70,6 +71,7 @@ def unprivileged() -> None:
         ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_is_read_only_is_named_and_nothing_is_changed(undisturbed, copy):
     (copy / "summary.json").unlink()  # so that there is something to write
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from whole_runs import (
     ENVIRONMENT,
     EVAL,
@@ -49,6 +50,7 @@ def test_the_small_run_goes_through_everything_it_is_to_measure(undisturbed):
     assert any(phase["searches"] > 0 for phase in found["summary"]["phases"]), "workers took part"
 
 
+@pytest.mark.slow
 def test_interrupted_it_says_how_to_go_on_and_another_seed_gives_another_run(undisturbed, tmp_path):
     running = subprocess.Popen(
         [*TRAIN, "--seed", "1"],
