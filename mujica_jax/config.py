@@ -7,6 +7,8 @@ file sets has no default here.
 import dataclasses
 from typing import Literal
 
+DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyWorldConfig:
@@ -28,12 +30,19 @@ class TinyWorldConfig:
 class TwoWikiConfig:
     """Real 2WikiMultihopQA in its official record formats."""
 
-    environment: Literal["graph", "text"]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (BM25 over passages)
+    environment: Literal["graph", "text"]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
     data_dir: str  # folder with dev_evidences*.json.gz, triples.tsv.gz, corpus*.json.gz, questions*.jsonl.gz
     hold_out_percent: int  # share of question ids (by hash) that are kept out of training, demonstrations and tokenizer
     test_questions: int  # how many held-out questions are evaluated, first by hash
     top_k: int  # materials shown to the worker
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
+    retriever: Literal["bm25", "dense"] = (
+        "bm25"  # of passages, and of a crowded entity's triples: by their words, or by embeddings
+    )
+    # Directory made by `python -m mujica_jax.index build`, or the http:// address of `index serve`, whose passages are searched. None: BM25
+    # over data_dir's corpus, in memory.
+    index: str | None = None
+    embedder: str = DEFAULT_EMBEDDER  # with retriever dense: a folder, minilm, or a Hugging Face name; the one the index was built with
 
 
 TaskConfig = TinyWorldConfig | TwoWikiConfig

@@ -1,13 +1,19 @@
+import bz2
 import gzip
+import io
 import json
+import tarfile
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.corpus import Passage, read_corpus, read_records
+from mujica_jax.retrieval import corpus
+from mujica_jax.retrieval.corpus import Passage, Skipped, open_text, read_corpus, read_records, stream_corpus
 
 CAT = {"title": "Cat", "text": "Cats purr."}
 DOG = {"title": "Dog", "text": "Dogs bark."}
@@ -90,6 +96,98 @@ def test_an_array_gives_what_json_gives(tmp_path_factory, records, indent):
     path = tmp_path_factory.mktemp("array") / "records.json"
     path.write_text(json.dumps(records, indent=indent), encoding="utf-8")
     assert [record for _, record in read_records(path)] == records
+
+
+def test_parquet_rows_are_passages_and_bad_ones_have_their_row(tmp_path):
+    path = tmp_path / "corpus.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CAT | {"id": "c"}, DOG | {"id": "d"}]), path)
+    assert [(passage.id, passage.title) for passage in read_corpus([path])] == [("c", "Cat"), ("d", "Dog")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CAT, {"title": "Dog", "text": None}]), path)
+    with pytest.raises(UserError, match=r"corpus\.parquet, row 2: the passage's text is None"):
+        read_corpus([path])
+    path.write_bytes(b"PAR1 and nothing more")
+    with pytest.raises(UserError, match=r"corpus\.parquet cannot be read"):
+        read_corpus([path])
+
+
+def abstracts(path, members):
+    """As HotpotQA's: a tar of bz2 JSON Lines, in folders."""
+    with tarfile.open(path, "w:bz2") as archive:
+        for name, records in members.items():
+            content = bz2.compress("\n".join(map(json.dumps, records)).encode())
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_the_hotpotqa_abstracts(tmp_path):
+    cat = {"id": "12", "url": "...", "title": "Cat", "text": ["Cats purr.", " They sleep."]}
+    members = {
+        "AA/wiki_00.bz2": [cat],
+        "AB/wiki_00.bz2": [cat | {"id": "13"}, {"id": "14", "title": "Empty", "text": []}],
+    }
+    path = abstracts(tmp_path / "abstracts.tar.bz2", members)
+    with pytest.raises(UserError, match=r"tar\.bz2, AB/wiki_00\.bz2, line 2: the passage's text is ''"):
+        read_corpus([path])
+    skipped = Skipped()
+    found = list(stream_corpus([path], skipped))
+    assert [(passage.id, passage.text) for passage in found] == [
+        ("12", "Cats purr. They sleep."),
+        ("13", "Cats purr. They sleep."),
+    ]
+    assert skipped.count == 1 and "line 2" in skipped.first
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(UserError, match=r"abstracts\.tar\.bz2 cannot be read"):
+        read_corpus([path])
+
+
+def test_wiki_18_has_the_title_in_quotes(tmp_path):
+    path = tmp_path / "wiki-18.jsonl"
+    path.write_text(json.dumps({"id": "0", "contents": '"The "Cat""\nCats purr.\nThey sleep.'}) + "\n")
+    assert read_corpus([path]) == [Passage(id="0", title='The "Cat"', text="Cats purr.\nThey sleep.")]
+    path.write_text(json.dumps({"id": "0", "contents": '"Cat"'}) + "\n")
+    with pytest.raises(UserError, match="the passage's text is ''"):
+        read_corpus([path])
+
+
+def test_an_array_is_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "READ_CHARACTERS", 7)
+    monkeypatch.setattr(corpus, "LARGEST_RECORD_CHARACTERS", 100)
+    path = tmp_path / "corpus.json"
+    path.write_text("\n" + json.dumps([CAT, 12345, DOG, [1, {"a": None}]], indent=1))
+    assert list(read_records(path)) == [(3, CAT), (7, 12345), (8, DOG), (12, [1, {"a": None}])]
+    path.write_text('[{"title": oops' + "x" * 1000)
+    with open_text(path) as file, pytest.raises(UserError, match="line 1: not a JSON record"):
+        list(corpus._text_records(path, file))
+
+
+@pytest.mark.parametrize(
+    ("ids", "refused"),
+    [
+        ([None, "0"], "line 2"),  # the first one's id is its position
+        (["1", None], "line 2"),  # and here the second one's
+        (["b", None, "1"], "line 3"),
+        (["x", "0", "x"], "line 3"),
+        (["00", "0", "01", None], None),
+        (["2", "0", "1"], None),
+    ],
+)
+def test_positions_and_given_ids_share_one_space(tmp_path, ids, refused):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps(CAT if id is None else CAT | {"id": id}) for id in ids))
+    if refused is None:
+        assert [passage.id for passage in read_corpus([path])] == [id or str(n) for n, id in enumerate(ids)]
+    else:
+        with pytest.raises(UserError, match=f"{refused}: the passage id .* was already used in .*line [12]; give"):
+            read_corpus([path])
+
+
+def test_two_ids_of_one_hash_are_two_ids(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "_hash", lambda identifier: 0)
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps(CAT | {"id": id}) for id in "abc"))
+    assert [passage.id for passage in read_corpus([path])] == ["a", "b", "c"]
 
 
 @needs_data

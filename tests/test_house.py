@@ -28,9 +28,9 @@ FLOORS = (  # from the ground up; a room is a folder or a file of the package
         "distributed",
     ),
     ("inference", "retrieval", "rewards"),
-    ("tasks", "trajectories", "index"),
+    ("tasks", "trajectories"),
     ("agents", "learning", "report"),
-    ("methods", "eval", "serve", "plan", "view"),
+    ("methods", "eval", "index", "serve", "plan", "view"),
     ("train", "sample"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
@@ -56,7 +56,7 @@ START_SECONDS = 3.0
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
-ENTRY_POINTS = [name for name in ("train", "eval") if (PACKAGE / f"{name}.py").exists()]
+ENTRY_POINTS = [name for name in ("train", "eval", "index") if (PACKAGE / f"{name}.py").exists()]
 
 
 def room_of(path: Path) -> str:

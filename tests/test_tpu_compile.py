@@ -108,6 +108,15 @@ def test_one_head_a_chip_in_eight_bits_is_more_than_the_kernel_can():
         compiled("engine", "qwen2.5-7b", "v6e:2x2", "4", "10", "int8")
 
 
+@pytest.mark.parametrize(("storage", "recall_target"), [("bfloat16", ()), ("bfloat16", ("0.95",)), ("int8", ())])
+def test_the_search_of_a_whole_wikipedia_compiles_and_fits(storage, recall_target):
+    """21 million passages of 1,024 numbers; what the program needs beside them is a few scores."""
+    found = compiled("search", "21000000", "1024", "v5e:4x8", storage, *recall_target)
+    assert found["chips"] == 32 and found["embedding_bytes"] < 1.4e9
+    assert found["temporaries"] < 0.5e9
+    assert found["bytes"] < CHIP_BYTES["v5e:4x8"] / 2, "the encoder and its activations have the rest"
+
+
 @functools.cache
 def trained(config: str, *lora_rank: str) -> dict:
     model, topology = CONFIGS[config]

@@ -8,10 +8,13 @@ from collections import Counter
 
 import pytest
 from shared_data import TWO_WIKI, needs_data
+from tiny_embedder import tiny_embedder
 
+from mujica_jax import index
 from mujica_jax.config import TwoWikiConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import Entity
+from mujica_jax.retrieval.embedders import find_embedder
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
 from mujica_jax.tasks import two_wiki
@@ -207,6 +210,37 @@ def test_text_questions_are_those_whose_passages_the_corpus_has(folder):
     assert (found.title, found.text) == ("Roy Del Ruth", "Roy Del Ruth: He died in 1961.")
 
 
+def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, tmp_path):
+    """A dense one finds what its embedder finds nearest, and keeps it for the next run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    embedder = str(tiny_embedder(tmp_path / "embedder"))
+    corpus, dense, words = (str(folder / name) for name in ("corpus.json", "dense", "words"))
+    built = ["build", "--corpus", corpus, "--kind", "accelerator", "--embedder", embedder, "--out", dense]
+    assert index.main(built) == index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
+    chosen = {"environment": "text", "top_k": 1, "retriever": "dense", "index": dense, "embedder": embedder}
+    task = two_wiki.build(config(folder, **chosen))
+    model = find_embedder(embedder).load()
+    vectors = model.embed(["Taxi!\nA film by Roy Del Ruth.", "Roy Del Ruth\nHe died in 1961."], "passage")
+    for asked in ("Who died in 1961?", "Who made Taxi!?"):
+        expected = ["Taxi!", "Roy Del Ruth"][int((vectors @ model.embed([asked], "query")[0]).argmax())]
+        assert [found.title for found in search(task.environment, asked, None)] == [expected]
+    again = two_wiki.build(config(folder, **chosen))
+    search(again.environment, "Who died in 1961?", None)
+    assert again.environment.retriever.statistics.cached == 1
+    by_words = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
+    assert [found.title for found in search(by_words.environment, "Who died in 1961?", None)] == ["Roy Del Ruth"]
+    assert {question.id for question in all_questions(by_words)} == {question.id for question in all_questions(task)}
+    for changes, said in (
+        ({"index": None}, r"retriever is dense and index is None: make an index .*mujica_jax\.index build"),
+        ({"index": words}, "retriever is dense and the index .*words is of kind bm25"),
+        ({"retriever": "bm25"}, "retriever is bm25 and the index .*dense is of kind accelerator"),
+        ({"top_k": 3}, "top_k is 3 and the index .* holds 2 passages"),
+        ({"embedder": str(tiny_embedder(tmp_path / "other", seed=1))}, "was built with the embedder"),
+    ):
+        with pytest.raises(UserError, match=said):
+            two_wiki.build(config(folder, **chosen | changes))
+
+
 def test_copies_of_text_questions_are_refused(folder):
     with pytest.raises(UserError, match="augmented_copies is 2 and environment is text"):
         two_wiki.build(config(folder, environment="text", augmented_copies=2))
@@ -269,6 +303,22 @@ def test_a_crowded_entity_shows_what_shares_words_with_the_query():
     ]
     roomy = GraphEnvironment(TripleGraph([*films, born, died]), top_k=22)
     assert search(roomy, "date of death", Entity(id="Q1", label="Ann"))[0].text == "Ann, place of birth, Rome"
+
+
+def test_a_crowded_entity_shows_what_the_embedder_finds_nearest(folder, tmp_path):
+    embedder = tiny_embedder(tmp_path / "embedder")
+    rows = [f"Ann\trelation\tword{n}\tQ1\t" for n in range(12)]
+    with open(folder / "triples.tsv", "a") as file:
+        file.write("\n".join(rows) + "\n")
+    changes = {"retriever": "dense", "embedder": str(embedder), "top_k": 3}
+    task = two_wiki.build(config(folder, **changes))
+    found = [material.text for material in search(task.environment, "word7", Entity(id="Q1", label="Ann"))]
+    by_words = two_wiki.build(config(folder, top_k=100))
+    texts = [material.text for material in search(by_words.environment, "word7", Entity(id="Q1", label="Ann"))]
+    assert len(texts) >= 12
+    model = find_embedder(str(embedder)).load()
+    scores = model.embed(texts, "passage") @ model.embed(["word7"], "query")[0]
+    assert found == [texts[place] for place in (-scores).argsort(kind="stable")[:3]]
 
 
 def test_an_unknown_entity_has_no_materials_and_none_is_a_typed_error():

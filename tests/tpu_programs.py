@@ -3,6 +3,8 @@
 python tests/tpu_programs.py train MODEL TOPOLOGY CONFIG [LORA_RANK]
 python tests/tpu_programs.py engine MODEL TOPOLOGY TENSOR GIGABYTES [CACHE_DTYPE [WEIGHTS [FILTERED]]]
     with so much memory for keys and values on each chip
+python tests/tpu_programs.py search ROWS DIMENSION TOPOLOGY STORAGE [RECALL_TARGET]
+    of a corpus's embeddings, split over all chips
 """
 
 import dataclasses
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 from test_families import LLAMA3_1_8B, QWEN2_5_7B, QWEN3_8B
 
 from mujica_jax.config_files import load_config
@@ -31,6 +34,7 @@ from mujica_jax.models.families import from_hugging_face
 from mujica_jax.models.layers import projections
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
+from mujica_jax.retrieval.accelerator import MOST_QUERIES, ROWS, layout, rows_mesh, search_program
 
 PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
 
@@ -106,6 +110,21 @@ def engine(
     return found
 
 
+def search(rows: str, dimension: str, topology: str, storage: str, recall_target: str = "") -> dict:
+    mesh = rows_mesh(devices_of(topology))
+    block, padded = layout(int(rows), mesh.size)
+    program = search_program(mesh, block, 20, float(recall_target) if recall_target else None)
+    split, everywhere = (NamedSharding(mesh, PartitionSpec(axis)) for axis in (ROWS, None))
+    vectors = jax.ShapeDtypeStruct((padded, int(dimension)), storage, sharding=split)
+    scales = jax.ShapeDtypeStruct((padded,), jnp.float32, sharding=split) if storage == "int8" else None
+    queries = jax.ShapeDtypeStruct((MOST_QUERIES, int(dimension)), jnp.float32, sharding=everywhere)
+    found = sizes(program.lower(vectors, scales, queries, int(rows)).compile())
+    return found | {
+        "chips": mesh.size,
+        "embedding_bytes": padded // mesh.size * int(dimension) * vectors.dtype.itemsize,
+    }
+
+
 def devices_of(topology: str) -> list:
     return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
 
@@ -119,4 +138,4 @@ def sizes(compiled: Any) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"train": train, "engine": engine}[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps({"train": train, "engine": engine, "search": search}[sys.argv[1]](*sys.argv[2:])))

@@ -39,6 +39,7 @@ from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import MetricsLog, NoMetrics, Phase, Progress, StageClock
 from mujica_jax.rewards import f1_reward
+from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.packing import PackedRows
@@ -49,6 +50,7 @@ KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
 
 # Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
 SAMPLING, EVALUATING, LEARNING, AGREEMENT, TIME = "sampling", "evaluating", "learning", "agreement", "time"
+RETRIEVAL = "retrieval"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -341,6 +343,9 @@ class Run:
                 self._write_scores(name, scores)
                 # Before the phase counts as done: after that it is not come past again.
                 self._write_seconds(f"{kind}{TIME}", step)
+                if isinstance(self.task.environment, TextEnvironment):
+                    statistics = self.task.environment.retriever.statistics
+                    self.metrics.write(f"{kind}{RETRIEVAL}", step, dataclasses.asdict(statistics))
                 self.metrics.flush()
                 self.store.write_json_once(file, dataclasses.asdict(result))
             distributed.meet(f"{name} is written down")

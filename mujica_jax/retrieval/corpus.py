@@ -1,19 +1,33 @@
-"""Passages read from files: JSON arrays of `{title, text}` and JSON Lines, plain or gzipped.
+"""Passages read from files, one at a time: JSON arrays and JSON Lines of `{title, text}`, `.gz` and `.bz2`; Parquet; tar archives.
 
-A passage without a title or text, or with an id that came before, is refused with its file and line. Where a record carries
-no `id` (or `_id`), its position in the whole corpus is its id. Indexes (`bm25.py` and the dense ones) refer to passages by position.
+Records that say it otherwise are understood too: wiki-18 (`contents` is the title in quotes, a newline, the text) and the HotpotQA
+abstracts (a tar of bz2 JSON Lines whose `text` is a list of sentences).
+
+A passage without a title or text, or with an id that came before, is refused with its file and line, or skipped and counted where the
+caller asks for that. Where a record carries no `id` (or `_id`), its position in the whole corpus is its id. Indexes (`bm25.py` and the
+dense ones) refer to passages by position.
 """
 
+import bz2
+import contextlib
 import dataclasses
 import gzip
+import hashlib
+import io
 import json
+import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO, cast
 
 from mujica_jax.errors import UserError
 
-FORMATS = 'a JSON array or JSON Lines of {"title": ..., "text": ...}, plain or .gz'
+FORMATS = (
+    'a JSON array or JSON Lines of {"title": ..., "text": ...}, plain, .gz or .bz2, a .tar of such files, or .parquet'
+)
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2")
+READ_CHARACTERS = 2**20  # of an array, at once
+LARGEST_RECORD_CHARACTERS = 2**24  # of an array: a record that does not end within so much is broken JSON
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,49 +36,136 @@ class Passage:
     title: str
     text: str
 
+    @property
+    def contents(self) -> str:
+        """What is indexed, by words and by embeddings alike."""
+        return f"{self.title}\n{self.text}"
+
+
+@dataclasses.dataclass
+class Skipped:
+    """Counts the records that are left out, and remembers what the first of them lacked. A caller that gives one asks for skipping."""
+
+    count: int = 0
+    first: str = ""
+
 
 def read_corpus(paths: Sequence[str | Path]) -> list[Passage]:
     """All passages of the files, in order. Ids are unique over all of them."""
-    passages: list[Passage] = []
-    seen: dict[str, str] = {}
-    for path in paths:
-        for line_number, record in read_records(path):
-            place = f"{path}, line {line_number}"
-            passage = _passage(record, str(len(passages)), place)
-            if passage.id in seen:
-                raise UserError(
-                    f"{place}: the passage id {passage.id!r} was already used in {seen[passage.id]}; give each passage its own id"
-                )
-            seen[passage.id] = place
-            passages.append(passage)
-    return passages
+    return list(stream_corpus(paths))
+
+
+def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -> Iterator[Passage]:
+    """As `read_corpus`, holding one passage and 8 bytes of every id that is not the passage's own position."""
+    known = _KnownIds(paths)
+    position = 0
+    for place, record in _records_of(paths):
+        try:
+            passage = _passage(record, str(position), place)
+            known.add(passage.id, position, place)
+        except UserError as error:
+            if skipped is None:
+                raise
+            skipped.count += 1
+            skipped.first = skipped.first or str(error)
+            continue
+        position += 1
+        yield passage
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
-    """Line number and value of every record in a JSON array or JSON Lines file, gzipped where the name ends in .gz."""
-    try:
+    """Line number (in Parquet: row) and value of every record of a file that is no archive."""
+    with _explained(path):
+        if str(path).endswith(".parquet"):
+            yield from _parquet_records(path)
+            return
         with open_text(path) as file:
-            first = file.read(1)
-            while first and (first.isspace() or first == "\ufeff"):
-                first = file.read(1)
-            file.seek(0)
-            yield from _array_records(path, file.read()) if first == "[" else _line_records(path, file)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error}); expected {FORMATS}") from error
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; give the path of {FORMATS}") from error
-    except (EOFError, gzip.BadGzipFile, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}); expected {FORMATS}") from error
+            yield from _text_records(path, file)
 
 
 def open_text(path: str | Path) -> TextIO:
     if str(path).endswith(".gz"):
-        return gzip.open(path, "rt", encoding="utf-8")  # pyright: ignore[reportReturnType]
+        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
+    if str(path).endswith(".bz2"):
+        return cast(TextIO, bz2.open(path, "rt", encoding="utf-8"))
     return open(path, encoding="utf-8")
 
 
-def _line_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    for line_number, line in enumerate(file, start=1):
+def _records_of(paths: Sequence[str | Path]) -> Iterator[tuple[str, object]]:
+    """Each record of all files with the place it stands at."""
+    for path in paths:
+        if str(path).endswith(ARCHIVES):
+            for member, number, record in _archive_records(path):
+                yield f"{path}, {member}, line {number}", record
+        else:
+            unit = "row" if str(path).endswith(".parquet") else "line"
+            for number, record in read_records(path):
+                yield f"{path}, {unit} {number}", record
+
+
+def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
+    with _explained(path), tarfile.open(path, "r:*") as archive:
+        for member in archive:
+            content = archive.extractfile(member) if member.isfile() else None
+            if content is not None:
+                with _decompressed(member.name, content) as file:
+                    for number, record in _text_records(f"{path}, {member.name}", file):
+                        yield member.name, number, record
+
+
+def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:
+    import pyarrow.parquet
+
+    row = 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            for record in batch.to_pylist():
+                row += 1
+                yield row, record
+
+
+def _decompressed(name: str, raw: IO[bytes]) -> TextIO:
+    """A member of an archive; the archive closes what is under it."""
+    opened: Any = raw
+    if name.endswith(".gz"):
+        opened = gzip.GzipFile(fileobj=raw)
+    elif name.endswith(".bz2"):
+        opened = bz2.BZ2File(raw)
+    return io.TextIOWrapper(opened, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _explained(path: str | Path) -> Iterator[None]:
+    """Turns what reading a file may raise into one sentence."""
+    import pyarrow
+
+    try:
+        yield
+    except UserError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error}); expected {FORMATS}") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist; give the path of {FORMATS}") from error
+    except (EOFError, OSError, tarfile.TarError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} cannot be read ({error}); expected {FORMATS}") from error
+
+
+def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]]:
+    """An array where the text begins with a bracket, else lines."""
+    begun = file.read(1)
+    while begun and (begun[-1].isspace() or begun[-1] == "\ufeff"):
+        begun += file.read(1)
+    yield from _array_records(path, file, begun) if begun.endswith("[") else _line_records(path, file, begun)
+
+
+def _line_records(path: str | Path, file: TextIO, begun: str) -> Iterator[tuple[int, object]]:
+    """`begun` is what was read already: blank lines and the first character that is none."""
+    before, _, first = begun.rpartition("\n")
+    line_number = before.count("\n") + ("\n" in begun)
+    while line := first + file.readline():
+        first = ""
+        line_number += 1
         if line.strip():
             try:
                 yield line_number, json.loads(line.lstrip("\ufeff"))
@@ -74,28 +175,47 @@ def _line_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]
                 ) from error
 
 
-def _array_records(path: str | Path, text: str) -> Iterator[tuple[int, object]]:
-    """Decoded one by one, so that each record has the line it begins on."""
+def _array_records(path: str | Path, file: TextIO, begun: str) -> Iterator[tuple[int, object]]:
+    """Decoded one by one, so that each record has the line it begins on and the file is never held whole."""
     decoder = json.JSONDecoder()
-    position, counted, line_number = text.index("[") + 1, 0, 1
-    while True:
-        position = _skip(text, position, " \t\r\n")
-        line_number += text.count("\n", counted, position)
-        counted = position
-        if text[position : position + 1] == "]":
-            return
-        try:
-            record, end = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}, line {error.lineno}: not a JSON record ({error.msg}); expected {FORMATS}"
-            ) from error
-        yield line_number, record
-        position = _skip(text, end, " \t\r\n")
-        if text[position : position + 1] == ",":
-            position += 1
-        elif text[position : position + 1] != "]":
+    text, position, counted, line_number, ended = "", 0, 0, 1 + begun.count("\n"), False
+
+    def more() -> bool:
+        """Drop what is done and read on. False at the end of the file."""
+        nonlocal text, position, counted, ended
+        read = file.read(READ_CHARACTERS)
+        text, position, counted = text[counted:] + read, position - counted, 0
+        ended = not read
+        return not ended
+
+    def next_character() -> str:
+        nonlocal position, counted, line_number
+        while True:
+            position = _skip(text, position, " \t\r\n")
             line_number += text.count("\n", counted, position)
+            counted = position
+            if position < len(text) or not more():
+                return text[position : position + 1]
+
+    while next_character() != "]":
+        while True:
+            try:
+                record, end = decoder.raw_decode(text, position)
+                if end < len(text) or ended:  # else a number may go on
+                    break
+            except json.JSONDecodeError as error:
+                if ended or len(text) - error.pos > LARGEST_RECORD_CHARACTERS:
+                    line = line_number + text.count("\n", counted, error.pos)
+                    raise UserError(
+                        f"{path}, line {line}: not a JSON record ({error.msg}); expected {FORMATS}"
+                    ) from error
+            more()
+        yield line_number, record
+        position = end
+        following = next_character()
+        if following == ",":
+            position += 1
+        elif following != "]":
             raise UserError(
                 f"{path}, line {line_number}: a comma or the end of the array is missing; expected {FORMATS}"
             )
@@ -112,11 +232,61 @@ def _passage(record: object, position: str, place: str) -> Passage:
         raise UserError(
             f"{place}: a passage must be an object and this is a {type(record).__name__}; expected {FORMATS}"
         )
+    fields = _wiki_18(record) if isinstance(record.get("contents"), str) and "text" not in record else dict(record)
+    if isinstance(text := fields.get("text"), list) and all(isinstance(sentence, str) for sentence in text):
+        fields["text"] = "".join(text)  # the abstracts' sentences begin with their own space
     for field in ("title", "text"):
-        value = record.get(field)
+        value = fields.get(field)
         if not isinstance(value, str) or not value.strip():
             raise UserError(
                 f"{place}: the passage's {field} is {value!r}; every passage needs a title and a text that is not empty"
             )
-    identifier = record.get("id", record.get("_id", position))
-    return Passage(id=str(identifier), title=record["title"], text=record["text"])
+    identifier = fields.get("id", fields.get("_id"))
+    return Passage(id=position if identifier is None else str(identifier), title=fields["title"], text=fields["text"])
+
+
+def _wiki_18(record: dict[str, Any]) -> dict[str, Any]:
+    title, _, text = record["contents"].partition("\n")
+    return {**record, "title": title.strip().removeprefix('"').removesuffix('"'), "text": text}
+
+
+class _KnownIds:
+    """Refuses an id that came before. Only hashes of ids are kept; where two agree, the files are read again to find the first."""
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self._paths = paths
+        self._hashes: set[int] = set()
+        self._unlike: set[int] = set()  # positions of passages whose id is another one than their position
+
+    def add(self, identifier: str, position: int, place: str) -> None:
+        if identifier == str(position):
+            # Known without keeping it. An earlier passage may have taken this number for itself.
+            if self._hashes and _hash(identifier) in self._hashes:
+                self._refuse(identifier, place)
+            return
+        number = int(identifier) if identifier.isascii() and identifier.isdecimal() else -1
+        taken = 0 <= number < position and str(number) == identifier and number not in self._unlike
+        if taken or (hashed := _hash(identifier)) in self._hashes:
+            self._refuse(identifier, place)
+            hashed = _hash(identifier)
+        self._hashes.add(hashed)
+        self._unlike.add(position)
+
+    def _refuse(self, identifier: str, place: str) -> None:
+        position = 0
+        for earlier, record in _records_of(self._paths):
+            if earlier == place:
+                return  # two ids of one hash
+            try:
+                found = _passage(record, str(position), earlier).id
+            except UserError:
+                continue
+            position += 1
+            if found == identifier:
+                raise UserError(
+                    f"{place}: the passage id {identifier!r} was already used in {earlier}; give each passage its own id"
+                )
+
+
+def _hash(identifier: str) -> int:
+    return int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=8).digest(), "little")

@@ -3,7 +3,7 @@
 - `environment="graph"` (2Wiki-KG): every question with evidences. Its candidates are the topic entities that the question itself
   names, under the graph's labels, in the order of the question; a search returns the triples of one entity, in both directions.
 - `environment="text"` (2Wiki-Text): the questions made for the corpus (`questions*.jsonl`, with aliases) whose gold passages it
-  holds; a search is BM25 over the corpus.
+  holds; a search is BM25 over the corpus, or whatever the index that `index` names does with its own corpus.
 
 Questions are held out by a hash of their id. Held-out questions, and triples or passages that no training question uses, appear
 neither in demonstrations' new names nor in the tokenizer's text; the graph and the corpus that are searched are the whole ones.
@@ -14,7 +14,7 @@ import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from mujica_jax.config import TwoWikiConfig
@@ -22,8 +22,15 @@ from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Question
 from mujica_jax.retrieval.bm25 import Bm25Index
-from mujica_jax.retrieval.corpus import read_corpus
+from mujica_jax.retrieval.client import open_remote
+from mujica_jax.retrieval.corpus import Passage, read_corpus
+from mujica_jax.retrieval.dense import nearest
+from mujica_jax.retrieval.embedders import find_embedder
 from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
+from mujica_jax.retrieval.hits_cache import HitsCache, cache_folder
+from mujica_jax.retrieval.indexes import Index, open_index, read_kind
+from mujica_jax.retrieval.passages import PassageFile
+from mujica_jax.retrieval.retriever import IndexRetriever, Retriever
 from mujica_jax.tasks.chains import answer_from_evidence, follows_from_evidence
 from mujica_jax.tasks.demonstrations import CopyPlan, Demonstrations, copy_plan, renamed_copy
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
@@ -55,10 +62,17 @@ class TwoWiki:
     name = "two_wiki"
     rule: Rule = "two_wiki"
 
-    def __init__(self, config: TwoWikiConfig, environment: Environment, questions: Sequence[Question]) -> None:
+    def __init__(
+        self,
+        config: TwoWikiConfig,
+        environment: Environment,
+        questions: Sequence[Question],
+        gold_passages: Sequence[Passage] = (),
+    ) -> None:
+        """`gold_passages` are those of all questions, for text."""
         ordered = sorted(questions, key=lambda question: _hash(question.id))
         held_out = [question for question in ordered if is_held_out(question.id, config.hold_out_percent)]
-        self.config, self.environment = config, environment
+        self.config, self.environment, self._gold_passages = config, environment, gold_passages
         self._train = [question for question in ordered if not is_held_out(question.id, config.hold_out_percent)]
         self._test = held_out[: config.test_questions]
 
@@ -128,12 +142,8 @@ class TwoWiki:
 
     def _training_passages(self) -> list[str]:
         """Gold passages of the training questions; none for graphs."""
-        if not isinstance(self.environment, TextEnvironment):
-            return []
         titles = {title for question in self._train for title in question.gold_passages}
-        return [
-            f"{passage.title}: {passage.text}" for passage in self.environment.index.passages if passage.title in titles
-        ]
+        return [f"{passage.title}: {passage.text}" for passage in self._gold_passages if passage.title in titles]
 
     def _training_triples(self) -> list[Triple]:
         """What the training questions' evidences say, without the bridge's second name."""
@@ -169,7 +179,7 @@ def build(config: TwoWikiConfig) -> TwoWiki:
     graph = TripleGraph(with_known_ids(_read_graph(config.data_dir), records))
     questions = [question for record in records if (question := graph_question(record, graph)) is not None]
     _refuse_none(questions, config, "evidences and entity_ids")
-    return TwoWiki(config, GraphEnvironment(graph, config.top_k), questions)
+    return TwoWiki(config, GraphEnvironment(graph, config.top_k, _ranked(config)), questions)
 
 
 def is_held_out(question_id: str, hold_out_percent: int) -> bool:
@@ -209,8 +219,9 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
             f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set augmented_copies "
             "to 0 or environment to graph"
         )
-    passages = read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))
-    titles = {passage.title for passage in passages}
+    retriever, passages = _retriever(config)
+    gold = _titled(passages, {title for record in records for title in record.titles})
+    titles = {passage.title for passage in gold}
     sample = {
         record.id
         for record in read_questions(data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus"))
@@ -228,7 +239,58 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
         if record.id in sample and record.titles and titles.issuperset(record.titles)
     ]
     _refuse_none(questions, config, "gold passages in the corpus")
-    return TwoWiki(config, TextEnvironment(Bm25Index(passages, "default"), config.top_k), questions)
+    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions, gold)
+
+
+def _retriever(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
+    """What is searched, and the passages in which questions have their gold ones."""
+    if config.index is not None and config.index.startswith(("http://", "https://")):
+        return open_remote(config.index, config.retriever), _corpus(config)
+    index = _index(config)
+    in_memory = config.index is None
+    cache = None if in_memory else HitsCache(cache_folder(), index.version)
+    return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
+
+
+def _ranked(config: TwoWikiConfig) -> Callable[[str, Sequence[str]], list[int]] | None:
+    """How an entity's triples are ordered where they are more than `top_k`; None: by the words they share with the query."""
+    if config.retriever == "bm25":
+        return None
+    embedder = find_embedder(config.embedder).load()
+    return lambda query, texts: [place for place, _ in nearest(embedder, query, texts, len(texts))]
+
+
+def _index(config: TwoWikiConfig) -> Index:
+    """The index that the configuration names; without one, BM25 over the corpus of the data folder."""
+    if config.index is None:
+        if config.retriever == "dense":
+            raise UserError(
+                "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index build --corpus "
+                f"FILE --kind accelerator --embedder {config.embedder} --out DIR` and give --task.index DIR"
+            )
+        return Bm25Index(_corpus(config), "default")
+    kind = read_kind(config.index)
+    if (kind == "bm25") != (config.retriever == "bm25"):
+        raise UserError(
+            f"retriever is {config.retriever} and the index {config.index} is of kind {kind}: give --task.retriever "
+            f"{'bm25' if kind == 'bm25' else 'dense'} or another index"
+        )
+    index = open_index(config.index, find_embedder(config.embedder) if config.retriever == "dense" else None)
+    if config.top_k > len(index.passages):
+        raise UserError(
+            f"top_k is {config.top_k} and the index {config.index} holds {len(index.passages):,} passages: lower top_k"
+        )
+    return index
+
+
+def _corpus(config: TwoWikiConfig) -> list[Passage]:
+    return read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))
+
+
+def _titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:
+    if isinstance(passages, PassageFile):
+        return passages.titled(titles)
+    return [passage for passage in passages if passage.title in titles]
 
 
 def _read_graph(data_dir: str | Path) -> list[Triple]:

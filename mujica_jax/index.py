@@ -1,0 +1,285 @@
+"""Indexes from the command line: build one, measure its recall, ask it.
+
+    python -m mujica_jax.index build --corpus FILE [FILE ...] --kind scann|accelerator|bm25 [--embedder NAME] --out DIR
+    python -m mujica_jax.index build --embeddings INDEX --kind scann --out DIR
+    python -m mujica_jax.index estimate --corpus FILE [FILE ...] --kind KIND [--passages N]
+    python -m mujica_jax.index recall --index DIR --questions FILE [--k 2 5 20]
+    python -m mujica_jax.index query --index DIR "Who directed The Purple Shore?"
+    python -m mujica_jax.index serve --index DIR --host 0.0.0.0 --port 8600
+
+`recall` prints one JSON line: the mean share of a question's gold titles (`supporting_facts`) among the titles of its first k passages, in
+percent. docs/retrieval.md has the formats, the embedders and the measured numbers.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mujica_jax.config import DEFAULT_EMBEDDER
+from mujica_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from mujica_jax.report import Progress
+    from mujica_jax.retrieval.indexes import Index
+
+PROGRAM = "python -m mujica_jax.index"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done; 2 a mistake of the user's; 130 interrupted (a build goes on with the same command)."""
+    given = _parser().parse_args(arguments)
+    try:
+        given.run(given)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on where this one was", file=sys.stderr)
+        return 130
+    return 0
+
+
+def build(given: argparse.Namespace) -> None:
+    from mujica_jax.report import Progress
+    from mujica_jax.retrieval import indexes
+    from mujica_jax.retrieval.embedders import find_embedder
+
+    dense = given.kind != "bm25"
+    embeds = dense and given.embeddings is None
+    unread = {
+        "tokenizer": dense,
+        "embedder": not embeds,
+        "prefixes": not embeds,
+        "storage": not embeds,
+        "embeddings": not dense,
+        "recall_target": given.kind != "accelerator",
+    }
+    for name, of_no_use in unread.items():
+        if of_no_use and (value := getattr(given, name)) is not None:
+            what = f"kind {given.kind}" + (" with --embeddings" if dense and not embeds else "")
+            raise UserError(
+                f"--{name.replace('_', '-')} is {value} and an index of {what} does not read it: leave it out"
+            )
+    if (given.corpus is None) == (given.embeddings is None) or (given.skip and given.corpus is None):
+        raise UserError("an index is made of passages: give --corpus with or without --skip, or --embeddings alone")
+    recipe = indexes.Recipe(
+        kind=given.kind,
+        corpus=tuple(given.corpus or ()),
+        source=given.embeddings,
+        skip=given.skip,
+        tokeniser=given.tokenizer or "default",
+        embedder=find_embedder(given.embedder or DEFAULT_EMBEDDER, given.prefixes) if embeds else None,
+        storage=given.storage or "bfloat16",
+        recall_target=given.recall_target,
+    )
+    progress = Progress(sys.stderr)
+    manifest, found = indexes.build(Path(given.out), recipe, _Reported(progress))
+    if manifest["skipped"]:
+        progress.line(f"{manifest['skipped']:,} passages were left out; the first one: {manifest['first_skipped']}")
+    progress.line(
+        f"{given.out}: {manifest['passages']:,} passages, version {manifest['version']}{' (was there already)' * found}"
+    )
+
+
+def estimate(given: argparse.Namespace) -> None:
+    from mujica_jax.retrieval import estimates, indexes
+    from mujica_jax.retrieval.corpus import Skipped, stream_corpus
+    from mujica_jax.retrieval.embedders import find_embedder
+
+    recipe = indexes.Recipe(
+        kind=given.kind,
+        corpus=tuple(given.corpus),
+        tokeniser=given.tokenizer or "default",
+        embedder=find_embedder(given.embedder or DEFAULT_EMBEDDER, given.prefixes) if given.kind != "bm25" else None,
+        storage=given.storage or "bfloat16",
+    )
+    sample, passages = estimates.count_and_sample(stream_corpus(recipe.corpus, Skipped()), given.passages)
+    if not sample or passages < 1:
+        raise UserError(
+            f"{', '.join(recipe.corpus)}: {len(sample)} passages were read and {passages} are asked for: give at least one"
+        )
+    print(json.dumps(dataclasses.asdict(estimates.estimate(recipe, sample, passages))))
+
+
+def recall(given: argparse.Namespace) -> None:
+    from mujica_jax.retrieval.corpus import read_records
+
+    questions = list(_questions(read_records(given.questions), given.questions))
+    index = _opened(given)
+    most = max(given.k)
+    _check_k(min(given.k), index)
+    _check_k(most, index)
+    began = time.monotonic()
+    encoded = index.encode([text for text, _ in questions])
+    middle = time.monotonic()
+    found = index.search_encoded(encoded, most)
+    ended = time.monotonic()
+    shares = {k: 0.0 for k in given.k}
+    for (_, gold), hits in zip(questions, found, strict=True):
+        titles: list[Any] = [index.passages[position].title for position, _ in hits]
+        for k in shares:
+            shares[k] += len(gold & set(titles[:k])) / len(gold)
+    result: dict[str, Any] = {f"recall@{k}": round(100 * share / len(questions), 2) for k, share in shares.items()}
+    result |= {
+        "questions": len(questions),
+        "passages": len(index.passages),
+        "encode_seconds": round(middle - began, 3),
+        "search_seconds": round(ended - middle, 3),
+    }
+    print(json.dumps(result))
+
+
+def query(given: argparse.Namespace) -> None:
+    index = _opened(given)
+    _check_k(given.k, index)
+    for position, score in index.search([given.text], given.k)[0]:
+        passage = index.passages[position]
+        found = {
+            "score": round(score, 4),
+            "position": position,
+            "id": passage.id,
+            "title": passage.title,
+            "text": passage.text,
+        }
+        print(json.dumps(found, ensure_ascii=False))
+
+
+def serve(given: argparse.Namespace) -> None:
+    from mujica_jax.retrieval.hits_cache import HitsCache, cache_folder
+    from mujica_jax.retrieval.indexes import read_kind
+    from mujica_jax.retrieval.retriever import IndexRetriever
+    from mujica_jax.retrieval.service import make_app, make_server, open_port
+
+    kind = read_kind(given.index)
+    opened = open_port(given.host, given.port)
+    with contextlib.closing(opened):
+        index = _opened(given)
+        retriever = IndexRetriever(
+            index,
+            cache=None if kind == "bm25" else HitsCache(cache_folder(), index.version),
+            most_waiting=given.most_waiting,
+            deadline_seconds=given.deadline_seconds,
+        )
+        host, port = opened.getsockname()[:2]
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        print(f"serving {given.index} (version {index.version}) at http://{address}", flush=True)
+        for number in (signal.SIGTERM, signal.SIGINT):  # the server ends by them, and then sends them on
+            signal.signal(number, lambda *_: None)
+        make_server(make_app(retriever, kind)).run(sockets=[opened])
+    print(retriever.statistics.sentence(), flush=True)
+
+
+class _Reported:
+    """Tells the console how far a build is."""
+
+    def __init__(self, progress: "Progress") -> None:
+        self._progress = progress
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+        with self._progress.stage(name, total=total, unit=unit) as stage:
+            yield stage.update
+
+
+def _opened(given: argparse.Namespace) -> "Index":
+    from mujica_jax.retrieval.embedders import find_embedder
+    from mujica_jax.retrieval.indexes import open_index
+
+    embedder = find_embedder(given.embedder, given.prefixes) if given.embedder else None
+    return open_index(given.index, embedder, given.recall_target)
+
+
+def _questions(records: Iterator[tuple[int, object]], file: str) -> Iterator[tuple[str, set[str]]]:
+    """Text and gold titles of each question; official records name a sentence with each title."""
+    for line, record in records:
+        text = record.get("question") if isinstance(record, dict) else None
+        facts: Any = record.get("supporting_facts") if isinstance(record, dict) else None
+        titles: list[Any] = [
+            fact[0] if isinstance(fact, list) and fact else fact for fact in (facts if isinstance(facts, list) else ())
+        ]
+        if not isinstance(text, str) or not titles or not all(isinstance(title, str) for title in titles):
+            raise UserError(
+                f"{file}, line {line}: a question needs `question` and a list of gold titles in `supporting_facts`"
+            )
+        yield text, set(titles)
+
+
+def _check_k(k: int, index: "Index") -> None:
+    if not 1 <= k <= len(index.passages):
+        raise UserError(
+            f"k is {k} and the index holds {len(index.passages):,} passages: give 1 to {len(index.passages)}"
+        )
+
+
+def _share(text: str) -> float:
+    if not 0 < (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Build, measure and ask indexes of passages.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(run: Callable[[argparse.Namespace], None], summary: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(run.__name__, help=summary, description=summary)
+        made.set_defaults(run=run)
+        return made
+
+    def with_embedder(made: argparse.ArgumentParser, default: str) -> None:
+        text = f"a folder, minilm, or a Hugging Face name ({default})"
+        made.add_argument("--embedder", metavar="NAME", help=text)
+        made.add_argument(
+            "--prefixes", choices=("none", "bge", "e5"), help="instead of those that follow from the name"
+        )
+
+    def with_target(made: argparse.ArgumentParser) -> None:
+        text = "let the accelerator search approximately: the share of the k best that it should find"
+        made.add_argument("--recall-target", type=_share, metavar="SHARE", help=text)
+
+    estimated = command(estimate, "Bytes and seconds that an index will take, as one JSON line.")
+    estimated.add_argument("--corpus", nargs="+", required=True, metavar="FILE")
+    estimated.add_argument("--passages", type=int, help="as if it had so many (default: all are counted)")
+    built = command(build, "Build an index of a corpus. A killed build goes on with the same command.")
+    built.add_argument("--corpus", nargs="+", metavar="FILE", help="JSON arrays, JSON Lines, Parquet, tar")
+    text = "a dense index whose passages and embeddings are taken instead"
+    built.add_argument("--embeddings", metavar="INDEX", help=text)
+    built.add_argument("--out", required=True, metavar="DIR", help="directory of the index")
+    for made in (built, estimated):
+        made.add_argument("--kind", choices=("accelerator", "bm25", "scann"), required=True)
+        made.add_argument("--tokenizer", choices=("default", "elasticsearch"), help="of bm25")
+        made.add_argument("--storage", choices=("bfloat16", "int8"), help="of embeddings on disk (bfloat16)")
+    built.add_argument("--skip", action="store_true", help="leave out and count passages that would be refused")
+    with_target(built)
+    for made in (built, estimated):
+        with_embedder(made, f"default {DEFAULT_EMBEDDER}")
+
+    measured = command(recall, "Recall of gold titles, as one JSON line.")
+    measured.add_argument(
+        "--questions", required=True, metavar="FILE", help="records with question and supporting_facts"
+    )
+    measured.add_argument("--k", type=int, nargs="+", default=[2, 5, 20])
+    asked = command(query, "The passages found for one query, as JSON lines.")
+    asked.add_argument("text", metavar="QUERY")
+    asked.add_argument("--k", type=int, default=5)
+    served = command(serve, "An HTTP service: POST /search, GET /healthz, GET /metrics.")
+    served.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1; 0.0.0.0 for other hosts)")
+    served.add_argument("--port", type=int, default=8600)
+    served.add_argument("--most-waiting", type=int, default=1024, help="queries in line before others get 429")
+    served.add_argument("--deadline-seconds", type=float, default=30.0, help="for one query")
+    for made in (measured, asked, served):
+        made.add_argument("--index", required=True, metavar="DIR")
+        with_target(made)
+        with_embedder(made, "default: the one the index was built with")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

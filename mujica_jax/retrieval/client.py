@@ -1,0 +1,221 @@
+"""The retriever of another host: `service.py` behind the same interface as an index of this process.
+
+Queries that arrive together go there as one request, the same query at the same time only once. A request is sent again after faults that
+pass (a busy or failing server, a broken connection, a try without answer, an answer that is no JSON or not the one asked for), with
+pauses that double; one deadline covers all of it. What the service refuses is not sent again.
+"""
+
+import asyncio
+import dataclasses
+import random
+import time
+from typing import Any
+
+from mujica_jax.errors import UserError
+from mujica_jax.inference.endpoint import Endpoint, PassingFault
+from mujica_jax.inference.requests import RequestError
+from mujica_jax.retrieval.corpus import Passage
+from mujica_jax.retrieval.errors import (
+    RetrievalError,
+    RetrieverRefused,
+    RetrieverTimeout,
+    RetrieverUnavailable,
+)
+from mujica_jax.retrieval.retriever import Health, RetrievalStatistics
+
+LONGEST_WAIT_SECONDS = 10.0  # between two tries, unless the server asks for more
+MOST_QUERIES = 64  # in one request
+HEALTH_SECONDS = 30.0
+
+Asked = tuple[str, int]  # query and k
+
+
+class RemoteRetriever:
+    """A retrieval service. Use from one event loop at a time."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        version: str | None = None,
+        concurrency: int = 8,
+        timeout_seconds: float = 30.0,
+        deadline_seconds: float = 120.0,
+        tries: int = 6,
+        first_wait_seconds: float = 0.25,
+    ) -> None:
+        """`version` is that of the index; None takes what the first answer says. Another one later is refused: results would change
+        in the middle of a run. `timeout_seconds` limits one try and `deadline_seconds` a search with all of its tries."""
+        self.url, self.version = url.rstrip("/"), version
+        self._endpoint = Endpoint(f"{self.url}/search", api_key_variable=None, connections=concurrency)
+        self._concurrency = concurrency
+        self._timeout_seconds, self._deadline_seconds = timeout_seconds, deadline_seconds
+        self._tries, self._first_wait_seconds = tries, first_wait_seconds
+        self._random = random.Random(0)
+        self._statistics = RetrievalStatistics()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[Asked, asyncio.Future[list[Passage]]] = {}
+        self._under_way: dict[Asked, asyncio.Future[list[Passage]]] = {}
+        self._requests: set[asyncio.Task[None]] = set()
+
+    @property
+    def statistics(self) -> RetrievalStatistics:
+        return self._statistics
+
+    async def search(self, query: str, k: int) -> list[Passage]:
+        began = time.monotonic()
+        self._count(queries=1)
+        try:
+            return await self._found((query, k))
+        except RetrievalError:
+            self._count(failed=1)
+            raise
+        finally:
+            self._count(waiting_seconds=time.monotonic() - began)
+
+    async def health(self) -> Health:
+        return await asyncio.to_thread(self.check)
+
+    def check(self) -> Health:
+        """The service's own health, asked once and at once; for the start of a run, before there is an event loop."""
+        import httpx
+
+        try:
+            response = httpx.get(f"{self.url}/healthz", timeout=HEALTH_SECONDS)
+            said = response.json()
+            if response.status_code != 200:
+                raise RetrieverUnavailable(f"{self.url} is not well (status {response.status_code}: {said})")
+            health = Health(
+                version=said["version"], passages=said["passages"], seconds=said["seconds"], kind=said["kind"]
+            )
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise RetrieverUnavailable(
+                f"{self.url} gives no health ({type(error).__name__}: {error}): check the address and that "
+                "`python -m mujica_jax.index serve` runs there"
+            ) from error
+        self._check_version(health.version)
+        return health
+
+    async def _found(self, asked: Asked) -> list[Passage]:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # what waited in an earlier loop ended with it
+            self._loop, self._waiting, self._under_way, self._requests = loop, {}, {}, set()
+        future = self._waiting.get(asked) or self._under_way.get(asked)
+        if future is not None:
+            self._count(shared=1)
+        else:
+            future = self._waiting[asked] = loop.create_future()
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard even if nobody waits
+            loop.call_soon(self._send)  # who asks in the same turn of the loop comes along
+        try:
+            async with asyncio.timeout(self._deadline_seconds) as timer:
+                return await asyncio.shield(future)
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise self._too_late("") from error
+
+    def _send(self) -> None:
+        """As many requests as there are places; what is left goes when one of them ends."""
+        while self._waiting and len(self._requests) < self._concurrency:
+            k = next(iter(self._waiting))[1]
+            keys = [asked for asked in self._waiting if asked[1] == k][:MOST_QUERIES]
+            batch = {asked: self._waiting.pop(asked) for asked in keys}
+            self._under_way |= batch
+            request = asyncio.ensure_future(self._batch(batch, k))
+            self._requests.add(request)
+            request.add_done_callback(self._ended)
+
+    def _ended(self, request: "asyncio.Task[None]") -> None:
+        self._requests.discard(request)
+        if not request.cancelled():
+            self._send()
+
+    async def _batch(self, batch: dict[Asked, "asyncio.Future[list[Passage]]"], k: int) -> None:
+        try:
+            found = await self._answer([query for query, _ in batch], k)
+            for future, passages in zip(batch.values(), found, strict=True):
+                future.set_result(passages)
+        except Exception as error:
+            for future in batch.values():
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            for asked in batch:
+                self._under_way.pop(asked, None)
+
+    async def _answer(self, queries: list[str], k: int) -> list[list[Passage]]:
+        deadline, made = time.monotonic() + self._deadline_seconds, 0
+        body = {"queries": queries, "k": k}
+        while True:
+            made += 1
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(min(self._timeout_seconds, max(0.001, deadline - began))):
+                    answer = await self._endpoint.post(body)
+                self._count(batches=1, search_seconds=time.monotonic() - began)
+                return self._read(answer, len(queries), k)
+            except TimeoutError:
+                fault = PassingFault(f"no whole answer within {self._timeout_seconds:g} s")
+            except PassingFault as found:
+                fault = found
+            except RequestError as error:
+                raise RetrieverRefused(str(error)) from error
+            if made >= self._tries:
+                raise RetrieverUnavailable(
+                    f"{self.url} failed {made} times, the last time with {fault}: check that `python -m mujica_jax.index serve` runs there"
+                )
+            doubled = min(self._first_wait_seconds * 2 ** (made - 1), LONGEST_WAIT_SECONDS)
+            wait = max(fault.after_seconds, doubled * self._random.uniform(0.5, 1.5))
+            if time.monotonic() + wait >= deadline:
+                raise self._too_late(f" ({made} tries, the last one ended with {fault})")
+            self._count(retries=1)
+            await asyncio.sleep(wait)
+
+    def _read(self, answer: dict[str, Any], queries: int, k: int) -> list[list[Passage]]:
+        """Raises PassingFault for what is no answer to this request."""
+        try:
+            version, results = answer["version"], answer["results"]
+            found = [[Passage(id=hit["id"], title=hit["title"], text=hit["text"]) for hit in hits] for hits in results]
+        except (KeyError, TypeError) as error:
+            raise PassingFault(f"an answer that is none ({type(error).__name__}: {error})") from error
+        well_formed = all(
+            len(hits) <= k and all(isinstance(text, str) for hit in hits for text in (hit.id, hit.title, hit.text))
+            for hits in found
+        )
+        if len(found) != queries or not well_formed or not isinstance(version, str):
+            raise PassingFault(f"an answer of {len(found)} results to {queries} queries for {k} passages each")
+        self._check_version(version)
+        return found
+
+    def _check_version(self, version: str) -> None:
+        if self.version is None:
+            self.version = version
+        elif version != self.version:
+            raise RetrieverRefused(
+                f"{self.url} serves version {version} of its index and version {self.version} was searched before: serve that one again, "
+                "or begin anew"
+            )
+
+    def _count(self, **amounts: float) -> None:
+        sums = {name: getattr(self._statistics, name) + amount for name, amount in amounts.items()}
+        self._statistics = dataclasses.replace(self._statistics, **sums)
+
+    def _too_late(self, so_far: str) -> RetrieverTimeout:
+        return RetrieverTimeout(
+            f"{self.url} gave no answer within the deadline of {self._deadline_seconds:g} s{so_far}: allow more time or search less at once"
+        )
+
+
+def open_remote(url: str, retriever: str) -> RemoteRetriever:
+    """A service that is well and of the kind that the configuration names. Raises UserError."""
+    remote = RemoteRetriever(url)
+    try:
+        kind = remote.check().kind
+    except RetrievalError as error:
+        raise UserError(error.reason) from error
+    if (kind == "bm25") != (retriever == "bm25"):
+        raise UserError(
+            f"retriever is {retriever} and {url} serves an index of kind {kind}: give another address or retriever"
+        )
+    return remote

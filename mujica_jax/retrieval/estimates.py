@@ -1,0 +1,107 @@
+"""What an index will take, before anything is built: bytes on disk and in memory, and seconds, from a sample of the corpus on this machine.
+
+Embedding and indexing words are timed on the sample. ScaNN's partitions are counted in floating-point operations and divided by the speed
+of a matrix product measured here, so their time is a rough one.
+"""
+
+import dataclasses
+import itertools
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mujica_jax.retrieval.bm25 import Bm25Index
+from mujica_jax.retrieval.corpus import Passage
+from mujica_jax.retrieval.embeddings import DTYPES
+from mujica_jax.retrieval.indexes import Recipe
+
+EMBEDDED_SAMPLE = 128  # passages
+WORDS_SAMPLE = 2000
+CENTROID_ROUNDS = 12  # of ScaNN's clustering
+FLOAT32_BYTES = 4
+MATRIX = 1024  # rows and columns of the product that is timed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    passages: int
+    disk_bytes: dict[str, int]  # by file
+    building_bytes: int  # of memory, beside the program and the embedder's weights
+    searching_bytes: int  # of memory; on the devices together, for kind accelerator
+    seconds: dict[str, float]  # by stage
+
+
+def estimate(recipe: Recipe, sample: Sequence[Passage], passages: int) -> Estimate:
+    """For `passages` passages like those of the sample."""
+    text_bytes = sum(len(f"{passage.id}{passage.contents}".encode()) for passage in sample)
+    disk = {"passages": passages * text_bytes // len(sample) + 12 * passages}  # three offsets a row
+    if recipe.kind == "bm25":
+        words = sample[:WORDS_SAMPLE]
+        began = time.monotonic()
+        index = Bm25Index(words, recipe.tokeniser)
+        seconds = {"indexing words": round((time.monotonic() - began) * passages / len(words), 1)}
+        with tempfile.TemporaryDirectory() as folder:
+            index.save(Path(folder))
+            disk["words"] = sum(path.stat().st_size for path in Path(folder).iterdir()) * passages // len(words)
+        # While it is built, every word of every passage is a Python string or number.
+        building = 2 * disk["words"] + 8 * passages * sum(
+            len(of) for of in index.encode([p.contents for p in words])
+        ) // len(words)
+        return Estimate(
+            passages=passages,
+            disk_bytes=disk,
+            building_bytes=building,
+            searching_bytes=disk["words"],
+            seconds=seconds,
+        )
+    assert recipe.embedder is not None, "dense indexes have an embedder"
+    dimension = recipe.embedder.dimension
+    disk["embeddings"] = passages * (
+        dimension * DTYPES[recipe.storage].itemsize + (FLOAT32_BYTES if recipe.storage == "int8" else 0)
+    )
+    seconds = {"embedding": round(passages / _passages_a_second(recipe, sample[:EMBEDDED_SAMPLE]), 1)}
+    building, searching = 0, disk["embeddings"]
+    if recipe.kind == "scann":
+        from mujica_jax.retrieval.scann_search import parameters_for
+
+        of = parameters_for(passages)
+        blocks = -(-dimension // of.dimensions_a_block) if of.leaves else 0
+        vectors = passages * dimension * (1 if of.leaves else FLOAT32_BYTES)
+        tree = of.leaves * dimension * FLOAT32_BYTES + (passages * FLOAT32_BYTES if of.leaves else 0)
+        disk["scann"] = passages * blocks + vectors + tree  # a byte a block in the file, half of one in memory
+        searching = passages * blocks // 2 + vectors + tree
+        building = passages * dimension * FLOAT32_BYTES + searching
+        products = 2 * dimension * of.leaves * (CENTROID_ROUNDS * of.training_rows + passages)
+        seconds["building ScaNN's partitions"] = round(products / _operations_a_second(), 1)
+    return Estimate(
+        passages=passages, disk_bytes=disk, building_bytes=building, searching_bytes=searching, seconds=seconds
+    )
+
+
+def count_and_sample(passages: Iterable[Passage], count: int | None) -> tuple[list[Passage], int]:
+    """The first passages, and how many there are; where `count` is given the rest is not read."""
+    stream = iter(passages)
+    sample = list(itertools.islice(stream, WORDS_SAMPLE))
+    return sample, len(sample) + sum(1 for _ in stream) if count is None else count
+
+
+def _passages_a_second(recipe: Recipe, sample: Sequence[Passage]) -> float:
+    assert recipe.embedder is not None
+    embedder = recipe.embedder.load()
+    texts = [passage.contents for passage in sample]
+    embedder.embed(texts, "passage")  # compiles
+    began = time.monotonic()
+    embedder.embed(texts, "passage")
+    return len(texts) / (time.monotonic() - began)
+
+
+def _operations_a_second() -> float:
+    matrix = np.ones((MATRIX, MATRIX), np.float32)
+    np.matmul(matrix, matrix)
+    began = time.monotonic()
+    for _ in range(3):
+        np.matmul(matrix, matrix)
+    return 3 * 2 * MATRIX**3 / (time.monotonic() - began)

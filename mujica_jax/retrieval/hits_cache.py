@@ -1,0 +1,73 @@
+"""Results of searches on disk, in SQLite: what was asked of one version of an index is never searched again.
+
+A cache that cannot be read or written costs time and no results: it is left alone from there on, and says so in `fault`.
+"""
+
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+SECONDS_FOR_A_LOCK = 2.0  # that another process holds
+
+
+class HitsCache:
+    """Query and k to positions and scores, for one version of an index. From any thread."""
+
+    def __init__(self, folder: Path, version: str) -> None:
+        self.path = folder / f"{version}.sqlite"
+        self.fault = ""
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            database = sqlite3.connect(self.path, timeout=SECONDS_FOR_A_LOCK, check_same_thread=False)
+            database.execute("PRAGMA journal_mode=WAL")
+            database.execute("PRAGMA synchronous=OFF")  # what a loss of power takes is searched again
+            database.execute(
+                "CREATE TABLE IF NOT EXISTS hits (query TEXT, k INTEGER, found TEXT, PRIMARY KEY (query, k))"
+            )
+            self._database = database
+        except (sqlite3.Error, OSError) as error:
+            self._give_up(error)
+
+    def get(self, query: str, k: int) -> list[tuple[int, float]] | None:
+        with self._lock:
+            if self._database is None:
+                return None
+            try:
+                row = self._database.execute("SELECT found FROM hits WHERE query = ? AND k = ?", (query, k)).fetchone()
+                return None if row is None else [(position, score) for position, score in json.loads(row[0])]
+            except (sqlite3.Error, ValueError, UnicodeEncodeError) as error:
+                self._give_up(error)
+                return None
+
+    def put(self, queries: Sequence[str], k: int, found: Sequence[Sequence[tuple[int, float]]]) -> None:
+        rows = [(query, k, json.dumps(hits)) for query, hits in zip(queries, found, strict=True)]
+        with self._lock:
+            if self._database is None:
+                return
+            try:
+                with self._database:
+                    self._database.executemany("INSERT OR REPLACE INTO hits VALUES (?, ?, ?)", rows)
+            except (sqlite3.Error, UnicodeEncodeError) as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def _give_up(self, error: Exception) -> None:
+        self.fault = f"{self.path} is not used ({error})"
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+
+def cache_folder() -> Path:
+    """Where caches of this user lie."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mujica_jax" / "searches"

@@ -1,0 +1,177 @@
+"""An index behind HTTP, for samplers on other hosts.
+
+    POST /search    {"queries": ["..."], "k": 5} -> {"version": "...", "results": [[{"id", "title", "text", "score"}, ...], ...]}
+    GET  /healthz   200 after a real search, 503 with the reason where that fails
+    GET  /metrics   Prometheus's text format
+
+The line before the index is bounded: who comes when it is full is answered with 429 and Retry-After at once. 400 and 413 say what is wrong
+with a request, 503 and 504 that the index broke or was late; all of them as {"error": sentence}. Queries of all clients that arrive
+together are encoded together.
+"""
+
+import asyncio
+import dataclasses
+import json
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.errors import (
+    RetrievalError,
+    RetrieverOverloaded,
+    RetrieverRefused,
+    RetrieverTimeout,
+)
+from mujica_jax.retrieval.retriever import IndexRetriever
+
+if TYPE_CHECKING:
+    import fastapi
+    import uvicorn
+
+MOST_QUERIES = 256  # of a request
+MOST_RESULTS = 1000  # of a query
+LARGEST_REQUEST_BYTES = 4 * 2**20
+RETRY_AFTER_SECONDS = 1
+PREFIX = "mujica_retrieval_"
+MEANINGS = {
+    "queries": "Queries that arrived",
+    "cached": "Queries answered from the disk",
+    "shared": "Queries answered with the same one of somebody else at the same time",
+    "batches": "Batches searched",
+    "failed": "Queries that ended in an error",
+    "encode_seconds": "Seconds encoding queries",
+    "search_seconds": "Seconds searching",
+    "waiting_seconds": "Seconds of all queries from their arrival to their answer",
+}
+
+
+class BadRequest(Exception):
+    """What the client did wrong, in one sentence."""
+
+    def __init__(self, sentence: str, status: int = 400) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class Metrics:
+    """A collector for `prometheus_client`: the retriever's statistics and the answers by status."""
+
+    def __init__(self, retriever: IndexRetriever) -> None:
+        self._retriever = retriever
+        self.answers: dict[int, int] = {}
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily
+
+        statistics = dataclasses.asdict(self._retriever.statistics)
+        for name, meaning in MEANINGS.items():
+            yield CounterMetricFamily(PREFIX + name, meaning, value=statistics[name])
+        answers = CounterMetricFamily(PREFIX + "answers", "Answers to POST /search", labels=["status"])
+        for status, count in sorted(self.answers.items()):
+            answers.add_metric([str(status)], count)
+        yield answers
+
+
+def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
+    """The service of one retriever; `kind` is the index's."""
+    import fastapi
+    from fastapi.responses import JSONResponse, PlainTextResponse
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    app = fastapi.FastAPI(title="mujica_jax retrieval", docs_url=None, redoc_url=None, openapi_url=None)
+    metrics, registry = Metrics(retriever), CollectorRegistry()
+    registry.register(metrics)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
+
+    async def answered(request: "fastapi.Request") -> tuple[int, dict[str, Any]]:
+        try:
+            queries, k = _read(await _body(request), len(retriever.index.passages))
+            found = await asyncio.gather(*(retriever.hits(query, k) for query in queries))
+        except BadRequest as error:
+            return error.status, {"error": str(error)}
+        except RetrievalError as error:
+            return _status(error), {"error": error.reason}
+        return 200, {"version": retriever.index.version, "results": [_shown(retriever, hits) for hits in found]}
+
+    async def search(request: fastapi.Request) -> JSONResponse:
+        status, content = await answered(request)
+        metrics.answers[status] = metrics.answers.get(status, 0) + 1
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == 429 else None
+        return JSONResponse(content, status, headers)
+
+    async def healthz() -> JSONResponse:
+        try:
+            health = await retriever.health()
+        except RetrievalError as error:
+            return JSONResponse({"error": error.reason}, 503)
+        return JSONResponse(dataclasses.asdict(dataclasses.replace(health, kind=kind)))
+
+    async def metrics_text() -> PlainTextResponse:
+        return PlainTextResponse(generate_latest(registry).decode())
+
+    app.add_api_route("/search", search, methods=["POST"], response_model=None)
+    app.add_api_route("/healthz", healthz, methods=["GET"], response_model=None)
+    app.add_api_route("/metrics", metrics_text, methods=["GET"], response_model=None)
+    return app
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Bound before anything is loaded, so that a port that is taken is one sentence. Port 0 takes any."""
+    opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        opened.bind((host, port))
+    except (OSError, OverflowError) as error:
+        opened.close()
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{host}:{port} cannot be opened ({reason}): choose another --host or --port") from error
+    return opened
+
+
+def make_server(app: "fastapi.FastAPI") -> "uvicorn.Server":
+    """`run(sockets=[...])` serves until SIGTERM or SIGINT; requests under way are answered first."""
+    import uvicorn
+
+    return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30))
+
+
+async def _body(request: "fastapi.Request") -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_REQUEST_BYTES:
+            raise BadRequest(
+                f"the request has more than {LARGEST_REQUEST_BYTES:,} bytes: send fewer queries at once", 413
+            )
+    return bytes(body)
+
+
+def _read(body: bytes, passages: int) -> tuple[list[str], int]:
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the request is no JSON ({error})") from error
+    queries, k = (asked.get("queries"), asked.get("k")) if isinstance(asked, dict) else (None, None)
+    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+        raise BadRequest('the request needs "queries", a list of texts, and "k"')
+    if not 1 <= len(queries) <= MOST_QUERIES:
+        raise BadRequest(f"the request has {len(queries)} queries: send 1 to {MOST_QUERIES}")
+    most = min(passages, MOST_RESULTS)
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= most:
+        raise BadRequest(f"k is {k!r}: give 1 to {most}")
+    try:
+        "".join(queries).encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"a query is no text ({error})") from error
+    return queries, k
+
+
+def _shown(retriever: IndexRetriever, hits: list[tuple[int, float]]) -> list[dict[str, Any]]:
+    return [
+        dataclasses.asdict(retriever.index.passages[position]) | {"score": round(score, 6)} for position, score in hits
+    ]
+
+
+def _status(error: RetrievalError) -> int:
+    of_kind = {RetrieverOverloaded: 429, RetrieverTimeout: 504, RetrieverRefused: 400}
+    return of_kind.get(type(error), 503)

@@ -1,0 +1,40 @@
+"""Exact and approximate search over eight virtual devices beside numpy; prints JSON. Started by `test_accelerator.py`."""
+
+import json
+
+import jax
+import numpy as np
+
+from mujica_jax.retrieval import accelerator
+from mujica_jax.retrieval.dense import best_rows
+from mujica_jax.retrieval.embeddings import compressed
+
+
+def main() -> None:
+    jax.config.update("jax_num_cpu_devices", 8)
+    accelerator.BLOCK_ROWS = 128
+    draw = np.random.default_rng(1)
+    vectors, queries = (draw.normal(size=(rows, 24)).astype(np.float32) for rows in (2003, 6))
+    searches, differing, largest, on_each = 0, 0, 0.0, 0
+    for storage in ("bfloat16", "int8"):
+        embeddings = compressed(vectors, storage)
+        expected_scores, expected = best_rows(queries, embeddings.float32(), 9)
+        for recall_target in (None, 0.95):
+            search = accelerator.AcceleratorSearch(embeddings, recall_target=recall_target)
+            scores, positions = search.search(queries, 9)
+            differing += int((positions != expected).sum())
+            largest = max(largest, float(np.abs(scores - expected_scores).max()))
+            on_each = search._vectors.addressable_shards[0].data.shape[0]
+            searches += 1
+    found = {
+        "devices": len(jax.devices()),
+        "rows_on_each": on_each,
+        "searches": searches,
+        "differing_positions": differing,
+        "largest_difference": largest,
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

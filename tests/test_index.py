@@ -1,0 +1,116 @@
+"""The command line of indexes: numbers as one JSON line, mistakes as one sentence and status 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+from shared_data import TWO_WIKI, needs_data
+from tiny_embedder import tiny_embedder, write_corpus
+
+from mujica_jax import index
+
+PASSAGES = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A corpus, questions whose second gold title comes first in BM25, an embedder, and both kinds of index."""
+    root = tmp_path_factory.mktemp("index")
+    write_corpus(root / "corpus.jsonl", PASSAGES)
+    lines = [
+        {"question": f"title {n} word{n}", "supporting_facts": [f"title {n}", ["nowhere", 0]]} for n in range(20, 24)
+    ]
+    (root / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    tiny_embedder(root / "tiny")
+    assert (
+        index.main(["build", "--corpus", str(root / "corpus.jsonl"), "--kind", "bm25", "--out", str(root / "bm25")])
+        == 0
+    )
+    dense = ["--kind", "accelerator", "--embedder", str(root / "tiny"), "--out", str(root / "dense")]
+    assert index.main(["build", "--corpus", str(root / "corpus.jsonl"), *dense]) == 0
+    return root
+
+
+def printed(capsys, *words: str) -> list[dict]:
+    capsys.readouterr()
+    assert index.main(list(words)) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def refused(capsys, *words: str) -> str:
+    capsys.readouterr()
+    assert index.main(list(words)) == 2
+    shown = capsys.readouterr()
+    last = shown.err.splitlines()[-1]
+    assert shown.out == "" and last.startswith("error: ") and "Traceback" not in shown.err
+    return last
+
+
+def test_recall_is_the_share_of_gold_titles(folder, capsys):
+    asked = ("recall", "--index", str(folder / "bm25"), "--questions", str(folder / "questions.jsonl"))
+    (found,) = printed(capsys, *asked, "--k", "1", "40")
+    assert found["recall@40"] == 50.0, "one of two gold titles exists"
+    assert 0 < found["recall@1"] <= 50.0
+    assert (found["questions"], found["passages"]) == (4, PASSAGES)
+    (dense,) = printed(capsys, "recall", "--index", str(folder / "dense"), *asked[3:], "--k", "40")
+    assert dense["recall@40"] == 50.0
+
+
+@pytest.mark.parametrize("kind", ["bm25", "dense"])
+def test_a_query_prints_its_passages_best_first(folder, capsys, kind):
+    found = printed(capsys, "query", "--index", str(folder / kind), "--k", "3", "title 7 word5")
+    assert len(found) == 3 and set(found[0]) == {"score", "position", "id", "title", "text"}
+    assert [hit["score"] for hit in found] == sorted((hit["score"] for hit in found), reverse=True)
+
+
+def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
+    dense = str(folder / "dense")
+    asked = ("recall", "--index", dense, "--questions", str(folder / "questions.jsonl"))
+    assert "k is 41 and the index holds 40 passages" in refused(capsys, *asked, "--k", "2", "41")
+    assert "k is 0" in refused(capsys, *asked, "--k", "0", "2")
+    assert "k is 41" in refused(capsys, "query", "--index", dense, "--k", "41", "who?")
+    other = tiny_embedder(tmp_path / "other", seed=1)
+    assert "was built with the embedder" in refused(capsys, *asked, "--embedder", str(other))
+    build = ("build", "--corpus", str(folder / "corpus.jsonl"), "--out", str(tmp_path / "out"))
+    assert "--embedder is x and an index of kind bm25 does not read it" in refused(
+        capsys, *build, "--kind", "bm25", "--embedder", "x"
+    )
+    assert "--tokenizer is default" in refused(capsys, *build, "--kind", "accelerator", "--tokenizer", "default")
+    assert "nowhere.json cannot be read" in refused(
+        capsys, "build", "--corpus", "nowhere.json", "--kind", "bm25", "--out", str(tmp_path / "out")
+    )
+    (tmp_path / "bad.jsonl").write_bytes(b'{"title": "a", "text": "\xff"}\n')
+    bad = ("build", "--corpus", str(tmp_path / "bad.jsonl"), "--kind", "bm25", "--out", str(tmp_path / "bad"))
+    assert "is not UTF-8 text" in refused(capsys, *bad)
+    (tmp_path / "questions.jsonl").write_text('{"question": "who?", "supporting_facts": []}\n')
+    assert "questions.jsonl, line 1: a question needs" in refused(
+        capsys, "recall", "--index", dense, "--questions", str(tmp_path / "questions.jsonl")
+    )
+    with pytest.raises(SystemExit) as ended:
+        index.main(["build", "--kind", "flat"])
+    assert ended.value.code == 2
+
+
+def test_an_interrupted_build_says_that_it_goes_on(folder, capsys, tmp_path, monkeypatch):
+    from mujica_jax.retrieval import indexes
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(indexes, "build", interrupted)
+    words = ["build", "--corpus", str(folder / "corpus.jsonl"), "--kind", "bm25", "--out", str(tmp_path / "out")]
+    assert index.main(words) == 130
+    assert "goes on" in capsys.readouterr().err
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("tokenizer", "recall_at_2", "recall_at_5"), [("default", 54.16, 64.60), ("elasticsearch", 50.66, 61.39)]
+)
+def test_recall_on_2wiki_is_the_published_one(tmp_path, capsys, tokenizer, recall_at_2, recall_at_5):
+    corpus, questions = TWO_WIKI / "corpus_6119.json.gz", TWO_WIKI / "questions_visible.jsonl.gz"
+    made = ["--kind", "bm25", "--tokenizer", tokenizer, "--out", str(tmp_path / "index")]
+    assert index.main(["build", "--corpus", str(corpus), *made]) == 0
+    (found,) = printed(capsys, "recall", "--index", str(tmp_path / "index"), "--questions", str(questions))
+    assert found["recall@2"] == pytest.approx(recall_at_2, abs=0.1)
+    assert found["recall@5"] == pytest.approx(recall_at_5, abs=0.1)

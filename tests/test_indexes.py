@@ -1,0 +1,324 @@
+"""Indexes on disk: what is built is found again, killed builds go on, and damage is named."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_embedder import WORDS, tiny_embedder, write_corpus
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval import embeddings as embeddings_module
+from mujica_jax.retrieval import index_files, indexes
+from mujica_jax.retrieval.corpus import read_corpus
+from mujica_jax.retrieval.dense import DenseIndex, best_rows, nearest
+from mujica_jax.retrieval.embedders import find_embedder
+from mujica_jax.retrieval.embeddings import compressed, open_embeddings
+from mujica_jax.retrieval.passages import PassageFile, write_passages
+
+ROOT = Path(__file__).resolve().parent.parent
+PASSAGES = 90
+QUERIES = ["word1 word2", "word50", "word7 word8 word9 word7"]
+
+
+class Silent:
+    """A reporter that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, list[int]] = {}
+
+    def stage(self, name: str, total: int | None, unit: str) -> "Silent":
+        self.told[name] = []
+        self.name = name
+        return self
+
+    def __enter__(self):
+        return self.told[self.name].append
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory) -> Path:
+    return tiny_embedder(tmp_path_factory.mktemp("embedder") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", PASSAGES)
+
+
+def recipe(corpus: Path, embedder: Path, **changes) -> indexes.Recipe:
+    fields = {"kind": "accelerator", "corpus": (str(corpus),), "embedder": find_embedder(str(embedder))} | changes
+    return indexes.Recipe(**fields)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, corpus, embedder) -> Path:
+    folder = tmp_path_factory.mktemp("index") / "dense"
+    indexes.build(folder, recipe(corpus, embedder), Silent())
+    return folder
+
+
+@pytest.fixture
+def copy(built, tmp_path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+def test_a_dense_index_finds_what_numpy_finds(tmp_path, corpus, embedder, storage):
+    reporter = Silent()
+    manifest, there = indexes.build(tmp_path / "index", recipe(corpus, embedder, storage=storage), reporter)
+    assert (manifest["passages"], there) == (PASSAGES, False)
+    assert reporter.told["embedding"][-1] == PASSAGES
+    index = indexes.open_index(tmp_path / "index")
+    model = find_embedder(str(embedder)).load()
+    kept = compressed(model.embed([passage.contents for passage in read_corpus([corpus])], "passage"), storage)
+    scores, positions = best_rows(model.embed(QUERIES, "query"), kept.float32(), 4)
+    for hits, expected, of in zip(index.search(QUERIES, 4), positions, scores, strict=True):
+        assert [position for position, _ in hits] == list(expected)
+        assert [score for _, score in hits] == pytest.approx(list(of), rel=1e-4)
+    assert index.passages[3] == read_corpus([corpus])[3]
+
+
+@pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
+def test_bm25_from_the_disk_finds_what_bm25_in_memory_finds(tmp_path, corpus, tokeniser):
+    recipe = indexes.Recipe(kind="bm25", corpus=(str(corpus),), tokeniser=tokeniser)
+    indexes.build(tmp_path / "index", recipe, Silent())
+    index = indexes.open_index(tmp_path / "index")
+    memory = indexes.Bm25Index(read_corpus([corpus]), tokeniser)
+    assert index.search(QUERIES, 5) == memory.search(QUERIES, 5)
+    assert any(index.search(QUERIES, 5))
+
+
+def test_a_corpus_without_words_is_an_index_that_finds_nothing(tmp_path):
+    (tmp_path / "corpus.json").write_text('[{"title": "!", "text": "?"}]')
+    indexes.build(tmp_path / "index", indexes.Recipe(kind="bm25", corpus=(str(tmp_path / "corpus.json"),)), Silent())
+    assert indexes.open_index(tmp_path / "index").search(["cat"], 1) == [[]]
+
+
+def test_eight_bits_are_near_and_a_row_of_zeros_stays_one():
+    vectors = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
+    vectors[3] = 0
+    kept = compressed(vectors, "int8")
+    assert kept.vectors.dtype == np.int8 and not kept.float32(3, 4).any()
+    assert (np.abs(kept.float32() - vectors) <= np.abs(vectors).max(1, keepdims=True) / 253).all()
+
+
+def test_the_same_build_again_finds_the_index_there(copy, corpus, embedder):
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.name != index_files.LOCK}
+    manifest, there = indexes.build(copy, recipe(corpus, embedder), Silent())
+    assert there and manifest["passages"] == PASSAGES
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_another_build_into_the_same_directory_is_refused(copy, corpus, embedder):
+    with pytest.raises(UserError, match=r"was begun with storage 'bfloat16' and this build has 'int8'"):
+        indexes.build(copy, recipe(corpus, embedder, storage="int8"), Silent())
+    (copy / "elsewhere").mkdir()
+    (copy / "elsewhere" / "letter.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds letter\.txt and no index"):
+        indexes.build(copy / "elsewhere", recipe(corpus, embedder), Silent())
+
+
+@pytest.mark.parametrize("file", ["embeddings.bfloat16", "passages.arrow", "encoded.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_damaged_file_is_named(copy, file, damage):
+    content = bytearray((copy / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "gone":
+        (copy / file).unlink()
+    else:
+        (copy / file).write_bytes(content if damage == "flipped" else content[:-3])
+    said = {"flipped": "is damaged", "cut": "the manifest says", "gone": "is missing"}[damage]
+    with pytest.raises(UserError, match=rf"{file} .*{said}|{file} {said}"):
+        indexes.open_index(copy)
+
+
+def test_a_half_built_index_and_an_unreadable_manifest_are_refused(copy, tmp_path):
+    (copy / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json cannot be read"):
+        indexes.open_index(copy)
+    (copy / "manifest.json").unlink()
+    with pytest.raises(UserError, match="is half-built"):
+        indexes.open_index(copy)
+    with pytest.raises(UserError, match="there is no index"):
+        indexes.open_index(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no index"):
+        indexes.open_index(tmp_path)
+
+
+def test_an_index_of_another_embedder_or_dimension_is_refused(copy, tmp_path):
+    other = tiny_embedder(tmp_path / "other", seed=1)
+    with pytest.raises(
+        UserError, match=r"embedder .*tiny \(version \w{16}\) and the embedder .*other has version \w{16}"
+    ):
+        indexes.open_index(copy, find_embedder(str(other)))
+    wide = tiny_embedder(tmp_path / "wide", hidden_size=32)
+    with pytest.raises(UserError, match=r"\(dimension 16\) and the embedder .*wide has dimension 32"):
+        indexes.open_index(copy, find_embedder(str(wide)))
+
+
+def test_more_results_than_passages_are_refused(built):
+    index = indexes.open_index(built)
+    with pytest.raises(UserError, match=f"k is {PASSAGES + 1} and the index holds {PASSAGES} passages"):
+        index.search(QUERIES, PASSAGES + 1)
+    assert [len(hits) for hits in index.search(QUERIES, PASSAGES)] == [PASSAGES] * 3
+
+
+def test_an_empty_corpus_is_refused(tmp_path, embedder):
+    (tmp_path / "corpus.json").write_text("[]")
+    with pytest.raises(UserError, match="there is no passage in it"):
+        indexes.build(tmp_path / "index", recipe(tmp_path / "corpus.json", embedder), Silent())
+    (tmp_path / "corpus.json").write_text('[{"title": "word1", "text": "word2"}]')
+    manifest, _ = indexes.build(tmp_path / "index", recipe(tmp_path / "corpus.json", embedder), Silent())
+    assert manifest["passages"] == 1, "the mended corpus into the same directory"
+
+
+def test_skipped_passages_are_counted(tmp_path):
+    records = [
+        {"title": "a", "text": "b"},
+        {"title": "", "text": "b"},
+        {"title": "c", "text": "d", "id": 0},
+        {"title": "e", "text": "f"},
+    ]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, records)))
+    recipe = indexes.Recipe(kind="bm25", corpus=(str(tmp_path / "corpus.jsonl"),), skip=True)
+    manifest, _ = indexes.build(tmp_path / "index", recipe, Silent())
+    assert (manifest["passages"], manifest["skipped"]) == (2, 2)
+    assert "line 2: the passage's title is ''" in manifest["first_skipped"]
+    assert [passage.id for passage in indexes.open_index(tmp_path / "index").passages] == ["0", "1"]
+
+
+def test_a_build_goes_on_after_an_interruption_and_ends_the_same(tmp_path, corpus, embedder, built, monkeypatch):
+    monkeypatch.setattr(embeddings_module, "CHUNK_ROWS", 20)
+    whole = tmp_path / "whole"
+    indexes.build(whole, recipe(corpus, embedder), Silent())
+    asked = recipe(corpus, embedder)
+
+    class Stopping(Silent):
+        """Ends the embedding after so many rows."""
+
+        def __init__(self, rows: int) -> None:
+            super().__init__()
+            self.rows = rows
+
+        def __enter__(self):
+            def told(done: int) -> None:
+                if self.name == "embedding" and done >= self.rows:
+                    raise KeyboardInterrupt
+
+            return told
+
+    for rows in (40, 60):
+        with pytest.raises(KeyboardInterrupt):
+            indexes.build(tmp_path / "index", asked, Stopping(rows))
+    with open(tmp_path / "index" / "embeddings.bfloat16", "ab") as file:
+        file.write(b"the beginning of a chunk")
+    reporter = Silent()
+    indexes.build(tmp_path / "index", asked, reporter)
+    assert "reading the corpus" not in reporter.told and reporter.told["embedding"][0] >= 20
+    for name in ("embeddings.bfloat16", "passages.arrow"):
+        assert (tmp_path / "index" / name).read_bytes() == (whole / name).read_bytes()
+
+
+KILLED = """
+import sys, time
+from mujica_jax.retrieval import embeddings
+from mujica_jax import index
+embeddings.CHUNK_ROWS = 20
+if sys.argv.pop(1) == "slowly":
+    write = embeddings.write_json
+    def slowly(path, value):
+        write(path, value)
+        time.sleep(0.5)
+    embeddings.write_json = slowly
+raise SystemExit(index.main(sys.argv[1:]))
+"""
+
+
+def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, corpus, embedder, monkeypatch):
+    """SIGKILL after the first chunk; until the end nothing can be opened."""
+    monkeypatch.setattr(embeddings_module, "CHUNK_ROWS", 20)
+    whole, folder = tmp_path / "whole", tmp_path / "index"
+    indexes.build(whole, recipe(corpus, embedder), Silent())
+    arguments = [
+        "build",
+        "--corpus",
+        str(corpus),
+        "--kind",
+        "accelerator",
+        "--embedder",
+        str(embedder),
+        "--out",
+        str(folder),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", KILLED]
+    process = subprocess.Popen([*command, "slowly", *arguments], env=environment, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "encoded.json").exists():
+            assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+    assert 20 <= json.loads((folder / "encoded.json").read_text())["rows"] < PASSAGES
+    with pytest.raises(UserError, match="is half-built"):
+        indexes.open_index(folder)
+    finished = subprocess.run(
+        [*command, "at once", *arguments], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert (folder / "embeddings.bfloat16").read_bytes() == (whole / "embeddings.bfloat16").read_bytes()
+    assert indexes.open_index(folder).search(QUERIES, 3) == indexes.open_index(whole).search(QUERIES, 3)
+
+
+def test_two_builders_of_one_directory(tmp_path, corpus, embedder):
+    plan = recipe(corpus, embedder).plan()
+    with (
+        index_files.building(tmp_path / "index", plan),
+        pytest.raises(UserError, match="another process builds"),
+        index_files.building(tmp_path / "index", plan),
+    ):
+        pass
+
+
+def test_passages_are_mapped_and_found_by_position_and_title(tmp_path, monkeypatch):
+    from mujica_jax.retrieval import passages as module
+
+    monkeypatch.setattr(module, "BATCH_ROWS", 7)
+    corpus = read_corpus([write_corpus(tmp_path / "corpus.jsonl", 30)])
+    assert write_passages(corpus, tmp_path / "passages.arrow") == 30
+    file = PassageFile(tmp_path / "passages.arrow")
+    assert list(file) == corpus == [file[position] for position in range(len(file))]
+    assert file[5:9] == corpus[5:9] and file[-1] == corpus[-1]
+    assert file.titled(["title 3", "title 29", "nowhere"]) == [corpus[3], corpus[29]]
+    with pytest.raises(IndexError):
+        file[30]
+
+
+def test_the_nearest_of_a_few_texts_need_no_index(embedder):
+    model = find_embedder(str(embedder)).load()
+    texts = WORDS[:10]
+    hits = nearest(model, "word3", texts, 4)
+    vectors = model.embed(texts, "passage")
+    expected = np.argsort(-(vectors @ model.embed(["word3"], "query")[0]), kind="stable")[:4]
+    assert [position for position, _ in hits] == list(expected)
+    assert len(nearest(model, "word3", texts, 40)) == 10 and nearest(model, "word3", [], 4) == []
+
+
+def test_embeddings_are_read_back_as_they_were_written(built):
+    kept = open_embeddings(built, PASSAGES, 16, "bfloat16")
+    assert isinstance(indexes.open_index(built), DenseIndex)
+    assert kept.float32(10, 20).shape == (10, 16) and len(kept) == PASSAGES and kept.dimension == 16

@@ -1,0 +1,196 @@
+"""The retriever over an index: queries together, the same one once, results kept, faults typed, deadlines held."""
+
+import asyncio
+import sqlite3
+import threading
+import time
+
+import pytest
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.corpus import Passage
+from mujica_jax.retrieval.errors import (
+    RetrievalError,
+    RetrieverOverloaded,
+    RetrieverRefused,
+    RetrieverTimeout,
+    RetrieverUnavailable,
+)
+from mujica_jax.retrieval.hits_cache import HitsCache
+from mujica_jax.retrieval.retriever import IndexRetriever
+
+PASSAGES = [Passage(id=str(n), title=f"title {n}", text="text") for n in range(10)]
+
+
+class RecordingIndex:
+    """Finds the passages from the query's length on; remembers what was searched together."""
+
+    def __init__(self) -> None:
+        self.passages, self.version = PASSAGES, "version1"
+        self.batches: list[list[str]] = []
+        self.hold = threading.Event()
+        self.hold.set()
+        self.fault: Exception | None = None
+
+    def encode(self, queries):
+        self.hold.wait(10)
+        self.batches.append(list(queries))
+        if self.fault is not None:
+            raise self.fault
+        return queries
+
+    def search_encoded(self, queries, k):
+        return [[(len(query) + n, 1.0 / (1 + n)) for n in range(k)] for query in queries]
+
+    def search(self, queries, k):
+        return self.search_encoded(self.encode(queries), k)
+
+
+@pytest.fixture
+def index():
+    index = RecordingIndex()
+    yield index
+    index.hold.set()
+
+
+async def together(retriever, *queries, k=2):
+    return await asyncio.gather(*(retriever.search(query, k) for query in queries))
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_queries_that_arrive_together_are_searched_together_and_each_gets_its_own(index, inline):
+    retriever = IndexRetriever(index, inline=inline)
+    found = asyncio.run(together(retriever, "a", "bbb", "cc", "a"))
+    assert [[passage.id for passage in of] for of in found] == [["1", "2"], ["3", "4"], ["2", "3"], ["1", "2"]]
+    assert index.batches == [["a", "bbb", "cc"]]
+    statistics = retriever.statistics
+    assert (statistics.queries, statistics.shared, statistics.batches, statistics.cached) == (4, 1, 1, 0)
+    assert statistics.waiting_seconds >= statistics.encode_seconds >= 0 and "4 searches" in statistics.sentence()
+
+
+def test_what_arrives_during_a_search_is_the_next_batch(index):
+    async def play(retriever):
+        index.hold.clear()
+        first = asyncio.ensure_future(retriever.search("a", 1))
+        await asyncio.sleep(0.05)
+        rest = asyncio.gather(*(retriever.search(query, 1) for query in ("bb", "a", "ccc")))
+        await asyncio.sleep(0.05)
+        index.hold.set()
+        return await first, await rest
+
+    asyncio.run(play(IndexRetriever(index)))
+    assert index.batches == [["a"], ["bb", "ccc"]], "the second a is the first one's"
+
+
+def test_results_are_kept_on_disk_for_the_version_of_the_index(index, tmp_path):
+    first = IndexRetriever(index, cache=HitsCache(tmp_path, index.version))
+    found = asyncio.run(together(first, "a", "bb"))
+    again = IndexRetriever(index, cache=HitsCache(tmp_path, index.version))
+    assert asyncio.run(together(again, "bb", "a", "ccc"))[:2] == [found[1], found[0]]
+    assert (again.statistics.cached, again.statistics.batches) == (2, 1)
+    assert index.batches == [["a", "bb"], ["ccc"]]
+    asyncio.run(together(again, "a", k=3))
+    assert index.batches[-1] == ["a"], "another k is another search"
+    other = IndexRetriever(index, cache=HitsCache(tmp_path, "version2"))
+    asyncio.run(together(other, "a"))
+    assert other.statistics.cached == 0
+
+
+def test_a_damaged_cache_is_left_alone(index, tmp_path):
+    (tmp_path / "version1.sqlite").write_bytes(b"this is no database, and longer than its header" * 10)
+    cache = HitsCache(tmp_path, index.version)
+    assert "version1.sqlite is not used" in cache.fault
+    retriever = IndexRetriever(index, cache=cache)
+    assert [passage.id for passage in asyncio.run(retriever.search("a", 1))] == ["1"]
+    whole = HitsCache(tmp_path / "whole", index.version)
+    whole.put(["a"], 1, [[(3, 0.5)]])
+    assert whole.get("a", 1) == [(3, 0.5)]
+    with sqlite3.connect(whole.path) as database:
+        database.execute("UPDATE hits SET found = 'no json'")
+    database.close()
+    assert whole.get("a", 1) is None and "is not used" in whole.fault
+    (tmp_path / "file").write_text("")
+    assert HitsCache(tmp_path / "file" / "folder", "v").fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "retryable"),
+    [
+        (OSError("the disk is gone"), RetrieverUnavailable, True),
+        (RuntimeError("out of memory"), RetrieverUnavailable, True),
+        (UserError("k is 99"), RetrieverRefused, False),
+    ],
+)
+def test_faults_of_the_index_are_typed_and_do_not_end_the_retriever(index, fault, kind, retryable):
+    async def play(retriever):
+        index.fault = fault
+        results = await asyncio.gather(retriever.search("a", 1), retriever.search("bb", 1), return_exceptions=True)
+        index.fault = None
+        return results, await retriever.search("a", 1)
+
+    retriever = IndexRetriever(index)
+    (first, second), later = asyncio.run(play(retriever))
+    assert type(first) is type(second) is kind and isinstance(first, RetrievalError)
+    assert first.retryable is retryable and str(fault) in first.reason
+    assert later == [PASSAGES[1]] and retriever.statistics.failed == 2
+
+
+def test_a_fault_of_the_program_keeps_its_type(index):
+    index.fault = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(IndexRetriever(index).search("a", 1))
+
+
+def test_a_search_that_hangs_ends_at_its_deadline(index):
+    async def play():
+        index.hold.clear()
+        began = time.monotonic()
+        with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.1 s"):
+            await IndexRetriever(index, deadline_seconds=0.1).search("a", 1)
+        assert time.monotonic() - began < 5
+        with pytest.raises(RetrieverTimeout):
+            await IndexRetriever(index, deadline_seconds=0.1).health()
+        index.hold.set()
+
+    asyncio.run(play())
+
+
+def test_a_full_line_is_refused(index):
+    async def play():
+        retriever = IndexRetriever(index, most_waiting=2)
+        index.hold.clear()
+        waiting = [asyncio.ensure_future(retriever.search("a", 1))]
+        await asyncio.sleep(0.05)
+        waiting += [asyncio.ensure_future(retriever.search(query, 1)) for query in ("bb", "ccc")]
+        await asyncio.sleep(0.05)
+        with pytest.raises(RetrieverOverloaded, match="2 searches wait, of at most 2"):
+            await retriever.search("dddd", 1)
+        index.hold.set()
+        await asyncio.gather(*waiting)
+        return await retriever.search("dddd", 1)
+
+    assert asyncio.run(play()) == [PASSAGES[4]]
+
+
+def test_who_goes_away_takes_nothing_from_the_others(index):
+    async def play(retriever):
+        index.hold.clear()
+        first, second = (asyncio.ensure_future(retriever.search("a", 1)) for _ in range(2))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        index.hold.set()
+        return await second
+
+    retriever = IndexRetriever(index)
+    assert asyncio.run(play(retriever)) == [PASSAGES[1]]
+    assert asyncio.run(retriever.search("a", 1)) == [PASSAGES[1]], "in another event loop"
+
+
+def test_health_is_a_real_search_past_the_cache(index, tmp_path):
+    retriever = IndexRetriever(index, cache=HitsCache(tmp_path, index.version))
+    for _ in range(2):
+        health = asyncio.run(retriever.health())
+    assert (health.version, health.passages, len(index.batches)) == ("version1", 10, 2)
+    index.fault = OSError("gone")
+    with pytest.raises(RetrieverUnavailable):
+        asyncio.run(retriever.health())

@@ -1,0 +1,245 @@
+"""The retrieval service and its client: over a real socket, under overload, and against a server that misbehaves."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from local_endpoint import Answer, serving
+from test_retriever import PASSAGES, RecordingIndex
+from tiny_embedder import write_corpus
+
+from mujica_jax import index
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.client import RemoteRetriever, open_remote
+from mujica_jax.retrieval.errors import (
+    RetrieverRefused,
+    RetrieverTimeout,
+    RetrieverUnavailable,
+)
+from mujica_jax.retrieval.retriever import IndexRetriever
+from mujica_jax.retrieval.service import LARGEST_REQUEST_BYTES, make_app, make_server, open_port
+
+ROOT = Path(__file__).resolve().parent.parent
+HIT = {"id": "1", "title": "title 1", "text": "text", "score": 0.5}
+
+
+@contextlib.contextmanager
+def served(searched: RecordingIndex, **options):
+    """The address of a running service."""
+    opened = open_port("127.0.0.1", 0)
+    server = make_server(make_app(IndexRetriever(searched, **options), "accelerator"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{opened.getsockname()[1]}"
+    finally:
+        searched.hold.set()
+        server.should_exit = True
+        thread.join()
+        opened.close()
+
+
+async def together(retriever, *queries, k=2):
+    return await asyncio.gather(*(retriever.search(query, k) for query in queries), return_exceptions=True)
+
+
+def client(url: str, **options) -> RemoteRetriever:
+    return RemoteRetriever(url, **{"first_wait_seconds": 0.01} | options)
+
+
+def test_the_client_finds_what_the_index_finds_in_one_request():
+    searched = RecordingIndex()
+    with served(searched) as url:
+        remote = client(url)
+        found = asyncio.run(together(remote, "a", "bbb", "cc", "a"))
+        assert found == [PASSAGES[1:3], PASSAGES[3:5], PASSAGES[2:4], PASSAGES[1:3]]
+        assert searched.batches == [["a", "bbb", "cc"]]
+        assert asyncio.run(remote.search("dddd", 1)) == [PASSAGES[4]], "in another event loop"
+        health = asyncio.run(remote.health())
+    assert (health.version, health.passages, health.kind, remote.version) == ("version1", 10, "accelerator", "version1")
+    statistics = remote.statistics
+    assert (statistics.queries, statistics.shared, statistics.batches, statistics.failed) == (5, 1, 2, 0)
+
+
+def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back():
+    searched = RecordingIndex()
+    with served(searched, most_waiting=3) as url:
+        searched.hold.clear()
+        statuses: list[int] = []
+
+        def ask(number: int) -> None:
+            body = {"queries": ["x" * (1 + number % 5) + str(number)], "k": 1}
+            response = httpx.post(f"{url}/search", json=body, timeout=30)
+            statuses.append(response.status_code)
+            if response.status_code == 429:
+                assert response.headers["retry-after"] == "1" and "searches wait" in response.json()["error"]
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 10
+        while len(statuses) < 10 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        refused = len(statuses)  # while nobody else has been answered
+        remote = client(url, first_wait_seconds=0.2)
+        asking = threading.Thread(target=lambda: statuses.append(len(asyncio.run(remote.search("late", 1)))))
+        asking.start()
+        time.sleep(0.1)
+        searched.hold.set()
+        for thread in [*threads, asking]:
+            thread.join(30)
+        metrics = httpx.get(f"{url}/metrics").text
+    assert refused >= 10, "4 times as many as have room: the others are told to come back"
+    assert statuses.count(429) >= refused and statuses.count(429) + statuses.count(200) == 16
+    assert statuses.count(1) == 1 and remote.statistics.retries >= 1
+    assert 'mujica_retrieval_answers_total{status="429"}' in metrics
+    assert "mujica_retrieval_encode_seconds_total" in metrics
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "is no JSON"),
+        (b"[" * 100_000, "is no JSON"),
+        (b"[]", 'needs "queries"'),
+        (b'{"queries": "who?", "k": 1}', 'needs "queries"'),
+        (b'{"queries": [], "k": 1}', "has 0 queries"),
+        (json.dumps({"queries": ["a"] * 257, "k": 1}).encode(), "has 257 queries"),
+        (b'{"queries": ["a"], "k": 11}', "k is 11: give 1 to 10"),
+        (b'{"queries": ["a"], "k": true}', "k is True"),
+        (b'{"queries": ["\\ud800"], "k": 1}', "is no text"),
+        (b" " * (LARGEST_REQUEST_BYTES + 1), "more than"),
+    ],
+    ids=range(10),
+)
+def test_a_bad_request_is_told_what_is_wrong(body, said):
+    with served(RecordingIndex()) as url:
+        response = httpx.post(f"{url}/search", content=body)
+        assert response.status_code == (413 if said == "more than" else 400)
+        assert said in response.json()["error"]
+        assert httpx.post(f"{url}/search", json={"queries": ["a"], "k": 1}).status_code == 200
+
+
+def test_an_index_that_breaks_or_hangs_shows_in_status_and_health():
+    searched = RecordingIndex()
+    with served(searched, deadline_seconds=0.2) as url:
+        searched.fault = OSError("the disk is gone")
+        asked = {"queries": ["a"], "k": 1}
+        assert httpx.post(f"{url}/search", json=asked).status_code == 503
+        assert httpx.get(f"{url}/healthz").status_code == 503
+        with pytest.raises(UserError, match=r"is not well .*the disk is gone"):
+            open_remote(url, "dense")
+        searched.fault = None
+        searched.hold.clear()
+        assert httpx.post(f"{url}/search", json=asked).status_code == 504
+        searched.hold.set()
+        assert open_remote(url, "dense").version == "version1"
+        with pytest.raises(UserError, match=r"retriever is bm25 and .* serves an index of kind accelerator"):
+            open_remote(url, "bm25")
+
+
+MISBEHAVIOUR = {
+    "500": Answer(status=500),
+    "429 with a wish": Answer(status=429, headers={"Retry-After": "0.05"}),
+    "hang up": Answer(fault="hang up"),
+    "cut": Answer(content={"version": "v", "results": [[HIT]]}, fault="cut"),
+    "no JSON": Answer(content=b"<html>gateway</html>"),
+    "no object": Answer(content=[]),
+    "too few results": Answer(content={"version": "v", "results": []}),
+    "too many passages": Answer(content={"version": "v", "results": [[HIT] * 3]}),
+    "no title": Answer(content={"version": "v", "results": [[{"id": "1", "text": "text"}]]}),
+    "a number for a title": Answer(content={"version": "v", "results": [[HIT | {"title": 3}]]}),
+    "late": Answer(content={}, after_seconds=5.0),
+}
+
+
+@pytest.mark.parametrize("fault", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR)
+def test_the_client_survives_what_passes(fault):
+    good = Answer(content={"version": "v", "results": [[HIT]]})
+    with serving(lambda request, before: fault if before < 2 else good) as endpoint:
+        remote = client(endpoint.base_url, timeout_seconds=0.3)
+        assert asyncio.run(remote.search("a", 2)) == [PASSAGES[1]]
+        assert len(endpoint.requests) == 3 and remote.statistics.retries == 2
+        assert endpoint.requests[0].body == {"queries": ["a"], "k": 2}
+
+
+def test_the_client_gives_up_with_a_type():
+    with serving(lambda *_: Answer(status=503, content={"error": "busy"})) as endpoint:
+        with pytest.raises(RetrieverUnavailable, match=r"failed 3 times, the last time with status 503 \(busy\)"):
+            asyncio.run(client(endpoint.base_url, tries=3).search("a", 1))
+        with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.3 s"):
+            asyncio.run(client(endpoint.base_url, deadline_seconds=0.3, tries=1000).search("a", 1))
+    with serving(lambda *_: Answer(status=400, content={"error": "k is 99"})) as endpoint:
+        with pytest.raises(RetrieverRefused, match="status 400: k is 99"):
+            asyncio.run(client(endpoint.base_url).search("a", 1))
+        assert len(endpoint.requests) == 1, "what is refused is not sent again"
+    with pytest.raises(RetrieverUnavailable, match="failed 2 times"):
+        asyncio.run(client(endpoint.base_url, tries=2).search("a", 1))  # nobody listens any more
+    with pytest.raises(RetrieverUnavailable, match=r"gives no health .*index serve"):
+        client(endpoint.base_url).check()
+
+
+def test_another_version_of_the_index_in_the_middle_of_a_run_is_refused():
+    with serving(lambda _, before: Answer(content={"version": f"v{before}", "results": [[HIT]]})) as endpoint:
+        remote = client(endpoint.base_url)
+        assert asyncio.run(remote.search("a", 1)) == [PASSAGES[1]]
+        with pytest.raises(RetrieverRefused, match="serves version v1 of its index and version v0 was searched before"):
+            asyncio.run(remote.search("bb", 1))
+
+
+def test_no_more_requests_at_once_than_there_are_places():
+    def answer(request, _):
+        return Answer(content={"version": "v", "results": [[HIT]] * len(request.body["queries"])}, after_seconds=0.05)
+
+    with serving(answer) as endpoint:
+        remote = client(endpoint.base_url, concurrency=2)
+        found = asyncio.run(together(remote, *[f"query {n}" for n in range(300)], k=1))
+        assert found == [[PASSAGES[1]]] * 300
+        assert len(endpoint.requests) == 5 and endpoint.most_at_once == 2
+
+
+def test_serve_from_the_command_line_until_sigterm(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 20)
+    assert index.main(["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(tmp_path / "index")]) == 0
+    command = [sys.executable, "-m", "mujica_jax.index", "serve", "--index", str(tmp_path / "index"), "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[-1]
+            deadline = time.monotonic() + 30
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"{url}/healthz").status_code == 200:
+                        break
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.05)
+            (found,) = asyncio.run(together(open_remote(url, "bm25"), "title word3", k=4))
+            assert len(found) == 4
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and "1 searches" in out and "Traceback" not in err, err
+
+
+def test_a_port_that_is_taken_is_one_sentence():
+    with contextlib.closing(open_port("127.0.0.1", 0)) as opened:
+        opened.listen()
+        with pytest.raises(UserError, match=r"cannot be opened .*choose another --host or --port"):
+            open_port("127.0.0.1", opened.getsockname()[1])
+    with pytest.raises(UserError, match="cannot be opened"):
+        open_port("127.0.0.1", 70_000)
