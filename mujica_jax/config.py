@@ -36,9 +36,8 @@ class TwoWikiConfig:
     test_questions: int  # how many held-out questions are evaluated, first by hash
     top_k: int  # materials shown to the worker
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
-    retriever: Literal["bm25", "dense"] = (
-        "bm25"  # of passages, and of a crowded entity's triples: by their words, or by embeddings
-    )
+    # Of passages, and of a crowded entity's triples: by their words, or by embeddings.
+    retriever: Literal["bm25", "dense"] = "bm25"
     # Directory made by `python -m mujica_jax.index build`, or the http:// address of `index serve`, whose passages are searched. None: BM25
     # over data_dir's corpus, in memory.
     index: str | None = None
