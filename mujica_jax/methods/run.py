@@ -115,12 +115,12 @@ class Run:
 
     @contextlib.contextmanager
     def counted(self, kind: str, step: int) -> Iterator[None]:
-        """Work of the engine that is told in one line of metrics: what it did in here, unless all of it was on disk already."""
+        """Work of the engine that is told in one line of metrics: what it did in here, which is nothing where all was on disk already."""
         before = self.generator.statistics
         with self.clock.stage(kind.rpartition("/")[2]):
             yield
         did = between(before, self.generator.statistics)
-        if did["requests"] and not self.metrics.has(kind, step):
+        if not self.metrics.has(kind, step):
             self.metrics.write(kind, step, did)
 
     def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
