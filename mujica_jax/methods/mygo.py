@@ -182,6 +182,7 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
         played("later attempts", later_attempts)
     firsts = [t for t in trajectories if t.attempt == 0]
     if distributed.is_first():
+        run.metrics.flush()  # a resumed run finds the round closed and does not write its line again
         run.store.write_done(number, entries, mean_reward=mean_first_attempt_reward(firsts), threshold=k)
     return trajectories, k
 
