@@ -114,7 +114,9 @@ def test_the_search_of_a_whole_wikipedia_compiles_and_fits(storage, recall_targe
     found = compiled("search", "21000000", "1024", "v5e:4x8", storage, *recall_target)
     assert found["chips"] == 32 and found["embedding_bytes"] < 1.4e9
     assert found["temporaries"] < 0.5e9
-    assert found["bytes"] < chip_of_topology("v5e:4x8").memory_bytes / 2, "the encoder and its activations have the rest"
+    assert found["bytes"] < chip_of_topology("v5e:4x8").memory_bytes / 2, (
+        "the encoder and its activations have the rest"
+    )
 
 
 @functools.cache
