@@ -381,6 +381,9 @@ class RecordedRun:
     def line(self, text: str) -> None:
         self.asked.append(text)
 
+    def flush(self) -> None:
+        pass
+
     def stage(self, name: str, **options: Any):
         return self
 

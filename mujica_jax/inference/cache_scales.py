@@ -19,7 +19,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mujica_jax.models.attention import causal_self_attention
-from mujica_jax.models.families import DecoderConfig
 
 MARGIN = 1.25  # how much further than the maxima numbers may go before they are clipped: a third of a bit
 SEQUENCES, TIME = 8, 128  # of the random tokens: 1,024 keys a channel
@@ -32,12 +31,26 @@ class CacheScales(NamedTuple):
     values: Float[Array, "layers kv_heads head_dim"]
 
 
-def calibrated(graph: nnx.GraphDef, weights: nnx.State, config: DecoderConfig) -> CacheScales:
-    """Scales for a decoder with these weights; of abstract weights, what such scales look like."""
-    shape = config.num_layers, config.num_kv_heads, config.head_dim
-    found = functools.partial(_scales, graph, shape=shape)
-    abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights))
-    return jax.eval_shape(found, weights) if abstract else found(weights)
+@functools.partial(jax.jit, static_argnames=("graph",))
+def calibrated(graph: nnx.GraphDef, weights: nnx.State) -> CacheScales:
+    """Scales for the decoder with these weights."""
+    decoder = nnx.merge(graph, weights)
+    shape = decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim
+    tokens = jax.random.randint(jax.random.key(0), (SEQUENCES, TIME), 0, decoder.config.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(TIME), tokens.shape)
+    attention = causal_self_attention(jnp.ones_like(tokens))
+
+    def attend(layer: Array, query: Array, key: Array, value: Array, seen: CacheScales) -> tuple[Array, CacheScales]:
+        # Of two channels that are rotated into each other, as far as a rotation may take either.
+        pairs = jnp.hypot(*jnp.split(key.astype(jnp.float32), 2, axis=-1))
+        keys = jnp.tile(jnp.max(pairs, axis=(0, 1)), 2)
+        values = jnp.max(jnp.abs(value.astype(jnp.float32)), axis=(0, 1))
+        seen = CacheScales(seen.keys.at[layer].set(keys), seen.values.at[layer].set(values))
+        return attention(layer, query, key, value), seen
+
+    nothing = CacheScales(jnp.zeros(shape), jnp.zeros(shape))
+    largest = decoder.with_memory(tokens, positions, attend, nothing)[1]
+    return jax.tree.map(lambda one: jnp.maximum(MARGIN / LEVELS * one, SMALLEST), largest)
 
 
 def scaled(attend: Callable[..., Any], scales: CacheScales | None) -> Callable[..., Any]:
@@ -58,23 +71,3 @@ def scaled(attend: Callable[..., Any], scales: CacheScales | None) -> Callable[.
         return (mixed, *rest) if rest else mixed
 
     return with_scales
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "shape"))
-def _scales(graph: nnx.GraphDef, weights: nnx.State, *, shape: tuple[int, int, int]) -> CacheScales:
-    decoder = nnx.merge(graph, weights)
-    tokens = jax.random.randint(jax.random.key(0), (SEQUENCES, TIME), 0, decoder.config.vocab_size)
-    positions = jnp.broadcast_to(jnp.arange(TIME), tokens.shape)
-    attention = causal_self_attention(jnp.ones_like(tokens))
-
-    def attend(layer: Array, query: Array, key: Array, value: Array, seen: CacheScales) -> tuple[Array, CacheScales]:
-        # Of two channels that are rotated into each other, as far as a rotation may take either.
-        pairs = jnp.hypot(*jnp.split(key.astype(jnp.float32), 2, axis=-1))
-        keys = jnp.tile(jnp.max(pairs, axis=(0, 1)), 2)
-        values = jnp.max(jnp.abs(value.astype(jnp.float32)), axis=(0, 1))
-        seen = CacheScales(seen.keys.at[layer].set(keys), seen.values.at[layer].set(values))
-        return attention(layer, query, key, value), seen
-
-    nothing = CacheScales(jnp.zeros(shape), jnp.zeros(shape))
-    largest = decoder.with_memory(tokens, positions, attend, nothing)[1]
-    return jax.tree.map(lambda one: jnp.maximum(MARGIN / LEVELS * one, SMALLEST), largest)

@@ -12,6 +12,7 @@ Shapes are bounded, so the number of compiled programs is a few dozen whatever t
 
 import abc
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -139,8 +140,10 @@ class Engine(abc.ABC):
         self._weights = self._placed(weights)
         self._scales: CacheScales | None = None
         if jnp.issubdtype(self._dtype, jnp.integer):
+            calibrate = functools.partial(calibrated, self._graph)
             with self._over_mesh():
-                self._scales = calibrated(self._graph, self._weights, self.config)
+                abstract = is_abstract(self._weights)
+                self._scales = jax.eval_shape(calibrate, self._weights) if abstract else calibrate(self._weights)
 
     def _placed(self, weights: nnx.State) -> nnx.State:
         return weights if is_abstract(weights) else handed_over(weights, self.mesh)
