@@ -7,65 +7,18 @@ Qwen3-8B's eight heads of keys over eight chips. Questions, attempts and learnin
 Qwen2.5-7B (`two_wiki_text_v5e.py`). The `model` section is not read with --init.
 """
 
-from mujica_jax.config import (
-    AgentConfig,
-    Config,
-    EngineConfig,
-    EvalConfig,
-    ModelConfig,
-    MygoConfig,
-    ReadingConfig,
-    TrainerConfig,
-    TwoWikiConfig,
-    WarmupConfig,
-)
+import dataclasses
+from pathlib import Path
+
+from mujica_jax.config import Config
+from mujica_jax.config_files import load_config
 
 
 def get_config() -> Config:
-    return Config(
+    base = load_config(str(Path(__file__).with_name("two_wiki_text_v5e.py")))
+    return dataclasses.replace(
+        base,
         name="two_wiki_text_qwen3_8b_v5e",
-        task=TwoWikiConfig(
-            environment="text",
-            data_dir="data/2wikimultihopqa",
-            hold_out_percent=15,
-            test_questions=500,
-            top_k=5,
-            retriever="dense",
-            index="data/2wikimultihopqa/index",
-        ),
-        model=ModelConfig(
-            family="qwen3",
-            vocab_tokens=8192,
-            hidden_size=512,
-            intermediate_size=2048,
-            num_layers=8,
-            num_heads=8,
-            num_kv_heads=2,
-            head_dim=64,
-        ),
-        agent=AgentConfig(
-            prompt="zero_shot",
-            max_iterations=5,
-            max_searches_per_turn=4,
-            max_turn_tokens=512,
-            max_trajectory_tokens=4096,
-            max_observation_tokens=1500,
-        ),
-        engine=EngineConfig(slots=128, decode_steps_per_call=16, prefill_tokens=4096, tensor=8, cache_gigabytes=1.5),
-        trainer=TrainerConfig(row_tokens=4096, rows_per_step=32, dtype="bfloat16", fsdp=32),
-        reading=ReadingConfig(documents=0, steps=0, learning_rate=0.0, learning_rate_floor=0.0),
-        warmup=WarmupConfig(steps=100, learning_rate=1e-5, learning_rate_floor=1e-6, reading_share=0.0),
-        mygo=MygoConfig(
-            rounds=20,
-            questions_per_round=1000,
-            max_attempts=16,
-            keep_per_question=3,
-            shard_questions=125,
-            temperature=1.0,
-            learning_rate=5e-7,
-            learning_rate_floor=1e-8,
-            epochs=1,
-            replay=0.1,
-        ),
-        eval=EvalConfig(questions=500, control=False),
+        model=dataclasses.replace(base.model, family="qwen3"),
+        engine=dataclasses.replace(base.engine, tensor=8),
     )
