@@ -1,5 +1,10 @@
-"""A run directory on a server that somebody else wrote: gcp-storage-emulator. It knows no preconditions, so nothing here races."""
+"""A run directory on a server that somebody else wrote: gcp-storage-emulator. It knows no preconditions, so nothing here races.
 
+Nor does it say the generation of what is downloaded, as Cloud Storage does and TensorStore asks for before it changes an object.
+"""
+
+import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -8,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gcp_storage_emulator.exceptions import NotFound
+from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 
 PROGRAM = """
@@ -58,13 +65,21 @@ print(json.dumps({
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
+def address(monkeypatch) -> Iterator[str]:
+    monkeypatch.setattr(objects, "download", functools.partial(_with_generation, objects.download))
     server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
     server.start()
     thread = server._api  # nothing public says which port it was given
     assert thread._httpd is not None
     yield f"http://127.0.0.1:{thread._httpd.server_port}"
     server.stop()
+
+
+def _with_generation(download, request, response, storage, *others) -> None:
+    with contextlib.suppress(NotFound):
+        found = storage.get_file_obj(request.params["bucket_name"], request.params["object_id"])
+        response["X-Goog-Generation"] = found["generation"]
+    download(request, response, storage, *others)
 
 
 def test_everything_a_run_writes_comes_back(address, tmp_path):
