@@ -38,8 +38,8 @@ class TwoWikiConfig:
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
     # Of passages, and of a crowded entity's triples: by their words, or by embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
-    # Directory made by `python -m mujica_jax.index build`, or the http:// address of `index serve`, whose passages are searched. None: BM25
-    # over data_dir's corpus, in memory.
+    # What is searched instead of data_dir's own corpus (by BM25, in memory) or graph: a directory made by `python -m mujica_jax.index
+    # build`; of passages also the http:// address of `index serve`, of a graph also a SPARQL endpoint as sparql+https://HOST/sparql.
     index: str | None = None
     embedder: str = DEFAULT_EMBEDDER  # with retriever dense: a folder, minilm, or a Hugging Face name; the one the index was built with
 

@@ -185,7 +185,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     from mujica_jax.methods.start import build_task, check_dtypes, require_packages, use_compilation_cache
     from mujica_jax.models.host_memory import keep_freed_memory
     from mujica_jax.report import Progress, score_table
-    from mujica_jax.tasks.environment import TextEnvironment
+    from mujica_jax.tasks.environment import KnowledgeGraphEnvironment, TextEnvironment
     from mujica_jax.trajectories.run_directory import write_over
 
     _require_writable(policy.out)
@@ -225,8 +225,8 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     for kind, found in summary.items():
         reasons = ", ".join(f"{reason} {count}" for reason, count in found["stop_reasons"].items())
         progress.line(f"{kind}: {found['searches']:.2f} searches a question; episodes ended: {reasons}")
-    if isinstance(task.environment, TextEnvironment):
-        progress.line(f"retrieval: {task.environment.retriever.statistics.sentence()}")
+    if isinstance(task.environment, TextEnvironment | KnowledgeGraphEnvironment):
+        progress.line(f"retrieval: {task.environment.statistics.sentence()}")
     for line in policy.closing_lines():
         progress.line(line)
     progress.line(f"results and predictions: {file}")

@@ -2,9 +2,11 @@
 
     python -m mujica_jax.index build --corpus FILE [FILE ...] --kind scann|accelerator|bm25 [--embedder NAME] --out DIR
     python -m mujica_jax.index build --embeddings INDEX --kind scann --out DIR
+    python -m mujica_jax.index build --corpus FILE [FILE ...] --kind graph [--languages en] [--properties P57 ...] --out DIR
     python -m mujica_jax.index estimate --corpus FILE [FILE ...] --kind KIND [--passages N]
     python -m mujica_jax.index recall --index DIR --questions FILE [--k 2 5 20]
     python -m mujica_jax.index query --index DIR "Who directed The Purple Shore?"
+    python -m mujica_jax.index query --index DIR Q42
     python -m mujica_jax.index serve --index DIR --host 0.0.0.0 --port 8600
 
 `recall` prints one JSON line: the mean share of a question's gold titles (`supporting_facts`) among the titles of its first k passages, in
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from mujica_jax.retrieval.indexes import Index
 
 PROGRAM = "python -m mujica_jax.index"
+GRAPH = "graph"  # the kind of index that holds triples
+DEFAULT_K = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,14 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(given: argparse.Namespace) -> None:
+    from mujica_jax import index_graph
     from mujica_jax.report import Progress
     from mujica_jax.retrieval import indexes
     from mujica_jax.retrieval.embedders import find_embedder
 
-    dense = given.kind != "bm25"
+    dense = given.kind not in ("bm25", GRAPH)
     embeds = dense and given.embeddings is None
     unread = {
-        "tokenizer": dense,
+        "languages": given.kind != GRAPH,
+        "properties": given.kind != GRAPH,
+        "tokenizer": given.kind != "bm25",
         "embedder": not embeds,
         "prefixes": not embeds,
         "storage": not embeds,
@@ -64,9 +71,16 @@ def build(given: argparse.Namespace) -> None:
     for name, of_no_use in unread.items():
         if of_no_use and (value := getattr(given, name)) is not None:
             what = f"kind {given.kind}" + (" with --embeddings" if dense and not embeds else "")
+            shown = " ".join(value) if isinstance(value, list) else value
             raise UserError(
-                f"--{name.replace('_', '-')} is {value} and an index of {what} does not read it: leave it out"
+                f"--{name.replace('_', '-')} is {shown} and an index of {what} does not read it: leave it out"
             )
+    if given.kind == GRAPH:
+        if given.corpus is None:
+            raise UserError("a graph is made of files of triples: give --corpus")
+        progress = Progress(sys.stderr)
+        index_graph.build_graph(given, progress, _Reported(progress))
+        return
     if (given.corpus is None) == (given.embeddings is None) or (given.skip and given.corpus is None):
         raise UserError("an index is made of passages: give --corpus with or without --skip, or --embeddings alone")
     recipe = indexes.Recipe(
@@ -89,10 +103,16 @@ def build(given: argparse.Namespace) -> None:
 
 
 def estimate(given: argparse.Namespace) -> None:
+    from mujica_jax import index_graph
     from mujica_jax.retrieval import estimates, indexes
     from mujica_jax.retrieval.corpus import Skipped, stream_corpus
     from mujica_jax.retrieval.embedders import find_embedder
 
+    if given.kind == GRAPH:
+        if given.passages is not None:
+            raise UserError(f"--passages is {given.passages} and a graph has none: leave it out")
+        index_graph.estimate_graph(given)
+        return
     recipe = indexes.Recipe(
         kind=given.kind,
         corpus=tuple(given.corpus),
@@ -137,9 +157,17 @@ def recall(given: argparse.Namespace) -> None:
 
 
 def query(given: argparse.Namespace) -> None:
+    from mujica_jax import index_graph
+    from mujica_jax.retrieval.indexes import read_kind
+
+    if given.index.startswith("sparql+") or read_kind(given.index) == GRAPH:
+        _refuse_embedder(given)
+        index_graph.query_graph(given)
+        return
     index = _opened(given)
-    _check_k(given.k, index)
-    for position, score in index.search([given.text], given.k)[0]:
+    k = DEFAULT_K if given.k is None else given.k
+    _check_k(k, index)
+    for position, score in index.search([given.text], k)[0]:
         passage = index.passages[position]
         found = {
             "score": round(score, 4),
@@ -158,6 +186,8 @@ def serve(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval.service import make_app, make_server, open_port
 
     kind = read_kind(given.index)
+    if kind == GRAPH:
+        raise UserError(f"{given.index} is a graph")
     opened = open_port(given.host, given.port)
     with contextlib.closing(opened):
         index = _opened(given)
@@ -196,6 +226,12 @@ def _opened(given: argparse.Namespace) -> "Index":
     return open_index(given.index, embedder, given.recall_target)
 
 
+def _refuse_embedder(given: argparse.Namespace) -> None:
+    for name in ("embedder", "prefixes", "recall_target"):
+        if (value := getattr(given, name)) is not None:
+            raise UserError(f"--{name.replace('_', '-')} is {value} and a graph does not read it: leave it out")
+
+
 def _questions(records: Iterator[tuple[int, object]], file: str) -> Iterator[tuple[str, set[str]]]:
     """Text and gold titles of each question; official records name a sentence with each title."""
     for line, record in records:
@@ -225,7 +261,7 @@ def _share(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Build, measure and ask indexes of passages.")
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Build, measure and ask indexes of passages and graphs.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(run: Callable[[argparse.Namespace], None], summary: str) -> argparse.ArgumentParser:
@@ -248,13 +284,19 @@ def _parser() -> argparse.ArgumentParser:
     estimated.add_argument("--corpus", nargs="+", required=True, metavar="FILE")
     estimated.add_argument("--passages", type=int, help="as if it had so many (default: all are counted)")
     built = command(build, "Build an index of a corpus. A killed build goes on with the same command.")
-    built.add_argument("--corpus", nargs="+", metavar="FILE", help="JSON arrays, JSON Lines, Parquet, tar")
+    built.add_argument(
+        "--corpus", nargs="+", metavar="FILE", help="JSON arrays, JSON Lines, Parquet, tar; .tsv and .nt for graphs"
+    )
     text = "a dense index whose passages and embeddings are taken instead"
     built.add_argument("--embeddings", metavar="INDEX", help=text)
     built.add_argument("--out", required=True, metavar="DIR", help="directory of the index")
     for made in (built, estimated):
-        made.add_argument("--kind", choices=("accelerator", "bm25", "scann"), required=True)
+        made.add_argument("--kind", choices=("accelerator", "bm25", "scann", GRAPH), required=True)
         made.add_argument("--tokenizer", choices=("default", "elasticsearch"), help="of bm25")
+        text = "of a graph: labels and texts in these, the first before the others (en mul)"
+        made.add_argument("--languages", nargs="+", metavar="TAG", help=text)
+        text = "of a graph: only these, as P57 or full addresses (all)"
+        made.add_argument("--properties", nargs="+", metavar="NAME", help=text)
         made.add_argument("--storage", choices=("bfloat16", "int8"), help="of embeddings on disk (bfloat16)")
     built.add_argument("--skip", action="store_true", help="leave out and count passages that would be refused")
     with_target(built)
@@ -266,9 +308,9 @@ def _parser() -> argparse.ArgumentParser:
         "--questions", required=True, metavar="FILE", help="records with question and supporting_facts"
     )
     measured.add_argument("--k", type=int, nargs="+", default=[2, 5, 20])
-    asked = command(query, "The passages found for one query, as JSON lines.")
-    asked.add_argument("text", metavar="QUERY")
-    asked.add_argument("--k", type=int, default=5)
+    asked = command(query, "The passages found for one query, or the triples of an entity of a graph, as JSON lines.")
+    asked.add_argument("text", metavar="QUERY", help="of a graph: a Q-id, a label or an alias")
+    asked.add_argument("--k", type=int, help=f"at most so many ({DEFAULT_K} passages, all triples)")
     served = command(serve, "An HTTP service: POST /search, GET /healthz, GET /metrics.")
     served.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1; 0.0.0.0 for other hosts)")
     served.add_argument("--port", type=int, default=8600)

@@ -6,6 +6,7 @@ import http.server
 import json
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -51,7 +52,9 @@ class LocalEndpoint:
         self.base_url = f"http://127.0.0.1:{self._server.server_port}/v1"
 
     def _serve(self, handler: http.server.BaseHTTPRequestHandler) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        content = handler.rfile.read(int(handler.headers["Content-Length"]))
+        is_form = handler.headers["Content-Type"] == "application/x-www-form-urlencoded"
+        body = dict(urllib.parse.parse_qsl(content.decode())) if is_form else json.loads(content)
         request = Request(path=handler.path, headers=dict(handler.headers), body=body)
         with self._lock:
             before = len(self.requests)

@@ -30,7 +30,7 @@ FLOORS = (  # from the ground up; a room is a folder or a file of the package
     ("inference", "retrieval", "rewards"),
     ("tasks", "trajectories"),
     ("agents", "learning", "report"),
-    ("methods", "eval", "index", "serve", "plan", "view"),
+    ("methods", "eval", "index", "index_graph", "serve", "plan", "view"),
     ("train", "sample"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}

@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible endpoint, sent once: the connection, the bounds of an answer, and which faults may pass.
+"""One request to an endpoint, sent once: the connection, the bounds of an answer, and which faults may pass.
 
 The API key comes from an environment variable and goes nowhere but into the request's header.
 """
@@ -9,7 +9,7 @@ import email.utils
 import json
 import math
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax.errors import UserError
@@ -34,10 +34,13 @@ class PassingFault(Exception):
 class Endpoint:
     """One address. Use from one event loop at a time."""
 
-    def __init__(self, url: str, *, api_key_variable: str | None, connections: int) -> None:
+    def __init__(
+        self, url: str, *, api_key_variable: str | None, connections: int, example: str = "http://HOST:PORT/v1"
+    ) -> None:
+        """`example` is how an address of this kind is written."""
         import httpx  # 0.2 s
 
-        self.url = _checked(url)
+        self.url = _checked(url, example)
         self._key = _api_key(api_key_variable)
         self._limits = httpx.Limits(max_connections=connections)
         self._encryption = httpx.create_ssl_context()  # reads the certificates, once
@@ -46,12 +49,20 @@ class Endpoint:
 
     async def post(self, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON object that comes back. Raises PassingFault, or RequestError for what the same request will meet again."""
+        answer = await self.exchange(json.dumps(body), {"Content-Type": "application/json"})
+        read = _json(answer)
+        if not isinstance(read, dict):
+            raise PassingFault(f"an answer that is no JSON object ({self.shown(answer.decode(errors='replace'))})")
+        return read
+
+    async def exchange(self, content: str, headers: Mapping[str, str]) -> bytes:
+        """What comes back with status 200. Raises as `post` does."""
         import httpx
 
         try:
             async with (
                 self.connected() as client,
-                client.stream("POST", self.url, content=json.dumps(body)) as response,
+                client.stream("POST", self.url, content=content, headers=dict(headers)) as response,
             ):
                 answer = bytearray()
                 async for part in response.aiter_raw():
@@ -61,16 +72,13 @@ class Endpoint:
                             f"{self.url} sent more than {LARGEST_ANSWER_BYTES:,} bytes, and no answer is that large: check the address"
                         )
         except httpx.TransportError as error:
-            raise PassingFault(self._shown(f"{type(error).__name__}: {error}")) from error
+            raise PassingFault(self.shown(f"{type(error).__name__}: {error}")) from error
         status = response.status_code
         if status in PASSING_STATUSES or status >= 500:
             raise PassingFault(f"status {status} ({self._message(answer)})", _retry_after(response))
         if status != 200:
             raise RequestError(f"{self.url} refused the request with status {status}: {self._message(answer)}")
-        read = _json(answer)
-        if not isinstance(read, dict):
-            raise PassingFault(f"an answer that is no JSON object ({self._shown(answer.decode(errors='replace'))})")
-        return read
+        return bytes(answer)
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator["httpx.AsyncClient"]:
@@ -79,7 +87,7 @@ class Endpoint:
 
         if self._client is None:
             # No compression: the size of an answer is bounded as it comes in.
-            headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+            headers = {"Accept-Encoding": "identity"}
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
             # Callers limit the time of a whole try: a limit between two bytes would let a slow trickle go on.
@@ -104,9 +112,9 @@ class Endpoint:
         for name in ("error", "message", "detail"):
             if isinstance(read, dict) and read.get(name):
                 read = read[name]
-        return self._shown(str(read)) or "without a word"
+        return self.shown(str(read)) or "without a word"
 
-    def _shown(self, text: str) -> str:
+    def shown(self, text: str) -> str:
         """One line of bounded length, without what steers a terminal and without the key."""
         if self._key is not None:
             text = text.replace(self._key, "***")
@@ -135,14 +143,14 @@ def _retry_after(response: "httpx.Response") -> float:
     return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
 
 
-def _checked(address: str) -> str:
+def _checked(address: str, example: str) -> str:
     import httpx
 
     try:
         url = httpx.URL(address)
     except httpx.InvalidURL as error:
         raise UserError(
-            f"the endpoint's address {address!r} cannot be read ({error}): write it as http://HOST:PORT/v1"
+            f"the endpoint's address {address!r} cannot be read ({error}): write it as {example}"
         ) from error
     if url.userinfo or url.query or url.fragment:
         raise UserError(
@@ -150,7 +158,7 @@ def _checked(address: str) -> str:
             "environment variable that holds the key"
         )
     if url.scheme not in ("http", "https") or not url.host:
-        raise UserError(f"the endpoint's address {address!r} names no server: write it as http://HOST:PORT/v1")
+        raise UserError(f"the endpoint's address {address!r} names no server: write it as {example}")
     return str(url).rstrip("/")
 
 

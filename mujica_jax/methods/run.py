@@ -39,7 +39,7 @@ from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import MetricsLog, NoMetrics, Phase, Progress, StageClock
 from mujica_jax.rewards import f1_reward
-from mujica_jax.tasks.environment import TextEnvironment
+from mujica_jax.tasks.environment import KnowledgeGraphEnvironment, TextEnvironment
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.packing import PackedRows
@@ -343,8 +343,8 @@ class Run:
                 self._write_scores(name, scores)
                 # Before the phase counts as done: after that it is not come past again.
                 self._write_seconds(f"{kind}{TIME}", step)
-                if isinstance(self.task.environment, TextEnvironment):
-                    statistics = self.task.environment.retriever.statistics
+                if isinstance(self.task.environment, TextEnvironment | KnowledgeGraphEnvironment):
+                    statistics = self.task.environment.statistics
                     self.metrics.write(f"{kind}{RETRIEVAL}", step, dataclasses.asdict(statistics))
                 self.metrics.flush()
                 self.store.write_json_once(file, dataclasses.asdict(result))

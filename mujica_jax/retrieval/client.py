@@ -13,17 +13,11 @@ from typing import Any
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.endpoint import Endpoint, PassingFault
-from mujica_jax.inference.requests import RequestError
 from mujica_jax.retrieval.corpus import Passage
-from mujica_jax.retrieval.errors import (
-    RetrievalError,
-    RetrieverRefused,
-    RetrieverTimeout,
-    RetrieverUnavailable,
-)
+from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable
 from mujica_jax.retrieval.retriever import Health, RetrievalStatistics
+from mujica_jax.retrieval.tries import Tries, too_late, until_answered
 
-LONGEST_WAIT_SECONDS = 10.0  # between two tries, unless the server asks for more
 MOST_QUERIES = 64  # in one request
 HEALTH_SECONDS = 30.0
 
@@ -49,8 +43,12 @@ class RemoteRetriever:
         self.url, self.version = url.rstrip("/"), version
         self._endpoint = Endpoint(f"{self.url}/search", api_key_variable=None, connections=concurrency)
         self._concurrency = concurrency
-        self._timeout_seconds, self._deadline_seconds = timeout_seconds, deadline_seconds
-        self._tries, self._first_wait_seconds = tries, first_wait_seconds
+        self._limits = Tries(
+            timeout_seconds=timeout_seconds,
+            deadline_seconds=deadline_seconds,
+            tries=tries,
+            first_wait_seconds=first_wait_seconds,
+        )
         self._random = random.Random(0)
         self._statistics = RetrievalStatistics()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -108,12 +106,12 @@ class RemoteRetriever:
             future.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard even if nobody waits
             loop.call_soon(self._send)  # who asks in the same turn of the loop comes along
         try:
-            async with asyncio.timeout(self._deadline_seconds) as timer:
+            async with asyncio.timeout(self._limits.deadline_seconds) as timer:
                 return await asyncio.shield(future)
         except TimeoutError as error:
             if not timer.expired():
                 raise
-            raise self._too_late("") from error
+            raise too_late(self.url, self._limits) from error
 
     def _send(self) -> None:
         """As many requests as there are places; what is left goes when one of them ends."""
@@ -145,32 +143,20 @@ class RemoteRetriever:
                 self._under_way.pop(asked, None)
 
     async def _answer(self, queries: list[str], k: int) -> list[list[Passage]]:
-        deadline, made = time.monotonic() + self._deadline_seconds, 0
-        body = {"queries": queries, "k": k}
-        while True:
-            made += 1
+        async def attempt() -> list[list[Passage]]:
             began = time.monotonic()
-            try:
-                async with asyncio.timeout(min(self._timeout_seconds, max(0.001, deadline - began))):
-                    answer = await self._endpoint.post(body)
-                self._count(batches=1, search_seconds=time.monotonic() - began)
-                return self._read(answer, len(queries), k)
-            except TimeoutError:
-                fault = PassingFault(f"no whole answer within {self._timeout_seconds:g} s")
-            except PassingFault as found:
-                fault = found
-            except RequestError as error:
-                raise RetrieverRefused(str(error)) from error
-            if made >= self._tries:
-                raise RetrieverUnavailable(
-                    f"{self.url} failed {made} times, the last time with {fault}: check that `python -m mujica_jax.index serve` runs there"
-                )
-            doubled = min(self._first_wait_seconds * 2 ** (made - 1), LONGEST_WAIT_SECONDS)
-            wait = max(fault.after_seconds, doubled * self._random.uniform(0.5, 1.5))
-            if time.monotonic() + wait >= deadline:
-                raise self._too_late(f" ({made} tries, the last one ended with {fault})")
-            self._count(retries=1)
-            await asyncio.sleep(wait)
+            answer = await self._endpoint.post({"queries": queries, "k": k})
+            self._count(batches=1, search_seconds=time.monotonic() - began)
+            return self._read(answer, len(queries), k)
+
+        return await until_answered(
+            attempt,
+            self._limits,
+            url=self.url,
+            advice="check that `python -m mujica_jax.index serve` runs there",
+            draw=self._random,
+            before_another=lambda fault: self._count(retries=1),
+        )
 
     def _read(self, answer: dict[str, Any], queries: int, k: int) -> list[list[Passage]]:
         """Raises PassingFault for what is no answer to this request."""
@@ -200,11 +186,6 @@ class RemoteRetriever:
     def _count(self, **amounts: float) -> None:
         sums = {name: getattr(self._statistics, name) + amount for name, amount in amounts.items()}
         self._statistics = dataclasses.replace(self._statistics, **sums)
-
-    def _too_late(self, so_far: str) -> RetrieverTimeout:
-        return RetrieverTimeout(
-            f"{self.url} gave no answer within the deadline of {self._deadline_seconds:g} s{so_far}: allow more time or search less at once"
-        )
 
 
 def open_remote(url: str, retriever: str) -> RemoteRetriever:

@@ -28,13 +28,15 @@ _closing_parenthesis = re.compile(r"\s*\([^()]*\)$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Triple:
-    """`subject_id` and `object_id` are Q-ids or empty; a literal object (a date) is no entity."""
+    """`subject_id` and `object_id` are Q-ids or empty; a literal object (a date) is no entity, and known by its relation, by its id,
+    or because the source says so (`literal`)."""
 
     subject: str
     relation: str
     object: str
     subject_id: str = ""
     object_id: str = ""
+    literal: bool = False
 
     @property
     def text(self) -> str:
@@ -42,7 +44,7 @@ class Triple:
 
     @property
     def object_is_literal(self) -> bool:
-        return self.relation in LITERAL_RELATIONS or self.object_id == LITERAL_ID
+        return self.literal or self.relation in LITERAL_RELATIONS or self.object_id == LITERAL_ID
 
 
 class TripleGraph:

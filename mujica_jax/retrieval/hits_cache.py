@@ -13,8 +13,8 @@ from pathlib import Path
 SECONDS_FOR_A_LOCK = 2.0  # that another process holds
 
 
-class HitsCache:
-    """Query and k to positions and scores, for one version of an index. From any thread."""
+class AnswerCache:
+    """Query and k to the text of an answer, for one version of what answers. From any thread."""
 
     def __init__(self, folder: Path, version: str) -> None:
         self.path = folder / f"{version}.sqlite"
@@ -33,19 +33,19 @@ class HitsCache:
         except (sqlite3.Error, OSError) as error:
             self._give_up(error)
 
-    def get(self, query: str, k: int) -> list[tuple[int, float]] | None:
+    def read(self, query: str, k: int = 0) -> str | None:
         with self._lock:
             if self._database is None:
                 return None
             try:
                 row = self._database.execute("SELECT found FROM hits WHERE query = ? AND k = ?", (query, k)).fetchone()
-                return None if row is None else [(position, score) for position, score in json.loads(row[0])]
-            except (sqlite3.Error, ValueError, UnicodeEncodeError) as error:
+                return None if row is None else row[0]
+            except (sqlite3.Error, UnicodeEncodeError) as error:
                 self._give_up(error)
                 return None
 
-    def put(self, queries: Sequence[str], k: int, found: Sequence[Sequence[tuple[int, float]]]) -> None:
-        rows = [(query, k, json.dumps(hits)) for query, hits in zip(queries, found, strict=True)]
+    def write(self, rows: Sequence[tuple[str, int, str]]) -> None:
+        """Each a query, k, and the answer's text."""
         with self._lock:
             if self._database is None:
                 return
@@ -66,6 +66,22 @@ class HitsCache:
         if self._database is not None:
             self._database.close()
             self._database = None
+
+
+class HitsCache(AnswerCache):
+    """Query and k to positions and scores, for one version of an index. From any thread."""
+
+    def get(self, query: str, k: int) -> list[tuple[int, float]] | None:
+        text = self.read(query, k)
+        try:
+            return None if text is None else [(position, score) for position, score in json.loads(text)]
+        except (TypeError, ValueError) as error:
+            with self._lock:
+                self._give_up(error)
+            return None
+
+    def put(self, queries: Sequence[str], k: int, found: Sequence[Sequence[tuple[int, float]]]) -> None:
+        self.write([(query, k, json.dumps(hits)) for query, hits in zip(queries, found, strict=True)])
 
 
 def cache_folder() -> Path:

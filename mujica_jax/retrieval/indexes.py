@@ -70,10 +70,15 @@ class Recipe:
             plan |= {"recall_target": self.recall_target}
         if self.source is not None:
             taken = index_files.read_manifest(self.source)
-            if taken["kind"] == "bm25":
-                raise UserError(f"the index {self.source} is of kind bm25 and has no embeddings: give a dense one")
+            if "embedder" not in taken:
+                raise UserError(
+                    f"the index {self.source} is of kind {taken['kind']} and has no embeddings: give a dense one"
+                )
             return plan | {name: taken[name] for name in DENSE_PLAN}
-        plan |= {"corpus": [{"name": Path(path).name, **_file(path)} for path in self.corpus], "skip": self.skip}
+        plan |= {
+            "corpus": [{"name": Path(path).name, **describe_file(path)} for path in self.corpus],
+            "skip": self.skip,
+        }
         if self.embedder is None:
             return plan | {"tokeniser": self.tokeniser}
         return plan | {
@@ -114,6 +119,8 @@ def open_index(folder: str | Path, embedder: EmbedderFolder | None = None, recal
     """
     folder = Path(folder)
     manifest = index_files.read_manifest(folder)
+    if "passages" not in manifest:
+        raise UserError(f"the index {folder} is of kind {manifest['kind']} and holds no passages: give one that does")
     passages = PassageFile(folder / FILE)
     if len(passages) != manifest["passages"]:
         raise UserError(
@@ -231,7 +238,7 @@ def _data_mesh() -> Any:
     return make_mesh(len(devices), 1, 1, devices) if len(devices) > 1 else None
 
 
-def _file(path: str) -> dict[str, Any]:
+def describe_file(path: str) -> dict[str, Any]:
     try:
         return {"bytes": Path(path).stat().st_size, "sha256": index_files.checksum(Path(path))}
     except OSError as error:

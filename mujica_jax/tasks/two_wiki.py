@@ -1,7 +1,8 @@
 """2WikiMultihopQA (Ho et al., 2020) as a task: questions over its knowledge graph or over a corpus of passages.
 
 - `environment="graph"` (2Wiki-KG): every question with evidences. Its candidates are the topic entities that the question itself
-  names, under the graph's labels, in the order of the question; a search returns the triples of one entity, in both directions.
+  names, under the graph's labels, in the order of the question; a search returns the triples of one entity, in both directions: of
+  the data folder's graph, or of the one that `index` names. Demonstrations are always played in the data folder's.
 - `environment="text"` (2Wiki-Text): the questions made for the corpus (`questions*.jsonl`, with aliases) whose gold passages it
   holds; a search is BM25 over the corpus, or whatever the index that `index` names does with its own corpus.
 
@@ -14,31 +15,23 @@ import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from mujica_jax.config import TwoWikiConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Question
-from mujica_jax.retrieval.bm25 import Bm25Index
-from mujica_jax.retrieval.client import open_remote
-from mujica_jax.retrieval.corpus import Passage, read_corpus
-from mujica_jax.retrieval.dense import nearest
-from mujica_jax.retrieval.embedders import find_embedder
+from mujica_jax.retrieval.corpus import Passage
 from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
-from mujica_jax.retrieval.hits_cache import HitsCache, cache_folder
-from mujica_jax.retrieval.indexes import Index, open_index, read_kind
 from mujica_jax.retrieval.passages import PassageFile
-from mujica_jax.retrieval.retriever import IndexRetriever, Retriever
 from mujica_jax.tasks.chains import answer_from_evidence, follows_from_evidence
 from mujica_jax.tasks.demonstrations import CopyPlan, Demonstrations, copy_plan, renamed_copy
-from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
+from mujica_jax.tasks.environment import GraphEnvironment, KnowledgeGraphEnvironment, TextEnvironment
 from mujica_jax.tasks.reading import Vocabulary, documents
 from mujica_jax.tasks.renaming import NameParts
 from mujica_jax.tasks.task import Environment, Split
 from mujica_jax.tasks.two_wiki_records import (
-    CORPUS_FILES,
     CORPUS_QUESTION_FILES,
     GRAPH_FILES,
     QUESTION_FILES,
@@ -49,6 +42,7 @@ from mujica_jax.tasks.two_wiki_records import (
     read_questions,
     with_known_ids,
 )
+from mujica_jax.tasks.two_wiki_search import open_knowledge_graph, open_passages, ranking
 
 READING_COPIES = 4  # of each training question
 READING_FACTS = 5  # most facts a document lists
@@ -67,12 +61,15 @@ class TwoWiki:
         config: TwoWikiConfig,
         environment: Environment,
         questions: Sequence[Question],
+        *,
         gold_passages: Sequence[Passage] = (),
+        taught_in: GraphEnvironment | None = None,
     ) -> None:
-        """`gold_passages` are those of all questions, for text."""
+        """`gold_passages` are those of all questions, for text; `taught_in` is where demonstrations are played, for graphs."""
         ordered = sorted(questions, key=lambda question: _hash(question.id))
         held_out = [question for question in ordered if is_held_out(question.id, config.hold_out_percent)]
         self.config, self.environment, self._gold_passages = config, environment, gold_passages
+        self._taught_in = taught_in
         self._train = [question for question in ordered if not is_held_out(question.id, config.hold_out_percent)]
         self._test = held_out[: config.test_questions]
 
@@ -87,12 +84,12 @@ class TwoWiki:
         """
         usable = [question for question in self._train if follows_from_evidence(question)]
         originals = [_with_label_as_answer(question) for question in usable]
-        if not (self.config.augmented_copies and isinstance(self.environment, GraphEnvironment)):
+        if self._taught_in is None:
             return Demonstrations(originals, self.environment)
         return Demonstrations(
             originals,
-            self.environment,
-            plans=self._plans(originals, self.environment.graph),
+            self._taught_in,
+            plans=self._plans(originals, self._taught_in.graph) if self.config.augmented_copies else (),
             parts=self._parts,
             copies=self.config.augmented_copies,
             top_k=self.config.top_k,
@@ -100,7 +97,7 @@ class TwoWiki:
 
     def reading_documents(self, seed: int) -> Iterator[str]:
         """Graph: facts put together anew from renamed copies, see `reading.py`. Text: the passages of the training side."""
-        if isinstance(self.environment, GraphEnvironment):
+        if self._taught_in is not None:
             return documents(self._reading_vocabulary, seed)
         passages = self._training_passages()
         draw = random.Random(f"reading {seed}")
@@ -124,11 +121,11 @@ class TwoWiki:
     @functools.cached_property
     def _reading_vocabulary(self) -> Vocabulary:
         """Labels and values of renamed copies that no demonstration uses. A work has a director or the like, a person none."""
-        assert isinstance(self.environment, GraphEnvironment), "only graphs have copies"
+        assert self._taught_in is not None, "only graphs have copies"
         labels: dict[str, list[str]] = {"work": [], "other": []}
         values: dict[str, dict[str, list[str]]] = {"work": {}, "other": {}}
         usable = [question for question in self._train if follows_from_evidence(question)]
-        for plan in self._plans(usable, self.environment.graph):
+        for plan in self._plans(usable, self._taught_in.graph):
             for number in range(READING_COPIES):
                 question, _ = renamed_copy(plan, self._parts, -1 - number, self.config.top_k)
                 relations: dict[str, set[str]] = {}
@@ -179,7 +176,12 @@ def build(config: TwoWikiConfig) -> TwoWiki:
     graph = TripleGraph(with_known_ids(_read_graph(config.data_dir), records))
     questions = [question for record in records if (question := graph_question(record, graph)) is not None]
     _refuse_none(questions, config, "evidences and entity_ids")
-    return TwoWiki(config, GraphEnvironment(graph, config.top_k, _ranked(config)), questions)
+    ranked = ranking(config)
+    taught_in = GraphEnvironment(graph, config.top_k, ranked)
+    searched = taught_in
+    if config.index is not None:
+        searched = KnowledgeGraphEnvironment(open_knowledge_graph(config.index), config.top_k, ranked)
+    return TwoWiki(config, searched, questions, taught_in=taught_in)
 
 
 def is_held_out(question_id: str, hold_out_percent: int) -> bool:
@@ -219,7 +221,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
             f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set augmented_copies "
             "to 0 or environment to graph"
         )
-    retriever, passages = _retriever(config)
+    retriever, passages = open_passages(config)
     gold = _titled(passages, {title for record in records for title in record.titles})
     titles = {passage.title for passage in gold}
     sample = {
@@ -239,52 +241,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
         if record.id in sample and record.titles and titles.issuperset(record.titles)
     ]
     _refuse_none(questions, config, "gold passages in the corpus")
-    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions, gold)
-
-
-def _retriever(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
-    """What is searched, and the passages in which questions have their gold ones."""
-    if config.index is not None and config.index.startswith(("http://", "https://")):
-        return open_remote(config.index, config.retriever), _corpus(config)
-    index = _index(config)
-    in_memory = config.index is None
-    cache = None if in_memory else HitsCache(cache_folder(), index.version)
-    return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
-
-
-def _ranked(config: TwoWikiConfig) -> Callable[[str, Sequence[str]], list[int]] | None:
-    """How an entity's triples are ordered where they are more than `top_k`; None: by the words they share with the query."""
-    if config.retriever == "bm25":
-        return None
-    embedder = find_embedder(config.embedder).load()
-    return lambda query, texts: [place for place, _ in nearest(embedder, query, texts, len(texts))]
-
-
-def _index(config: TwoWikiConfig) -> Index:
-    """The index that the configuration names; without one, BM25 over the corpus of the data folder."""
-    if config.index is None:
-        if config.retriever == "dense":
-            raise UserError(
-                "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index build --corpus "
-                f"FILE --kind accelerator --embedder {config.embedder} --out DIR` and give --task.index DIR"
-            )
-        return Bm25Index(_corpus(config), "default")
-    kind = read_kind(config.index)
-    if (kind == "bm25") != (config.retriever == "bm25"):
-        raise UserError(
-            f"retriever is {config.retriever} and the index {config.index} is of kind {kind}: give --task.retriever "
-            f"{'bm25' if kind == 'bm25' else 'dense'} or another index"
-        )
-    index = open_index(config.index, find_embedder(config.embedder) if config.retriever == "dense" else None)
-    if config.top_k > len(index.passages):
-        raise UserError(
-            f"top_k is {config.top_k} and the index {config.index} holds {len(index.passages):,} passages: lower top_k"
-        )
-    return index
-
-
-def _corpus(config: TwoWikiConfig) -> list[Passage]:
-    return read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))
+    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions, gold_passages=gold)
 
 
 def _titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:

@@ -1,0 +1,44 @@
+"""A knowledge graph in pyoxigraph's store: on disk, as `graph_index.py` builds and opens it, or in memory."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from mujica_jax.retrieval import sparql
+from mujica_jax.retrieval.errors import RetrieverTimeout, RetrieverUnavailable
+from mujica_jax.retrieval.knowledge_graph import KnowledgeGraph, Read
+
+if TYPE_CHECKING:
+    from pyoxigraph import Store
+
+
+class GraphStore(KnowledgeGraph):
+    """A query takes a thread, so that a slow disk holds up no other episode."""
+
+    def __init__(
+        self, store: "Store", *, version: str, languages: tuple[str, ...], deadline_seconds: float = 60.0
+    ) -> None:
+        super().__init__(version=version, languages=languages)
+        self.store, self._deadline_seconds = store, deadline_seconds
+
+    async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
+        try:
+            async with asyncio.timeout(self._deadline_seconds) as timer:
+                return await asyncio.to_thread(self._answer, query, read)
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise RetrieverTimeout(
+                f"the graph gave no answer within the deadline of {self._deadline_seconds:g} s"
+            ) from error
+
+    def _answer(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
+        began = time.monotonic()
+        try:
+            rows: Any = self.store.query(query)
+            return read(rows)
+        except OSError as error:
+            raise RetrieverUnavailable(f"the graph failed ({error})") from error
+        finally:
+            self._count(batches=1, search_seconds=time.monotonic() - began)
