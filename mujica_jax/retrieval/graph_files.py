@@ -101,14 +101,14 @@ def is_table(path: str) -> bool:
     return name.endswith(".tsv")
 
 
-def pieces(path: str, start: int = 0, lines: int = 0, size: int = READ_BYTES) -> Iterator[Piece]:
-    """From byte `start` of the decompressed file on, in front of which `lines` lines stand."""
+def pieces(path: str, start: int = 0, lines: int = 0, size: int | None = None) -> Iterator[Piece]:
+    """From byte `start` of the decompressed file on, in front of which `lines` lines stand; of about `size` bytes (READ_BYTES)."""
     try:
         with open(path, "rb") as raw, _decompressed(path, raw) as file:
             bytes_there = max(1, os.fstat(raw.fileno()).st_size)
             file.seek(start)
             rest = b""
-            while content := file.read(size):
+            while content := file.read(size or READ_BYTES):
                 whole, line_end, after = content.rpartition(b"\n")
                 if not line_end:
                     rest += content

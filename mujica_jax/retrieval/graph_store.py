@@ -38,7 +38,7 @@ class GraphStore(KnowledgeGraph):
         try:
             rows: Any = self.store.query(query)
             return read(rows)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise RetrieverUnavailable(f"the graph failed ({error})") from error
         finally:
             self._count(batches=1, search_seconds=time.monotonic() - began)

@@ -1,0 +1,197 @@
+"""A SPARQL endpoint that misbehaves, is slow, or asks to be asked less: what passes is survived, what does not is a typed error."""
+
+import asyncio
+import itertools
+import json
+import time
+
+import pyoxigraph
+import pytest
+from little_graph import FILM, texts, write_dump
+from local_endpoint import Answer, serving
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
+from mujica_jax.retrieval.graph_index import graph_in_memory
+from mujica_jax.retrieval.hits_cache import AnswerCache
+from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint, open_endpoint
+from mujica_jax.retrieval.tries import Tries
+
+QUICK = Tries(timeout_seconds=0.5, deadline_seconds=10.0, first_wait_seconds=0.01)
+NOTHING = {"head": {"vars": ["entity"]}, "results": {"bindings": []}}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> pyoxigraph.Store:
+    return graph_in_memory(write_dump(tmp_path_factory.mktemp("graph") / "dump.nt")).store
+
+
+def truth(store: pyoxigraph.Store, request) -> Answer:
+    found = store.query(request.body["query"])
+    return Answer(content=found.serialize(format=pyoxigraph.QueryResultsFormat.JSON))
+
+
+def endpoint_at(url: str, **options) -> SparqlEndpoint:
+    return SparqlEndpoint(url, **{"queries_per_second": 1e6, "limits": QUICK} | options)
+
+
+def asked(work):
+    return asyncio.run(work)
+
+
+MISBEHAVIOUR = {
+    "500": Answer(status=500, content=b"java.util.concurrent.TimeoutException"),
+    "502": Answer(status=502),
+    "429 with a wish": Answer(status=429, headers={"Retry-After": "0.05"}),
+    "hang up": Answer(fault="hang up"),
+    "cut": Answer(content=NOTHING, fault="cut"),
+    "no JSON": Answer(content=b"<html>gateway</html>"),
+    "half of a JSON": Answer(content=b'{"head": {"vars": ["entity"]}, "results": {"bindings": [{"entity": {"type"'),
+    "no results": Answer(content={"head": {"vars": []}}),
+    "another JSON": Answer(content=[1, 2]),
+    "a yes": Answer(content={"head": {}, "boolean": True}),
+    "no UTF-8": Answer(content=json.dumps(NOTHING).encode()[:-4] + b"\xff\xff"),
+    "no IRI": Answer(
+        content={"head": {"vars": ["x"]}, "results": {"bindings": [{"x": {"type": "uri", "value": "no IRI"}}]}}
+    ),
+    "late": Answer(content=NOTHING, after_seconds=5.0),
+    "trickle": Answer(content=NOTHING, fault="trickle"),
+}
+
+
+@pytest.mark.parametrize("fault", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR)
+def test_what_passes_is_survived(store, fault):
+    with serving(lambda request, before: fault if before < 2 else truth(store, request)) as endpoint:
+        graph = endpoint_at(endpoint.base_url)
+        assert texts(asked(graph.triples_of("Q1"))) == FILM
+        assert len(endpoint.requests) == 3 and graph.statistics.retries == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "kind", "said"),
+    [
+        (Answer(status=500), {"tries": 3}, RetrieverUnavailable, "failed 3 times, the last time with status 500"),
+        (Answer(content=b"no"), {"tries": 2}, RetrieverUnavailable, "an answer that is no SPARQL result"),
+        (
+            Answer(status=400, content=b"bad query"),
+            {},
+            RetrieverRefused,
+            "refused the request with status 400: bad query",
+        ),
+        (Answer(status=403, content=b"banned"), {}, RetrieverRefused, "status 403: banned"),
+        (Answer(status=429, headers={"Retry-After": "3600"}), {}, RetrieverTimeout, r"within the deadline of 0\.5 s"),
+        (Answer(content=NOTHING, after_seconds=5.0), {"timeout_seconds": 9.0}, RetrieverTimeout, "within the deadline"),
+    ],
+)
+def test_what_does_not_pass_is_a_typed_error(fault, options, kind, said):
+    limits = {"timeout_seconds": 0.2, "deadline_seconds": 0.5, "first_wait_seconds": 0.01} | options
+    with serving(lambda request, before: fault) as endpoint:
+        graph = endpoint_at(endpoint.base_url, limits=Tries(**limits))
+        began = time.monotonic()
+        with pytest.raises(kind, match=said):
+            asked(graph.triples_of("Q1"))
+        assert time.monotonic() - began < 3.0
+        assert (graph.statistics.queries, graph.statistics.failed) == (1, 1)
+
+
+def test_an_endpoint_that_is_not_there_is_a_typed_error():
+    graph = endpoint_at("http://127.0.0.1:9/sparql", limits=Tries(tries=2, first_wait_seconds=0.01))
+    with pytest.raises(RetrieverUnavailable, match="ConnectError"):
+        asked(graph.triples_of("Q1"))
+
+
+def test_answers_are_kept_on_disk_by_endpoint_and_query(store, tmp_path):
+    with serving(lambda request, before: truth(store, request)) as endpoint:
+        first = endpoint_at(endpoint.base_url, cache=AnswerCache(tmp_path, "a"))
+        found = asked(first.triples_of("Q1"))
+        again = endpoint_at(endpoint.base_url, cache=AnswerCache(tmp_path, "a"))
+        assert asked(again.triples_of("Q1")) == found
+        assert (again.statistics.cached, again.statistics.batches, len(endpoint.requests)) == (1, 0, 1)
+        asked(again.triples_of("Q2"))
+        other = endpoint_at(endpoint.base_url, cache=AnswerCache(tmp_path, "b"))
+        asked(other.triples_of("Q1"))
+        assert len(endpoint.requests) == 3
+
+
+def test_what_is_damaged_in_the_cache_is_asked_again_and_failures_are_not_kept(store, tmp_path):
+    cache = AnswerCache(tmp_path, "a")
+    with serving(lambda request, before: truth(store, request) if before else Answer(status=400)) as endpoint:
+        graph = endpoint_at(endpoint.base_url, cache=cache)
+        with pytest.raises(RetrieverRefused):
+            asked(graph.triples_of("Q1"))
+        assert texts(asked(graph.triples_of("Q1"))) == FILM
+        query = endpoint.requests[0].body["query"]
+        cache.write([(query, 0, "{")])
+        assert texts(asked(graph.triples_of("Q1"))) == FILM
+        assert len(endpoint.requests) == 3
+        assert texts(asked(graph.triples_of("Q1"))) == FILM and len(endpoint.requests) == 3
+
+
+def test_the_same_question_at_the_same_time_goes_there_once(store):
+    async def together(graph, *keys):
+        return await asyncio.gather(*(graph.triples_of(key) for key in keys))
+
+    def slowly(request, before):
+        time.sleep(0.1)
+        return truth(store, request)
+
+    with serving(slowly) as endpoint:
+        graph = endpoint_at(endpoint.base_url, concurrency=2)
+        found = asked(together(graph, "Q1", "Q1", "Q2", "Q1", "Q3", "Q4", "Q5"))
+        assert found[0] == found[1] == found[3] and texts(found[0]) == FILM
+        assert len(endpoint.requests) == 5 and graph.statistics.shared == 2
+        assert endpoint.most_at_once <= 2
+        assert asked(together(graph, "Q1", "Q2"))[0] == found[0], "in another event loop"
+
+
+def test_a_caller_that_goes_away_takes_nobody_along(store):
+    async def play(graph):
+        leaving = asyncio.ensure_future(graph.triples_of("Q1"))
+        staying = asyncio.ensure_future(graph.triples_of("Q1"))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        return await staying
+
+    def slowly(request, before):
+        time.sleep(0.2)
+        return truth(store, request)
+
+    with serving(slowly) as endpoint:
+        assert texts(asked(play(endpoint_at(endpoint.base_url)))) == FILM
+        assert len(endpoint.requests) == 1
+
+
+def test_requests_go_no_faster_than_allowed_and_all_wait_when_asked_to(store):
+    times: list[float] = []
+
+    def timed(request, before):
+        times.append(time.monotonic())
+        if before == 2:
+            return Answer(status=429, headers={"Retry-After": "0.5"})
+        return truth(store, request)
+
+    async def together(graph):
+        return await asyncio.gather(*(graph.triples_of(f"Q{number}") for number in range(1, 7)))
+
+    with serving(timed) as endpoint:
+        asked(together(endpoint_at(endpoint.base_url, queries_per_second=20, concurrency=3)))
+    assert len(times) == 7
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert min(gaps) > 0.03, "50 ms, less what the machine was late"
+    assert times[-1] - times[2] > 0.45, "what the endpoint asked for"
+
+
+def test_an_endpoint_is_tried_before_a_run(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with serving(lambda request, before: truth(store, request)) as endpoint:
+        graph = open_endpoint(f"sparql+{endpoint.base_url}")
+        assert texts(asked(graph.triples_of("Q1"))) == FILM
+        assert texts(asked(open_endpoint(f"sparql+{endpoint.base_url}").triples_of("Q1"))) == FILM
+        assert len(endpoint.requests) == 3, "each is tried, and the triples are kept"
+    with serving(lambda request, before: Answer(content=NOTHING)) as endpoint, pytest.raises(UserError) as error:
+        open_endpoint(f"sparql+{endpoint.base_url}")
+    assert "holds no graph in Wikidata's vocabulary" in str(error.value)
+    with pytest.raises(UserError, match=r"names no server: write it as sparql\+https://HOST/sparql"):
+        open_endpoint("sparql+https:///")
+    with pytest.raises(UserError, match="failed 3 times"):
+        open_endpoint("sparql+http://127.0.0.1:9/sparql")
