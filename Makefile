@@ -2,6 +2,7 @@
 # make train     install, then a training run:   make train ARGS="configs/two_wiki_kg_nano.py --seed 1"
 # make test      install, then the tests:        make test ARGS="tests/test_report.py -k tree"
 # make test-slow what takes longer: kills and SIGTERM in every phase; eight devices against one; programs of 7B and 8B models compiled for TPUs
+# make test-crashes  of these the crash matrix: SIGKILL and SIGTERM in every phase, a full disk, a failing bucket, a job that loses a process
 # make lint      install, then ruff and pyright
 # make clean     remove .venv and all caches; runs/ stays
 #
@@ -21,7 +22,7 @@ define CHECK_PYTHON
 import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("mujica_jax needs Python 3.11 to 3.13 and $(PYTHON) is %d.%d: name another one, as in make install PYTHON=python3.12" % sys.version_info[:2])
 endef
 
-.PHONY: install train test test-slow lint clean
+.PHONY: install train test test-slow test-crashes lint clean
 
 install: $(STAMP)
 
@@ -42,6 +43,9 @@ test: install
 
 test-slow: install $(COMPILER)
 	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m slow $(ARGS)
+
+test-crashes: install
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m slow tests/loops tests/test_resume.py $(ARGS)
 
 # The TPU compiler stands beside the environment and not in it: there, JAX would look for a TPU at every start and complain.
 $(COMPILER): $(STAMP)

@@ -27,7 +27,10 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(attention, "_splash", functools.partial(attention._splash, interpret=True))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 128), (2, 2, 128), (4, 1, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(4, 2, 128), pytest.param(2, 2, 128, marks=pytest.mark.slow), pytest.param(4, 1, 64, marks=pytest.mark.slow)],
+)
 def test_splash_computes_what_xla_does(interpreted, heads, kv_heads, head_dim):
     *inputs, segments = packed(128, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 

@@ -92,10 +92,12 @@ def assert_state_is(folder: Path, trainer: Trainer, state: TrainState) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), found[0], state)
 
 
+@pytest.mark.slow
 def test_two_processes_with_four_devices_each_train_like_one_device(trainer, on_one_device, two_processes):
     assert_state_is(two_processes, trainer, on_one_device)
 
 
+@pytest.mark.slow
 def test_each_process_reads_its_half_of_the_rows(two_processes):
     halves = [record["read"] for record in records(two_processes, 2)]
     rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0).num_rows
@@ -106,6 +108,7 @@ def test_each_process_reads_its_half_of_the_rows(two_processes):
         assert first + second == chosen
 
 
+@pytest.mark.slow
 def test_what_lies_on_two_processes_is_exported_by_one(trainer, two_processes):
     """Policy and checkpoint of the same state: each went its own way to disk."""
     found = Checkpoints(two_processes / "learning", keep=1).restore_latest(trainer.abstract_state())
@@ -114,6 +117,7 @@ def test_what_lies_on_two_processes_is_exported_by_one(trainer, two_processes):
     jax.tree.map(np.testing.assert_array_equal, policy, trainer.policy(found[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_each_process_has_the_policy_whole_on_its_engine_s_devices(two_processes, tensor):
     policy = jax.tree.leaves(nnx.state(load_checkpoint(two_processes / "policy")))

@@ -9,7 +9,7 @@ import pytest
 from tiny_engine import MODEL, PAGES_A_SLOT, SLOTS, make_engine
 from traffic import assert_nothing_is_held, complete_all, letter, make_generator, params
 
-from mujica_jax.inference import generator as generator_module
+from mujica_jax.inference.live_request import LiveRequest
 from mujica_jax.inference.requests import Completion, DeadlineError, SamplingParams
 
 REQUESTS, WARM_UP, CHECKED = 2000, 1000, 60
@@ -76,7 +76,7 @@ def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
     asyncio.run(main(WARM_UP, REQUESTS))
     growth = resident_bytes() - after_warm_up
     assert growth < GROWTH_BYTES, f"{growth / 2**20:.0f} MiB more after {REQUESTS - WARM_UP} further requests"
-    assert not [one for one in gc.get_objects() if isinstance(one, generator_module._Request)]
+    assert not [one for one in gc.get_objects() if isinstance(one, LiveRequest)]
     assert_nothing_is_held(generator)
     assert generator.statistics.evicted_pages > 100
 

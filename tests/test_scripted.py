@@ -13,6 +13,7 @@ from mujica_jax.tasks import tiny_world
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.tiny_questions import KIND_SHARES
 from mujica_jax.tasks.tiny_world import TinyWorld
+from mujica_jax.trajectories.packing import pack
 
 # The little tokenizer spells names byte by byte.
 WIDE = {"max_turn_tokens": 600, "max_trajectory_tokens": 4000, "max_observation_tokens": 3000}
@@ -119,6 +120,14 @@ def test_demonstrations_are_trained_on_what_they_wrote_and_have_no_log_probabili
                 assert turn.logprobs is None
                 if turn.trained:
                     assert turn.token_ids[-1] == tokenizer().stop_token_ids[0]
+
+
+def test_rows_of_played_conversations_are_95_percent_full(played):
+    """Planners of several turns among many short workers, in rows that hold the longest planner twice."""
+    conversations = [conversation for _, trajectory in played for conversation in trajectory.conversations]
+    lengths = sorted(len(conversation.token_ids) for conversation in conversations)
+    assert lengths[-1] > 3 * lengths[0], "no lengths alike, with which rows would fill by themselves"
+    assert pack(conversations, row_tokens=2 * lengths[-1], seed=0).efficiency >= 0.95
 
 
 def test_what_the_graph_lacks_is_not_answered():

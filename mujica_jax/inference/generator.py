@@ -15,17 +15,16 @@ import dataclasses
 import heapq
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal
 
 import numpy as np
 from flax import nnx
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import Decoded, Engine, FlushRow, PrefillRow, SlotState
-from mujica_jax.inference.pages import Lease, Pages
+from mujica_jax.inference.live_request import LiveRequest
+from mujica_jax.inference.pages import Pages
 from mujica_jax.inference.requests import (
     Completion,
-    DeadlineError,
     OverloadError,
     PolicyError,
     RequestError,
@@ -33,7 +32,6 @@ from mujica_jax.inference.requests import (
     check_params,
     check_prompt,
 )
-from mujica_jax.inference.stops import StopMatcher
 
 FLOAT32 = np.finfo(np.float32)
 TURNS_OF_THE_LOOP = 6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
@@ -61,28 +59,6 @@ class GeneratorStatistics:
         return 1.0 - self.prefilled_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-@dataclasses.dataclass(eq=False)
-class _Request:
-    prompt: np.ndarray  # int32
-    params: SamplingParams
-    continues: bool
-    future: asyncio.Future
-    shown: asyncio.Queue | None  # whole tokens, as they become final; None where nobody watches
-    matcher: StopMatcher | None
-    lease: Lease | None = None
-    blocks: list[int] | None = None  # a name for every full page of the prompt
-    computed: int = 0  # tokens of the prompt whose keys and values are in memory
-    flushed: int = 0  # tokens of the sequence that the pages hold
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    sampling_logprobs: list[float] = dataclasses.field(default_factory=list)
-    shown_tokens: int = 0
-
-    @property
-    def prefilled(self) -> bool:
-        return self.computed >= len(self.prompt) - 1
-
-
 class BatchedGenerator:
     """The `Generator` of one engine. Use from one event loop at a time."""
 
@@ -101,9 +77,9 @@ class BatchedGenerator:
         self._engine, self._reuse, self._token_bytes = engine, prefix_reuse, token_bytes
         self._queue_size = queue_size
         self.policy_version = policy_version
-        self._waiting: list[tuple[int, int, _Request]] = []
-        self._gate: collections.deque[_Request] = collections.deque()  # those that wait for room in the queue
-        self._running: dict[int, _Request] = {}
+        self._waiting: list[tuple[int, int, LiveRequest]] = []
+        self._gate: collections.deque[LiveRequest] = collections.deque()  # those that wait for room in the queue
+        self._running: dict[int, LiveRequest] = {}
         self._submitted = 0
         self._driver: asyncio.Task | None = None
         self._swap: tuple[nnx.State, int, asyncio.Future] | None = None
@@ -191,15 +167,14 @@ class BatchedGenerator:
 
     def _request(
         self, prompt: Sequence[int], params: SamplingParams, continues: bool, *, shown: asyncio.Queue | None
-    ) -> _Request:
+    ) -> LiveRequest:
         try:
             self._check(prompt, params)
         except RequestError:
             self._counts["refused"] += 1
             raise
-        matcher = StopMatcher(params.stop_strings) if params.stop_strings else None
         future = asyncio.get_running_loop().create_future()
-        return _Request(np.asarray(prompt, np.int32), params, continues, future, shown, matcher)
+        return LiveRequest(np.asarray(prompt, np.int32), params, continues, future, shown, self._token_bytes)
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         check_params(params)
@@ -218,13 +193,13 @@ class BatchedGenerator:
                 f"the request needs {needed} pages of KV memory and the engine has {self._pages.count}: give it more memory"
             )
 
-    def _submit(self, request: _Request) -> asyncio.Future:
+    def _submit(self, request: LiveRequest) -> asyncio.Future:
         """Back-pressure: where the queue is full a request waits before it, first come first served. Its deadline runs from now."""
         if request.params.deadline_seconds is not None:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(request.params.deadline_seconds, self._expire, request)
             request.future.add_done_callback(lambda _: timer.cancel())
-        request.future.add_done_callback(lambda _: self._close(request))
+        request.future.add_done_callback(lambda _: request.close())
         if self.full:
             self._gate.append(request)
         else:
@@ -233,27 +208,17 @@ class BatchedGenerator:
             self._driver = asyncio.create_task(self._drive())
         return request.future
 
-    def _enqueue(self, request: _Request) -> None:
+    def _enqueue(self, request: LiveRequest) -> None:
         self._submitted += 1
         heapq.heappush(self._waiting, (0 if request.continues else 1, self._submitted, request))
 
-    def _expire(self, request: _Request) -> None:
+    def _expire(self, request: LiveRequest) -> None:
         if not request.future.done():
-            self._fail(
-                request,
-                DeadlineError(
-                    f"the deadline of {request.params.deadline_seconds} s passed after {len(request.tokens)} of up to "
-                    f"{request.params.max_new_tokens} tokens: allow more time or send less at once"
-                ),
-            )
+            self._fail(request, request.deadline_error())
 
-    def _close(self, request: _Request) -> None:
-        if request.shown is not None:
-            request.shown.put_nowait(None)
-
-    def _fail(self, request: _Request, error: RequestError) -> None:
+    def _fail(self, request: LiveRequest, error: RequestError) -> None:
         self._counts["refused"] += 1
-        request.future.set_exception(error)
+        request.fail(error)
 
     async def _drive(self) -> None:
         try:
@@ -357,7 +322,7 @@ class BatchedGenerator:
             self._engine.copy_pages(copies)
         return len(self._running) > already
 
-    def _uncached_blocks(self, request: _Request) -> list[int]:
+    def _uncached_blocks(self, request: LiveRequest) -> list[int]:
         """A name for every full page of the prompt that is not in memory, which stands for all tokens up to its end."""
         if request.blocks is None:
             size, prompt, name, request.blocks = self._engine.page_tokens, request.prompt, 0, []
@@ -374,7 +339,7 @@ class BatchedGenerator:
             if not request.future.done():
                 self._enqueue(request)
 
-    def _place(self, slot: int, request: _Request) -> None:
+    def _place(self, slot: int, request: LiveRequest) -> None:
         params, state = request.params, self._state
         self._running[slot] = request
         state.token[slot] = request.prompt[-1]
@@ -400,7 +365,7 @@ class BatchedGenerator:
                 break
         self._seconds += time.monotonic() - began
 
-    def _prefill_chunk(self, pending: Sequence[tuple[int, _Request]]) -> None:
+    def _prefill_chunk(self, pending: Sequence[tuple[int, LiveRequest]]) -> None:
         budget, rows, ready = self._engine.prefill_tokens, [], []
         for slot, request in pending:
             tokens = request.prompt[request.computed : -1][:budget]
@@ -418,7 +383,7 @@ class BatchedGenerator:
         if self._reuse and self._waiting:
             self._share(ready)
 
-    def _share(self, ready: Sequence[tuple[int, _Request]]) -> None:
+    def _share(self, ready: Sequence[tuple[int, LiveRequest]]) -> None:
         """Let those who wait find the prompts that were just computed."""
         size, rows = self._engine.page_tokens, []
         for slot, request in ready:
@@ -442,65 +407,29 @@ class BatchedGenerator:
         self._return(ended)
         self._seconds += time.monotonic() - began
 
-    def _take(self, slot: int, request: _Request, decoded: Decoded) -> bool:
+    def _take(self, slot: int, request: LiveRequest, decoded: Decoded) -> bool:
         """Hand a request what was generated for it; True if it ends."""
-        steps = int(decoded.valid[:, slot].sum())
-        new = decoded.tokens[:steps, slot].tolist()
-        self._counts["generated_tokens"] += steps
-        request.logprobs += decoded.logprobs[:steps, slot].tolist()
-        request.sampling_logprobs += decoded.sampling_logprobs[:steps, slot].tolist()
-        request.tokens += new
-        if request.future.done():
+        new = request.take(decoded, slot)
+        self._counts["generated_tokens"] += len(new)
+        if request.future.done() or not request.finite:
             return True
-        if not np.isfinite(request.logprobs[-steps:]).all():
-            return True
-        ending = self._ending(request, new)
+        ending = request.ending(new, self._engine.stop_token_ids)
         if ending is None and self._state.remaining[slot] == 0:
             ending = len(request.tokens), "length"
-        if ending is not None:
-            self._complete(request, *ending)
-        elif request.shown is not None:
-            safe = len(request.tokens) if request.matcher is None else request.matcher.safe_tokens()
-            self._show(request, safe)
-        return ending is not None
-
-    def _ending(self, request: _Request, new: Sequence[int]) -> tuple[int, Literal["stop", "stop_string"]] | None:
-        """(tokens of the completion, why it ends there) if the new tokens end it."""
-        before = len(request.tokens) - len(new)
-        for place, token in enumerate(new, start=before):
-            if token in self._engine.stop_token_ids or token in request.params.stop_token_ids:
-                return place + 1, "stop"
-            if request.matcher is not None:
-                assert self._token_bytes is not None, "checked when the request came"
-                whole = request.matcher.push(self._token_bytes(token))
-                if whole is not None:
-                    return whole, "stop_string"
-        return None
-
-    def _show(self, request: _Request, safe: int) -> None:
-        if request.shown is not None and safe > request.shown_tokens:
-            request.shown.put_nowait(tuple(request.tokens[request.shown_tokens : safe]))
-            request.shown_tokens = safe
-
-    def _complete(self, request: _Request, length: int, reason: Literal["stop", "length", "stop_string"]) -> None:
-        self._show(request, length)
+        if ending is None:
+            request.show()
+            return False
+        length, reason = ending
         self._counts["generated_tokens"] -= len(request.tokens) - length  # beyond a stop string: nobody gets them
-        request.future.set_result(
-            Completion(
-                token_ids=tuple(request.tokens[:length]),
-                logprobs=tuple(request.logprobs[:length]),
-                sampling_logprobs=tuple(request.sampling_logprobs[:length]),
-                finish_reason=reason,
-                policy_version=self.policy_version,
-            )
-        )
+        request.complete(length, reason, self.policy_version)
+        return True
 
-    def _return(self, ended: Sequence[tuple[int, _Request]]) -> None:
+    def _return(self, ended: Sequence[tuple[int, LiveRequest]]) -> None:
         """Free the slots of requests that ended, and leave what they computed in their pages."""
         flushed = []
         for slot, request in ended:
             assert request.lease is not None, "an admitted request has a lease"
-            if not np.isfinite(request.logprobs).all():
+            if not request.finite:
                 if not request.future.done():
                     after = len(request.tokens)
                     message = (
@@ -519,14 +448,14 @@ class BatchedGenerator:
                 self._engine.retire(slot)
                 self._drop(slot, request, held=len(request.prompt) + len(request.tokens) - 1 if self._reuse else 0)
 
-    def _leave(self, slot: int, request: _Request) -> None:
+    def _leave(self, slot: int, request: LiveRequest) -> None:
         """A request that nobody waits for: its pages go back as they were found."""
         assert request.lease is not None, "an admitted request has a lease"
         # Before its first log-probability nobody knows whether what it computed is finite.
         self._engine.retire(slot, broken_pages=() if request.tokens else self._pages.withdraw(request.lease))
         self._drop(slot, request, held=0)
 
-    def _drop(self, slot: int, request: _Request, *, held: int) -> None:
+    def _drop(self, slot: int, request: LiveRequest, *, held: int) -> None:
         assert request.lease is not None, "an admitted request has a lease"
         sequence = np.concatenate([request.prompt, np.asarray(request.tokens, np.int32)])[:held]
         self._pages.release(request.lease, sequence)
