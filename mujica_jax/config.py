@@ -41,6 +41,8 @@ class TwoWikiConfig:
     # What is searched instead of data_dir's own corpus (by BM25, in memory) or graph: a directory made by `python -m mujica_jax.index
     # build`; of passages also the http:// address of `index serve`, of a graph also a SPARQL endpoint as sparql+https://HOST/sparql.
     index: str | None = None
+    # What a SPARQL endpoint is asked at most: as much as public ones allow. Raise it for one of your own.
+    queries_per_second: float = 10.0
     embedder: str = DEFAULT_EMBEDDER  # with retriever dense: a folder, minilm, or a Hugging Face name; the one the index was built with
 
 

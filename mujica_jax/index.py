@@ -180,14 +180,17 @@ def query(given: argparse.Namespace) -> None:
 
 
 def serve(given: argparse.Namespace) -> None:
+    from mujica_jax import index_graph
     from mujica_jax.retrieval.hits_cache import HitsCache, cache_folder
     from mujica_jax.retrieval.indexes import read_kind
     from mujica_jax.retrieval.retriever import IndexRetriever
-    from mujica_jax.retrieval.service import make_app, make_server, open_port
+    from mujica_jax.retrieval.service import address_of, make_app, make_server, open_port
 
     kind = read_kind(given.index)
     if kind == GRAPH:
-        raise UserError(f"{given.index} is a graph")
+        _refuse_embedder(given)
+        index_graph.serve_graph(given)
+        return
     opened = open_port(given.host, given.port)
     with contextlib.closing(opened):
         index = _opened(given)
@@ -197,9 +200,7 @@ def serve(given: argparse.Namespace) -> None:
             most_waiting=given.most_waiting,
             deadline_seconds=given.deadline_seconds,
         )
-        host, port = opened.getsockname()[:2]
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        print(f"serving {given.index} (version {index.version}) at http://{address}", flush=True)
+        print(f"serving {given.index} (version {index.version}) at {address_of(opened)}", flush=True)
         for number in (signal.SIGTERM, signal.SIGINT):  # the server ends by them, and then sends them on
             signal.signal(number, lambda *_: None)
         make_server(make_app(retriever, kind)).run(sockets=[opened])
@@ -311,7 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     asked = command(query, "The passages found for one query, or the triples of an entity of a graph, as JSON lines.")
     asked.add_argument("text", metavar="QUERY", help="of a graph: a Q-id, a label or an alias")
     asked.add_argument("--k", type=int, help=f"at most so many ({DEFAULT_K} passages, all triples)")
-    served = command(serve, "An HTTP service: POST /search, GET /healthz, GET /metrics.")
+    served = command(serve, "An HTTP service: POST /search (of a graph: /sparql), GET /healthz, GET /metrics.")
     served.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1; 0.0.0.0 for other hosts)")
     served.add_argument("--port", type=int, default=8600)
     served.add_argument("--most-waiting", type=int, default=1024, help="queries in line before others get 429")

@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +55,24 @@ def query_graph(given: argparse.Namespace) -> None:
         asyncio.run(_print_triples(graph, given.index, given.text, given.k))
     except RetrievalError as error:
         raise UserError(error.reason) from error
+
+
+def serve_graph(given: argparse.Namespace) -> None:
+    from mujica_jax.retrieval.graph_service import GraphQueries, make_graph_app
+    from mujica_jax.retrieval.service import address_of, make_server, open_port
+
+    opened = open_port(given.host, given.port)
+    with contextlib.closing(opened):
+        graph = open_graph(given.index)
+        queries = GraphQueries(graph, most_waiting=given.most_waiting, deadline_seconds=given.deadline_seconds)
+        print(f"serving {given.index} (version {graph.version}) at {SCHEME}{address_of(opened)}/sparql", flush=True)
+        for number in (signal.SIGTERM, signal.SIGINT):  # the server ends by them, and then sends them on
+            signal.signal(number, lambda *_: None)
+        make_server(make_graph_app(queries)).run(sockets=[opened])
+    counted = queries.statistics
+    print(
+        f"{counted.queries:,} queries ({counted.failed:,} failed), {counted.search_seconds:.1f} s searching", flush=True
+    )
 
 
 async def _print_triples(graph: "KnowledgeGraph", index: str, text: str, limit: int | None) -> None:

@@ -6,7 +6,6 @@ pauses that double; one deadline covers all of it. What the service refuses is n
 """
 
 import asyncio
-import dataclasses
 import random
 import time
 from typing import Any
@@ -184,8 +183,7 @@ class RemoteRetriever:
             )
 
     def _count(self, **amounts: float) -> None:
-        sums = {name: getattr(self._statistics, name) + amount for name, amount in amounts.items()}
-        self._statistics = dataclasses.replace(self._statistics, **sums)
+        self._statistics = self._statistics.with_more(**amounts)
 
 
 def open_remote(url: str, retriever: str) -> RemoteRetriever:

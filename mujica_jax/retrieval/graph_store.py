@@ -39,6 +39,9 @@ class GraphStore(KnowledgeGraph):
             rows: Any = self.store.query(query)
             return read(rows)
         except (OSError, RuntimeError) as error:
-            raise RetrieverUnavailable(f"the graph failed ({error})") from error
+            reason = str(error)
+            rows = None
         finally:
             self._count(batches=1, search_seconds=time.monotonic() - began)
+        # Raised here, without the error's frames: rows that these hold must not be freed by another thread.
+        raise RetrieverUnavailable(f"the graph failed ({reason})")

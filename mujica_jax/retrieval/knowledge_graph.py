@@ -5,7 +5,6 @@ the same (`sparql.py`). A bounded number of triples is looked at in each directi
 these are is the source's choice; their order is fixed.
 """
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -81,5 +80,4 @@ class KnowledgeGraph:
 
     def _count(self, **amounts: float) -> None:
         with self._counting:  # a store's searches count from their thread
-            sums = {name: getattr(self._statistics, name) + amount for name, amount in amounts.items()}
-            self._statistics = dataclasses.replace(self._statistics, **sums)
+            self._statistics = self._statistics.with_more(**amounts)

@@ -41,6 +41,9 @@ class RetrievalStatistics:
     search_seconds: float = 0.0
     waiting_seconds: float = 0.0  # of all queries, from their arrival to their answer
 
+    def with_more(self, **amounts: float) -> "RetrievalStatistics":
+        return dataclasses.replace(self, **{name: getattr(self, name) + amount for name, amount in amounts.items()})
+
     def sentence(self) -> str:
         return (
             f"{self.queries:,} searches ({self.cached:,} cached, {self.shared:,} shared, {self.failed:,} failed) in {self.batches:,} "
@@ -188,8 +191,7 @@ class IndexRetriever:
 
     def _count(self, **amounts: float) -> None:
         with self._counting:  # searches count from their thread
-            sums = {name: getattr(self._statistics, name) + amount for name, amount in amounts.items()}
-            self._statistics = dataclasses.replace(self._statistics, **sums)
+            self._statistics = self._statistics.with_more(**amounts)
 
     def _too_late(self) -> RetrieverTimeout:
         return RetrieverTimeout(f"the index gave no answer within the deadline of {self._deadline_seconds:g} s")

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.errors import (
@@ -23,7 +23,7 @@ from mujica_jax.retrieval.errors import (
     RetrieverRefused,
     RetrieverTimeout,
 )
-from mujica_jax.retrieval.retriever import IndexRetriever
+from mujica_jax.retrieval.retriever import IndexRetriever, RetrievalStatistics
 
 if TYPE_CHECKING:
     import fastapi
@@ -54,11 +54,16 @@ class BadRequest(Exception):
         self.status = status
 
 
+class Searched(Protocol):
+    @property
+    def statistics(self) -> RetrievalStatistics: ...
+
+
 class Metrics:
     """A collector for `prometheus_client`: the retriever's statistics and the answers by status."""
 
-    def __init__(self, retriever: IndexRetriever) -> None:
-        self._retriever = retriever
+    def __init__(self, retriever: Searched, path: str = "/search") -> None:
+        self._retriever, self._path = retriever, path
         self.answers: dict[int, int] = {}
 
     def collect(self) -> Iterator[Any]:
@@ -67,7 +72,7 @@ class Metrics:
         statistics = dataclasses.asdict(self._retriever.statistics)
         for name, meaning in MEANINGS.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=statistics[name])
-        answers = CounterMetricFamily(PREFIX + "answers", "Answers to POST /search", labels=["status"])
+        answers = CounterMetricFamily(PREFIX + "answers", f"Answers at {self._path}", labels=["status"])
         for status, count in sorted(self.answers.items()):
             answers.add_metric([str(status)], count)
         yield answers
@@ -85,12 +90,12 @@ def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
 
     async def answered(request: "fastapi.Request") -> tuple[int, dict[str, Any]]:
         try:
-            queries, k = _read(await _body(request), len(retriever.index.passages))
+            queries, k = _read(await read_body(request), len(retriever.index.passages))
             found = await asyncio.gather(*(retriever.hits(query, k) for query in queries))
         except BadRequest as error:
             return error.status, {"error": str(error)}
         except RetrievalError as error:
-            return _status(error), {"error": error.reason}
+            return status_of(error), {"error": error.reason}
         return 200, {"version": retriever.index.version, "results": [_shown(retriever, hits) for hits in found]}
 
     async def search(request: fastapi.Request) -> JSONResponse:
@@ -128,6 +133,11 @@ def open_port(host: str, port: int) -> socket.socket:
     return opened
 
 
+def address_of(opened: socket.socket) -> str:
+    host, port = opened.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def make_server(app: "fastapi.FastAPI") -> "uvicorn.Server":
     """`run(sockets=[...])` serves until SIGTERM or SIGINT; requests under way are answered first."""
     import uvicorn
@@ -135,7 +145,7 @@ def make_server(app: "fastapi.FastAPI") -> "uvicorn.Server":
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30))
 
 
-async def _body(request: "fastapi.Request") -> bytes:
+async def read_body(request: "fastapi.Request") -> bytes:
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -172,6 +182,6 @@ def _shown(retriever: IndexRetriever, hits: list[tuple[int, float]]) -> list[dic
     ]
 
 
-def _status(error: RetrievalError) -> int:
+def status_of(error: RetrievalError) -> int:
     of_kind = {RetrieverOverloaded: 429, RetrieverTimeout: 504, RetrieverRefused: 400}
     return of_kind.get(type(error), 503)

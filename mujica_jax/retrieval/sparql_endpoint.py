@@ -33,6 +33,7 @@ HEADERS = {
     "User-Agent": f"mujica_jax/{__version__}",  # Wikidata turns away who does not say who asks
 }
 CHECK_TRIES = 3
+PUBLIC_QUERIES_PER_SECOND = 10.0
 PUBLIC_TRIES = Tries(timeout_seconds=60.0, deadline_seconds=180.0, first_wait_seconds=0.5)
 
 
@@ -45,7 +46,7 @@ class SparqlEndpoint(KnowledgeGraph):
         *,
         cache: AnswerCache | None = None,
         languages: tuple[str, ...] = sparql.LANGUAGES,
-        queries_per_second: float = 10.0,
+        queries_per_second: float = PUBLIC_QUERIES_PER_SECOND,
         concurrency: int = 4,
         limits: Tries = PUBLIC_TRIES,
     ) -> None:
@@ -138,11 +139,12 @@ class SparqlEndpoint(KnowledgeGraph):
         self._next = max(self._next, time.monotonic() + fault.after_seconds)
 
 
-def open_endpoint(address: str) -> SparqlEndpoint:
+def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_SECOND) -> SparqlEndpoint:
     """An endpoint that answers, with what it ever answered on this machine. For the start of a run, before there is an event loop. Raises
     UserError."""
     name = hashlib.sha256(address.removeprefix(SCHEME).encode()).hexdigest()[:16]
-    endpoint = SparqlEndpoint(address, cache=AnswerCache(cache_folder(), f"sparql-{name}"))
+    cache = AnswerCache(cache_folder(), f"sparql-{name}")
+    endpoint = SparqlEndpoint(address, cache=cache, queries_per_second=queries_per_second)
     try:
         asyncio.run(endpoint.check())
     except RetrievalError as error:

@@ -48,7 +48,11 @@ class GraphEnvironment:
 
 
 class KnowledgeGraphEnvironment:
-    """As `GraphEnvironment`, of a graph on disk or behind a SPARQL endpoint."""
+    """As `GraphEnvironment`, of a graph on disk or behind a SPARQL endpoint.
+
+    An entity whose id the graph does not know is searched by its label, where exactly one entity is called so: ids are merged and
+    deleted, and a table may name an entity without its id.
+    """
 
     kind: Literal["graph", "text"] = "graph"
 
@@ -61,6 +65,9 @@ class KnowledgeGraphEnvironment:
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         entity = _required(entity)
+        found = await self.graph.ends_of(entity.id)
+        if not found and len(namesakes := await self.graph.find(entity.label)) == 1:
+            found = await self.graph.ends_of(namesakes[0])
         ends = [
             (
                 triple,
@@ -68,7 +75,7 @@ class KnowledgeGraphEnvironment:
                 triple.subject_id or triple.subject,
                 None if triple.object_is_literal else triple.object_id or triple.object,
             )
-            for triple, as_object in await self.graph.ends_of(entity.id)
+            for triple, as_object in found
         ]
         return _shown(query, entity, ends, self.top_k, self._ranked)
 

@@ -170,6 +170,8 @@ def build(config: TwoWikiConfig) -> TwoWiki:
     ):
         if value < least:
             raise UserError(f"{name} is {value}; give at least {least}")
+    if not config.queries_per_second > 0:
+        raise UserError(f"queries_per_second is {config.queries_per_second}; give above 0")
     records = read_questions(data_files(config.data_dir, QUESTION_FILES, "questions"))
     if config.environment == "text":
         return _text_task(config, records)
@@ -180,7 +182,9 @@ def build(config: TwoWikiConfig) -> TwoWiki:
     taught_in = GraphEnvironment(graph, config.top_k, ranked)
     searched = taught_in
     if config.index is not None:
-        searched = KnowledgeGraphEnvironment(open_knowledge_graph(config.index), config.top_k, ranked)
+        searched = KnowledgeGraphEnvironment(
+            open_knowledge_graph(config.index, config.queries_per_second), config.top_k, ranked
+        )
     return TwoWiki(config, searched, questions, taught_in=taught_in)
 
 

@@ -33,10 +33,10 @@ def open_passages(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
     return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
 
 
-def open_knowledge_graph(index: str) -> KnowledgeGraph:
+def open_knowledge_graph(index: str, queries_per_second: float) -> KnowledgeGraph:
     """A graph on disk, or one behind an endpoint that answers."""
     if index.startswith(SCHEME):
-        return open_endpoint(index)
+        return open_endpoint(index, queries_per_second)
     if index.startswith(("http://", "https://")):
         raise UserError(
             f"environment is graph and the index {index} is a service of passages: write {SCHEME}{index} for a SPARQL endpoint, or give "

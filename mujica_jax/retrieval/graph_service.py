@@ -1,0 +1,189 @@
+"""A graph behind HTTP, for samplers on other hosts: a SPARQL endpoint that reads, which `sparql_endpoint.py` and other clients ask.
+
+    POST /sparql    the query as a form (`query=...`) or as application/sparql-query -> SPARQL 1.1 results in JSON
+    GET  /sparql?query=...
+    GET  /healthz   200 after a real query, 503 with the reason where that fails
+    GET  /metrics   Prometheus's text format
+
+What is under way is bounded: who comes when it is full is answered with 429 and Retry-After at once. A query that takes longer than
+the deadline is answered with 504 and keeps its thread and its place until it ends, as nothing can stop it. Queries that would make this
+host ask others (SERVICE) are refused. 400 and 413 say what is wrong with a request; all errors as {"error": sentence}.
+"""
+
+import asyncio
+import concurrent.futures
+import os
+import re
+import threading
+import time
+import urllib.parse
+from typing import TYPE_CHECKING
+
+from mujica_jax.retrieval import sparql
+from mujica_jax.retrieval.errors import (
+    RetrievalError,
+    RetrieverOverloaded,
+    RetrieverRefused,
+    RetrieverTimeout,
+    RetrieverUnavailable,
+)
+from mujica_jax.retrieval.graph_store import GraphStore
+from mujica_jax.retrieval.retriever import RetrievalStatistics
+from mujica_jax.retrieval.service import RETRY_AFTER_SECONDS, BadRequest, Metrics, read_body, status_of
+
+if TYPE_CHECKING:
+    import fastapi
+
+RESULTS = "application/sparql-results+json"
+LARGEST_ANSWER_BYTES = 16 * 2**20
+
+# What may hold the letters SERVICE without asking for one, as SPARQL's grammar has it, in the order in which a reader meets it.
+_words = re.compile(
+    r"""\\.|\"{3}(?:(?:"|"")?(?:[^"\\]|\\.))*\"{3}|'{3}(?:(?:'|'')?(?:[^'\\]|\\.))*'{3}"""
+    r"""|"(?:[^"\\\n\r]|\\.)*"|'(?:[^'\\\n\r]|\\.)*'|<[^<>"{}|^`\\\s]*>|\#[^\n\r]*|[?$]\w+""",
+    re.DOTALL,
+)
+_escape = re.compile(r"\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
+
+
+class GraphQueries:
+    """Queries of others to a store, at most `most_waiting` of them at a time. Use from one event loop."""
+
+    def __init__(self, graph: GraphStore, *, most_waiting: int, deadline_seconds: float) -> None:
+        self.graph, self._most_waiting, self._deadline_seconds = graph, most_waiting, deadline_seconds
+        self._threads = concurrent.futures.ThreadPoolExecutor((os.cpu_count() or 1) + 4, "sparql")
+        self._under_way = 0
+        self._statistics, self._counting = RetrievalStatistics(), threading.Lock()
+
+    @property
+    def statistics(self) -> RetrievalStatistics:
+        return self._statistics
+
+    async def answer(self, query: str) -> bytes:
+        """Raises RetrievalError."""
+        began = time.monotonic()
+        self._count(queries=1)
+        try:
+            return await self._answered(query)
+        except RetrievalError:
+            self._count(failed=1)
+            raise
+        finally:
+            self._count(waiting_seconds=time.monotonic() - began)
+
+    async def _answered(self, query: str) -> bytes:
+        if asks_others(query):
+            raise RetrieverRefused("the query holds SERVICE and other hosts are not asked from here: ask them yourself")
+        if self._under_way >= self._most_waiting:
+            raise RetrieverOverloaded(
+                f"{self._under_way} queries are under way, of at most {self._most_waiting}: come back later, or send fewer at once"
+            )
+        self._under_way += 1
+        loop = asyncio.get_running_loop()
+        running = self._threads.submit(self._found, query)
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._ended))
+        try:
+            async with asyncio.timeout(self._deadline_seconds) as timer:
+                return await asyncio.wrap_future(running)
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise RetrieverTimeout(
+                f"the graph gave no answer within the deadline of {self._deadline_seconds:g} s: ask for less, as with LIMIT"
+            ) from error
+
+    def _found(self, query: str) -> bytes:
+        began = time.monotonic()
+        try:
+            answer = _results(self.graph, query)
+        except SyntaxError as error:
+            failed: RetrievalError = RetrieverRefused(f"the query is no SPARQL ({' '.join(str(error).split())})")
+        except (OSError, RuntimeError) as error:
+            failed = RetrieverUnavailable(f"the graph failed ({error})")
+        else:
+            if answer is None:
+                raise RetrieverRefused("the query constructs triples: ask with SELECT or ASK")
+            if len(answer) > LARGEST_ANSWER_BYTES:
+                raise RetrieverRefused(
+                    f"the answer has {len(answer):,} bytes, of at most {LARGEST_ANSWER_BYTES:,}: ask with LIMIT"
+                )
+            return answer
+        finally:
+            self._count(batches=1, search_seconds=time.monotonic() - began)
+        raise failed  # without the error's frames: results that these hold must not be freed by another thread
+
+    def _ended(self) -> None:
+        self._under_way -= 1
+
+    def _count(self, **amounts: float) -> None:
+        with self._counting:  # queries count from their thread
+            self._statistics = self._statistics.with_more(**amounts)
+
+
+def _results(graph: GraphStore, query: str) -> bytes | None:
+    """None for a query that constructs triples."""
+    from pyoxigraph import QueryBoolean, QueryResultsFormat, QuerySolutions
+
+    found = graph.store.query(query)
+    return found.serialize(format=QueryResultsFormat.JSON) if isinstance(found, QuerySolutions | QueryBoolean) else None
+
+
+def asks_others(query: str) -> bool:
+    """Whether a query may make the store ask another host. Escapes that stand for letters are read as these."""
+    plain = _escape.sub(lambda found: chr(min(int(found[1] or found[2], 16), 0x10FFFF)), query)
+    return any(re.search("service", _words.sub(" ", text), re.IGNORECASE) for text in (query, plain))
+
+
+def make_graph_app(queries: GraphQueries) -> "fastapi.FastAPI":
+    import fastapi
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    app = fastapi.FastAPI(title="mujica_jax graph", docs_url=None, redoc_url=None, openapi_url=None)
+    metrics, registry = Metrics(queries, "/sparql"), CollectorRegistry()
+    registry.register(metrics)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
+
+    async def sparql_results(request: fastapi.Request) -> Response:
+        try:
+            response = Response(await queries.answer(await _query(request)), media_type=RESULTS)
+        except BadRequest as error:
+            response = JSONResponse({"error": str(error)}, error.status)
+        except RetrievalError as error:
+            status = status_of(error)
+            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == 429 else None
+            response = JSONResponse({"error": error.reason}, status, headers)
+        metrics.answers[response.status_code] = metrics.answers.get(response.status_code, 0) + 1
+        return response
+
+    async def healthz() -> JSONResponse:
+        began = time.monotonic()
+        try:
+            await queries.answer(sparql.CLAIMS_QUERY)
+        except RetrievalError as error:
+            return JSONResponse({"error": error.reason}, 503)
+        return JSONResponse({"version": queries.graph.version, "kind": "graph", "seconds": time.monotonic() - began})
+
+    async def metrics_text() -> PlainTextResponse:
+        return PlainTextResponse(generate_latest(registry).decode())
+
+    app.add_api_route("/sparql", sparql_results, methods=["GET", "POST"], response_model=None)
+    app.add_api_route("/healthz", healthz, methods=["GET"], response_model=None)
+    app.add_api_route("/metrics", metrics_text, methods=["GET"], response_model=None)
+    return app
+
+
+async def _query(request: "fastapi.Request") -> str:
+    if request.method == "GET":
+        asked = request.query_params.get("query")
+    else:
+        try:
+            body = (await read_body(request)).decode()
+        except UnicodeDecodeError as error:
+            raise BadRequest(f"the request is no UTF-8 text ({error.reason})") from error
+        if request.headers.get("content-type", "").startswith("application/sparql-query"):
+            asked = body
+        else:
+            asked = dict(urllib.parse.parse_qsl(body)).get("query")
+    if not asked:
+        raise BadRequest("the request needs a SPARQL query in the form field query")
+    return asked

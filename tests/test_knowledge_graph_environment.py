@@ -1,0 +1,170 @@
+"""2WikiMultihopQA over a graph on disk or behind an endpoint: what is searched, what is taught, what fails."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pyoxigraph
+import pytest
+from local_endpoint import Answer, serving
+from shared_data import TWO_WIKI, needs_data
+from test_graph_index import HEADER
+from test_two_wiki import BRICKS, config, search
+from tiny_embedder import tiny_embedder, write_corpus
+
+from mujica_jax import index
+from mujica_jax.errors import UserError
+from mujica_jax.records import Entity
+from mujica_jax.retrieval.errors import RetrievalError, RetrieverUnavailable
+from mujica_jax.retrieval.graph_index import graph_in_memory
+from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint
+from mujica_jax.retrieval.tries import Tries
+from mujica_jax.tasks import two_wiki
+from mujica_jax.tasks.environment import GraphEnvironment, KnowledgeGraphEnvironment
+
+BRICK = Entity(id="Q21", label="a lego brickumentary")
+ROWS = [
+    "A Lego Brickumentary\tcountry of origin\tAmerican\tQ21\tQ30",
+    "A Lego Brickumentary\tcountry of origin\tDanish\tQ21\tQ35",
+    "The Night Sitter\tcountry of origin\tAmerican\tQ22\tQ30",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A data folder of one question, and an index of a graph that says more of its first entity."""
+    root = tmp_path_factory.mktemp("two_wiki")
+    (root / "dev.json").write_text(json.dumps([BRICKS]))
+    (root / "triples.tsv").write_text(HEADER + "\n".join(ROWS))
+    more = ["A Lego Brickumentary\tpublication date\t31 July 2015\tQ21\tdate_information", "Tom\tfan of\tNobody\t\t"]
+    (root / "more.tsv").write_text(HEADER + "\n".join([*ROWS, *more]))
+    assert (
+        index.main(["build", "--corpus", str(root / "more.tsv"), "--kind", "graph", "--out", str(root / "index")]) == 0
+    )
+    return root
+
+
+def task(folder: Path, **changes) -> two_wiki.TwoWiki:
+    return two_wiki.build(config(folder, hold_out_percent=1, **changes))
+
+
+def test_the_index_is_searched_and_the_data_folder_is_taught(folder):
+    searched = task(folder, index=str(folder / "index"))
+    assert isinstance(searched.environment, KnowledgeGraphEnvironment)
+    found = search(searched.environment, "x", BRICK)
+    assert {material.text for material in found} == {
+        "a lego brickumentary, country of origin, American",
+        "a lego brickumentary, country of origin, Danish",
+        "a lego brickumentary, publication date, 31 July 2015",
+    }, "under the name that the caller gives it"
+    by_text = {material.text.split(", ")[2]: material for material in found}
+    assert by_text["American"].entities == (BRICK, Entity(id="Q30", label="American"))
+    assert by_text["31 July 2015"].entities == (BRICK,)
+    taught = searched.demonstrations()
+    assert isinstance(taught[0][1], GraphEnvironment)
+    assert len(taught[0][1].materials("x", BRICK)) == 2, "of the data folder's graph"
+    plain = task(folder)
+    assert [q for q, _ in taught] == [q for q, _ in plain.demonstrations()]
+    assert list(searched.tokenizer_text()) == list(plain.tokenizer_text())
+    assert next(searched.reading_documents(0)) == next(plain.reading_documents(0))
+
+
+def test_both_graphs_show_the_same(folder, tmp_path):
+    built = ["build", "--corpus", str(folder / "triples.tsv"), "--kind", "graph", "--out", str(tmp_path / "same")]
+    assert index.main(built) == 0
+    plain, searched = task(folder), task(folder, index=str(tmp_path / "same"))
+    for key, label in (("Q21", "A"), ("Q22", "B"), ("Q30", "C"), ("The Night Sitter", "D")):
+        one, other = (search(of.environment, "x", Entity(id=key, label=label)) for of in (plain, searched))
+        assert sorted(map(str, one)) == sorted(map(str, other)) and one
+
+
+def test_an_id_that_the_graph_does_not_know_is_searched_by_its_label(folder, tmp_path):
+    environment = task(folder, index=str(folder / "index")).environment
+    (found,) = search(environment, "x", Entity(id="Q999", label="tom"))
+    assert found.text == "tom, fan of, Nobody"
+    twins = [f"Tom\tborn in\tPlace {number}\tQ{number}\t" for number in (1, 2)]
+    (tmp_path / "twins.tsv").write_text(HEADER + "\n".join(twins))
+    ambiguous = KnowledgeGraphEnvironment(graph_in_memory(tmp_path / "twins.tsv"), 5)
+    assert search(ambiguous, "x", Entity(id="Q999", label="Tom")) == (), "two are called so"
+
+
+def test_a_name_is_searched_on_and_an_unknown_entity_has_no_materials(folder):
+    environment = task(folder, index=str(folder / "index")).environment
+    (found,) = search(environment, "x", Entity(id="Nobody", label="Nobody"))
+    assert found.entities == (Entity(id="Tom", label="Tom"), Entity(id="Nobody", label="Nobody"))
+    assert search(environment, "x", Entity(id="Q999", label="X")) == ()
+    with pytest.raises(RetrievalError) as error:
+        search(environment, "x", None)
+    assert not error.value.retryable
+    assert isinstance(environment, KnowledgeGraphEnvironment)
+    assert (environment.statistics.queries, environment.statistics.failed) == (2, 0)
+
+
+def test_a_crowded_entity_shows_what_fits(folder, tmp_path):
+    index_folder = str(folder / "index")
+    (found,) = search(task(folder, index=index_folder, top_k=1).environment, "publication date?", BRICK)
+    assert found.text.endswith("31 July 2015")
+    dense = {"retriever": "dense", "embedder": str(tiny_embedder(tmp_path / "embedder")), "top_k": 1}
+    assert len(search(task(folder, index=index_folder, **dense).environment, "word7", BRICK)) == 1
+
+
+def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store = graph_in_memory(folder / "more.tsv").store
+
+    def answer(request, before):
+        return Answer(content=store.query(request.body["query"]).serialize(format=pyoxigraph.QueryResultsFormat.JSON))
+
+    with serving(answer) as endpoint:
+        address = f"sparql+{endpoint.base_url}"
+        remote, local = task(folder, index=address), task(folder, index=str(folder / "index"))
+        assert search(remote.environment, "x", BRICK) == search(local.environment, "x", BRICK)
+        slow = task(folder, index=address, queries_per_second=2.0)
+        began = time.monotonic()
+        search(slow.environment, "x", Entity(id="Q35", label="Denmark"))
+        search(slow.environment, "x", Entity(id="Q30", label="America"))
+        assert time.monotonic() - began > 0.9, "after the query of the start, half a second apart"
+        endpoint.answer = lambda request, before: Answer(status=500)
+        assert len(search(remote.environment, "x", BRICK)) == 3, "what was asked once is kept"
+        hasty = SparqlEndpoint(address, limits=Tries(tries=2, first_wait_seconds=0.01))
+        with pytest.raises(RetrieverUnavailable):
+            search(KnowledgeGraphEnvironment(hasty, 5), "x", BRICK)
+        assert hasty.statistics.failed == 1
+
+
+def test_mistakes_are_one_sentence(folder, tmp_path):
+    graph, words = str(folder / "index"), str(tmp_path / "words")
+    corpus = str(write_corpus(tmp_path / "corpus.jsonl", 20))
+    assert index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
+    for changes, said in (
+        ({"index": words}, "the index .*words is of kind bm25 and no graph: give one of kind graph"),
+        ({"index": "http://host:8600"}, r"is a service of passages: write sparql\+http://host:8600"),
+        ({"index": str(tmp_path / "nowhere")}, "there is no index"),
+        ({"index": "sparql+http://host/sparql", "queries_per_second": 0.0}, "queries_per_second is 0.0; give above 0"),
+        ({"environment": "text", "index": graph}, "environment is text and the index .*index is a graph"),
+        ({"environment": "text", "index": "sparql+http://host/sparql"}, r"environment is text and the index sparql\+"),
+    ):
+        with pytest.raises(UserError, match=said):
+            task(folder, **changes)
+
+
+@needs_data
+def test_2wiki_over_an_index_of_its_graph_finds_the_evidence(tmp_path):
+    """Of half of the entities the table does not say the Q-ids, which questions have: these are found by their labels."""
+    triples = str(TWO_WIKI / "triples.tsv.gz")
+    assert index.main(["build", "--corpus", triples, "--kind", "graph", "--out", str(tmp_path / "index")]) == 0
+    plain, searched = (
+        two_wiki.build(config(TWO_WIKI, top_k=50, **changes)) for changes in ({}, {"index": str(tmp_path / "index")})
+    )
+    questions = searched.questions("test")[:150]
+    assert questions == plain.questions("test")[:150]
+
+    async def shown(of: two_wiki.TwoWiki) -> list[set[str]]:
+        entities = [entity for question in questions for entity in question.candidates]
+        return [{material.text for material in await of.environment.search("", entity)} for entity in entities]
+
+    here, there = asyncio.run(shown(searched)), asyncio.run(shown(plain))
+    assert len(here) > 200 and all(here)
+    same = sum(one == other for one, other in zip(here, there, strict=True))
+    assert same > 0.9 * len(here), "others differ in how the other end is written"
