@@ -135,3 +135,14 @@ def test_the_run_directory_is_measured_on_disk_and_in_a_bucket():
             assert rates[f"{kind}_megabytes_per_second"] == pytest.approx(megabytes, rel=0.05, abs=0.02)
     refused = printed("store.py", *sizes, "--bucket", "s3://bucket", status=2)
     assert "is neither a local directory nor gs://BUCKET/NAME" in refused
+
+
+@pytest.mark.slow
+def test_graphs_are_measured_beside_the_graph_in_memory(tmp_path):
+    rows = [f"Film {n}\tdirector\tAnn {n % 7}\tQ{n + 100}\tQ{n % 7 + 10}" for n in range(300)]
+    (tmp_path / "t.tsv").write_text("subject\trelation\tobject\tsubject_qid\tobject_qid\n" + "\n".join(rows))
+    sizes = ["--entities", "500", "--facts", "3", "--searches", "50"]
+    found = json.loads(printed("graph.py", "--table", str(tmp_path / "t.tsv"), *sizes))
+    assert (found["table"]["triples"], found["dump"]["triples"]) == (300, 2000)
+    assert found["table"]["searches_per_second"] < found["table"]["memory_searches_per_second"]
+    assert found["dump"]["build_peak_mib"] > 20 and found["dump"]["index_bytes"] > 100_000

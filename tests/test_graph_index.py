@@ -72,6 +72,14 @@ def test_a_dump_without_line_end_and_with_loose_spaces_and_comments(tmp_path):
     assert named(graph, "Q1") == FILM and named(graph, "Q2") == DIRECTOR
 
 
+def test_addresses_that_are_none_as_dumps_hold_some_are_kept_and_never_asked_for(tmp_path):
+    bad = ["<http://a b> <http://b c> <http://d|e> .", "<http://x\\u003E> <http://y\\u003E> <http://z> ."]
+    graph = graph_in_memory(write_dump(tmp_path / "dump.nt", [*LINES, *bad]))
+    assert named(graph, "Q1") == FILM
+    for key in ("http://a b", "http://d|e", "http://x>", "http://z"):
+        assert named(graph, key) == []
+
+
 def test_only_chosen_properties_and_languages_are_kept(tmp_path):
     dump = write_dump(tmp_path / "dump.nt")
     directors = graph_in_memory(dump, choice=Choice(properties=("P57",)))
@@ -123,6 +131,9 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, size):
         ("a.nt", b"\n".join([fact("Q1", "P1", "Q2").encode()] * 3 + [b"hello"]), r"a\.nt, line 4: no triple"),
         ("a.nt", b'<http://a> <http://b> "\xff" .\n', r"a\.nt, line 1: no triple in N-Triples \(Invalid UTF-8"),
         ("a.nt", b'<http://a> <http://b> "x\n', r"a\.nt, line 1: no triple"),
+        ("a.nt", b'<http://a> <http://b> "x"@', r"a\.nt, line 1: no triple"),
+        ("a.nt", b"<http://a> <http://b", r"a\.nt, line 1: no triple"),
+        ("a.nt", b"<http://a> <http://b> <http://c", r"a\.nt, line 1: no triple"),
         ("a.tsv", b"a\tb\n", r"a\.tsv, line 1: the header is 'a, b'"),
         ("a.tsv", HEADER.encode() + b"A\tb\t\xff\t\t\n", r"a\.tsv, line 2: it is not UTF-8 text"),
         ("a.tsv", HEADER.encode() + b"A\tb\n", r"a\.tsv, line 2: 2 columns where 5 belong"),

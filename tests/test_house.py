@@ -43,6 +43,7 @@ HEAVY = {
     "scann",
     "qwix",
     "grain",
+    "pyoxigraph",
     "orbax",
     "google",
     "gcsfs",

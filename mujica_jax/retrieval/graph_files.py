@@ -10,6 +10,7 @@ for that.
 """
 
 import bz2
+import contextlib
 import dataclasses
 import gzip
 import os
@@ -289,7 +290,10 @@ class Lines:
         """The object: a text in a chosen language or in none, and for names a text."""
         if rest.startswith(b'"'):
             after = rest[rest.rfind(b'"') + 1 :]
-            return not after.startswith(b"@") or after[1:].split()[0].rstrip(b".").lower() in self._languages
+            if not after.startswith(b"@"):
+                return True
+            language = after[1:].split(maxsplit=1)[:1]  # none where the line is cut there: the parser refuses it
+            return not language or language[0].rstrip(b".").lower() in self._languages
         return role != "name" and not rest.startswith(b"_:") and sparql.UNKNOWN_VALUE.encode() not in rest
 
 
@@ -299,9 +303,12 @@ def claim_quads(claims: set[bytes]) -> "list[Quad]":
 
     quads = []
     for claim in sorted(claims):
-        text = claim.decode()
-        stated = NamedNode(sparql.ENTITY + text.removeprefix(DIRECT) if text.startswith(DIRECT) else text)
-        quads.append(Quad(stated, NamedNode(sparql.DIRECT_CLAIM), NamedNode(text)))
+        with contextlib.suppress(
+            ValueError
+        ):  # no address: the store keeps what dumps say with it, and nobody can ask for it
+            text = claim.decode()
+            stated = NamedNode(sparql.ENTITY + text.removeprefix(DIRECT) if text.startswith(DIRECT) else text)
+            quads.append(Quad(stated, NamedNode(sparql.DIRECT_CLAIM), NamedNode(text)))
     return quads
 
 

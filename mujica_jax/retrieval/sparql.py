@@ -14,7 +14,6 @@ Names and keys come from users and models. They enter a query as terms that pyox
 """
 
 import re
-import unicodedata
 import urllib.parse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,6 +52,7 @@ CLAIMS_QUERY = f"{PREFIXES}SELECT ?property WHERE {{ ?property wikibase:directCl
 _identifier = re.compile(r"[QP][1-9]\d*")
 _language = re.compile(r"[A-Za-z]{1,8}(-[A-Za-z0-9]{1,8})*")
 _date = re.compile(r"(-?\d{4,})(?:-(\d\d)(?:-(\d\d)(?:T[\d:.]*)?)?)?(?:Z|[+-]\d\d:\d\d)?")
+_control = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _wikidata = re.compile(re.escape(ENTITY) + r"([QP]\d+)")
 
 Row = Any  # pyoxigraph.QuerySolution: a variable's name to its term, or None
@@ -234,7 +234,7 @@ def _natural(key: str) -> tuple[Any, ...]:
 
 def _line(text: str) -> str:
     """One line: a label with a line end in it could pass for two materials."""
-    return " ".join("".join(" " if unicodedata.category(letter) == "Cc" else letter for letter in text).split())
+    return " ".join(_control.sub(" ", text).split())
 
 
 def _is_literal(term: Any) -> bool:

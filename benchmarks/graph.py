@@ -1,0 +1,148 @@
+"""Knowledge graphs: loading and asking our store, beside the graph in memory.
+
+    python benchmarks/graph.py [--table TRIPLES.tsv.gz] [--entities 200000] [--facts 5] [--searches 2000]
+
+Prints one JSON line. `table` is about a file of triples (left out without --table): triples a second that are read and ready to be asked,
+and searches a second over all of its Q-ids, in memory (`TripleGraph`), in an index on disk, and with 16 searches of that at once. `dump` is
+about a generated dump in Wikidata's form, compressed by gzip: entities with labels in three languages, of which one is kept, a hub that all
+of them point at, and facts between them. Its index is built by the command line in a process of its own, whose largest memory is measured.
+"""
+
+import argparse
+import asyncio
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mujica_jax.retrieval.graph import TripleGraph, read_triples
+from mujica_jax.retrieval.graph_index import open_graph
+from mujica_jax.retrieval.graph_store import GraphStore
+
+WD, WDT = "http://www.wikidata.org/entity/", "http://www.wikidata.org/prop/direct/"
+LABEL = "<http://www.w3.org/2000/01/rdf-schema#label>"
+PROPERTIES = 60
+AT_ONCE = 16
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--entities", type=int, default=200_000)
+    parser.add_argument("--facts", type=int, default=5)
+    parser.add_argument("--searches", type=int, default=2000)
+    given = parser.parse_args(arguments)
+    found = {"table": table(given.table)} if given.table else {}
+    print(json.dumps(found | {"dump": dump(given.entities, given.facts, given.searches)}))
+    return 0
+
+
+def table(path: Path) -> dict[str, float]:
+    began = time.monotonic()
+    triples = read_triples(path)
+    memory = TripleGraph(triples)
+    found: dict[str, float] = {"triples": len(triples), "memory_triples_per_second": per_second(len(triples), began)}
+    keys = sorted({key for triple in triples for key in (triple.subject_id, triple.object_id) if key.startswith("Q")})
+    began = time.monotonic()
+    for key in keys:
+        memory.triples_of(key)
+    found["memory_searches_per_second"] = per_second(len(keys), began)
+    with tempfile.TemporaryDirectory() as folder:
+        built = build(path, Path(folder) / "index")
+        graph = open_graph(Path(folder) / "index")
+        found["index_triples_per_second"] = round(len(triples) / built["seconds"])
+        found["index_bytes"] = built["bytes"]
+        found |= searched(graph, keys)
+    return found
+
+
+def dump(entities: int, facts: int, searches: int) -> dict[str, float]:
+    draw = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "dump.nt.gz"
+        with gzip.open(path, "wt", compresslevel=1) as file:
+            for number in range(10, 10 + entities):
+                file.writelines(entity(draw, number, entities, facts))
+            for number in range(1, PROPERTIES):
+                file.write(f'<{WD}P{number}> {LABEL} "property {number}"@en .\n')
+        found: dict[str, float] = {"triples": entities * (facts + 1), "compressed_bytes": path.stat().st_size}
+        built = build(path, Path(folder) / "index")
+        found["build_triples_per_second"] = round(found["triples"] / built["seconds"])
+        found |= {"build_peak_mib": built["peak_mib"], "index_bytes": built["bytes"]}
+        began = time.monotonic()
+        graph = open_graph(Path(folder) / "index")
+        found["open_seconds"] = round(time.monotonic() - began, 2)
+        found |= searched(graph, [f"Q{draw.randrange(10, 10 + entities)}" for _ in range(searches)])
+        began = time.monotonic()
+        asyncio.run(graph.triples_of("Q5"))
+        found["hub_milliseconds"] = round(1e3 * (time.monotonic() - began), 1)
+    return found
+
+
+def entity(draw: random.Random, number: int, entities: int, facts: int) -> list[str]:
+    own = f"<{WD}Q{number}>"
+    lines = [f'{own} {LABEL} "entity {number}"@{language} .\n' for language in ("en", "de", "fr")]
+    lines.append(f"{own} <{WDT}P31> <{WD}Q5> .\n")
+    for _ in range(facts):
+        other = 10 + int(entities * draw.random() ** 2)  # some are pointed at by many
+        lines.append(f"{own} <{WDT}P{draw.randrange(1, PROPERTIES)}> <{WD}Q{other}> .\n")
+    return lines
+
+
+def build(path: Path, out: Path) -> dict[str, float]:
+    """Seconds and largest memory of the command, start of the interpreter included; bytes of the index."""
+    command = [
+        sys.executable,
+        "-m",
+        "mujica_jax.index",
+        "build",
+        "--corpus",
+        str(path),
+        "--kind",
+        "graph",
+        "--out",
+        str(out),
+    ]
+    began = time.monotonic()
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    seconds = time.monotonic() - began
+    assert status == 0, f"{' '.join(command)} ended with status {status}"
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    return {"seconds": seconds, "peak_mib": round(used.ru_maxrss / 1024), "bytes": size}
+
+
+def searched(graph: GraphStore, keys: Sequence[str]) -> dict[str, float]:
+    async def one_by_one() -> None:
+        for key in keys:
+            await graph.triples_of(key)
+
+    async def at_once() -> None:
+        waiting = iter(keys)
+
+        async def some() -> None:
+            for key in waiting:
+                await graph.triples_of(key)
+
+        await asyncio.gather(*(some() for _ in range(AT_ONCE)))
+
+    began = time.monotonic()
+    asyncio.run(one_by_one())
+    alone = per_second(len(keys), began)
+    began = time.monotonic()
+    asyncio.run(at_once())
+    return {"searches_per_second": alone, f"searches_per_second_{AT_ONCE}_at_once": per_second(len(keys), began)}
+
+
+def per_second(count: int, began: float) -> int:
+    return round(count / (time.monotonic() - began))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
