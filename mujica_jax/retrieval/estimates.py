@@ -42,7 +42,7 @@ def estimate(recipe: Recipe, sample: Sequence[Passage], passages: int) -> Estima
         words = sample[:WORDS_SAMPLE]
         began = time.monotonic()
         index = Bm25Index(words, recipe.tokeniser)
-        seconds = {"indexing words": round((time.monotonic() - began) * passages / len(words), 1)}
+        seconds = {"indexing words": round((time.monotonic() - began) * passages / len(words), 3)}
         with tempfile.TemporaryDirectory() as folder:
             index.save(Path(folder))
             disk["words"] = sum(path.stat().st_size for path in Path(folder).iterdir()) * passages // len(words)
@@ -62,7 +62,7 @@ def estimate(recipe: Recipe, sample: Sequence[Passage], passages: int) -> Estima
     disk["embeddings"] = passages * (
         dimension * DTYPES[recipe.storage].itemsize + (FLOAT32_BYTES if recipe.storage == "int8" else 0)
     )
-    seconds = {"embedding": round(passages / _passages_a_second(recipe, sample[:EMBEDDED_SAMPLE]), 1)}
+    seconds = {"embedding": round(passages / _passages_a_second(recipe, sample[:EMBEDDED_SAMPLE]), 3)}
     building, searching = 0, disk["embeddings"]
     if recipe.kind == "scann":
         from mujica_jax.retrieval.scann_search import parameters_for
@@ -75,7 +75,7 @@ def estimate(recipe: Recipe, sample: Sequence[Passage], passages: int) -> Estima
         searching = passages * blocks // 2 + vectors + tree
         building = passages * dimension * FLOAT32_BYTES + searching
         products = 2 * dimension * of.leaves * (CENTROID_ROUNDS * of.training_rows + passages)
-        seconds["building ScaNN's partitions"] = round(products / _operations_a_second(), 1)
+        seconds["building ScaNN's partitions"] = round(products / _operations_a_second(), 3)
     return Estimate(
         passages=passages, disk_bytes=disk, building_bytes=building, searching_bytes=searching, seconds=seconds
     )
