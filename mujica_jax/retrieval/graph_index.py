@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval import index_files
+from mujica_jax.retrieval.corpus_files import describe_file
 from mujica_jax.retrieval.graph_files import Choice, Counts, Kept, Lines, Piece, Table, claim_quads, is_table, pieces
 from mujica_jax.retrieval.graph_store import GraphStore
-from mujica_jax.retrieval.indexes import Reporter, describe_file
+from mujica_jax.retrieval.indexes import Reporter
 
 if TYPE_CHECKING:
     from pyoxigraph import Store
