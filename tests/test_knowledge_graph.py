@@ -102,6 +102,8 @@ def test_an_alias_counts_less_than_a_label(tmp_path):
 
 def test_labels_are_in_the_first_language_that_has_one(tmp_path):
     lines = [*LINES, label("Q4", "Gand", "fr")]
+    english = small(tmp_path, *lines, languages=("en", "mul", "de", "nl"))
+    assert ("The Purple Shore", "director", "Ilse Vand") in texts(asked(english.triples_of("Q1")))
     german = small(tmp_path, *lines, languages=("de", "en", "nl", "mul"))
     assert ("Ilse Vand", "Geburtsort", "Gent") in texts(asked(german.triples_of("Q2")))
     assert ("Das violette Ufer", "title", "Das violette Ufer") in texts(asked(german.triples_of("Q1")))
