@@ -61,7 +61,7 @@ class Choice:
     def __post_init__(self) -> None:
         sparql.check_languages(self.languages)
         for name in self.properties:
-            if not re.fullmatch(r"P[1-9]\d*", name) and sparql.entity_iri(name) is None:
+            if not re.fullmatch(r"P\d+", name, re.ASCII) and sparql.entity_iri(name) is None:
                 raise UserError(f"{name!r} is no property: write it as P57 or as a full address")
 
     @property

@@ -49,11 +49,11 @@ PREFIX skos: <{ALIAS.removesuffix("altLabel")}>
 """
 CLAIMS_QUERY = f"{PREFIXES}SELECT ?property WHERE {{ ?property wikibase:directClaim ?claim }} LIMIT 1"
 
-_identifier = re.compile(r"[QP][1-9]\d*")
+_identifier = re.compile(r"[QP]\d+", re.ASCII)
 _language = re.compile(r"[A-Za-z]{1,8}(-[A-Za-z0-9]{1,8})*")
 _date = re.compile(r"(-?\d{4,})(?:-(\d\d)(?:-(\d\d)(?:T[\d:.]*)?)?)?(?:Z|[+-]\d\d:\d\d)?")
 _control = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_wikidata = re.compile(re.escape(ENTITY) + r"([QP]\d+)")
+_wikidata = re.compile(re.escape(ENTITY) + r"([QP]\d+)", re.ASCII)
 
 Row = Any  # pyoxigraph.QuerySolution: a variable's name to its term, or None
 
