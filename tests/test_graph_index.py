@@ -253,7 +253,7 @@ def many(tmp_path) -> tuple[Path, Path]:
 KILLED = """
 import sys, time
 from mujica_jax import index
-from mujica_jax.retrieval import graph_files, graph_index
+from mujica_jax.retrieval import graph_dumps, graph_files, graph_index, graph_tables
 graph_files.READ_BYTES, graph_index.CHUNK_BYTES, graph_index.TABLE_CHUNK_BYTES = 1000, 3000, 2000
 where = sys.argv.pop(1)
 def slowly(of, name, wait=0.03):
@@ -264,9 +264,9 @@ def slowly(of, name, wait=0.03):
         return found
     setattr(of, name, slow)
 if where != "nowhere":
-    slowly(graph_files.Lines, "load")
-    slowly(graph_files.Table, "statements")
-    slowly(graph_files.Table, "names")
+    slowly(graph_dumps.Lines, "load")
+    slowly(graph_tables.Table, "statements")
+    slowly(graph_tables.Table, "names")
     slowly(graph_index, "_at")
     slowly(graph_index.gc, "collect", 0.5)
 raise SystemExit(index.main(sys.argv[1:]))

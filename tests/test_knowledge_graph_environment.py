@@ -20,7 +20,7 @@ from mujica_jax import index
 from mujica_jax.errors import UserError
 from mujica_jax.records import Entity, StopReason
 from mujica_jax.retrieval.errors import RetrievalError, RetrieverUnavailable
-from mujica_jax.retrieval.graph_files import claim_quads
+from mujica_jax.retrieval.graph_dumps import claim_quads
 from mujica_jax.retrieval.graph_index import graph_in_memory
 from mujica_jax.retrieval.graph_store import GraphStore
 from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint

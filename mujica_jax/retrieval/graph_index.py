@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval import index_files
-from mujica_jax.retrieval.graph_files import Choice, Counts, Kept, Lines, Piece, Table, claim_quads, is_table, pieces
+from mujica_jax.retrieval.graph_dumps import Kept, Lines, claim_quads
+from mujica_jax.retrieval.graph_files import Choice, Counts, Piece, is_table, pieces
 from mujica_jax.retrieval.graph_store import GraphStore
+from mujica_jax.retrieval.graph_tables import Table
 from mujica_jax.retrieval.indexes import Reporter, describe_file
 
 if TYPE_CHECKING:

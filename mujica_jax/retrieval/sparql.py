@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pyoxigraph
 
 ENTITY = "http://www.wikidata.org/entity/"
+DIRECT = "http://www.wikidata.org/prop/direct/"
 LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
 SEARCHED_LABEL = "http://www.w3.org/2004/02/skos/core#hiddenLabel"  # as `normalise_label` writes it; of files that we named ourselves
