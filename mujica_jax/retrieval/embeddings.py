@@ -7,8 +7,9 @@ embeddings.int8, embeddings.scales    x = scale * integer, one float32 scale a r
 
 import contextlib
 import dataclasses
+import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -48,6 +49,19 @@ class Embeddings:
         rows = slice(start, stop)
         wide = np.asarray(self.vectors[rows], np.float32)
         return wide if self.scales is None else wide * self.scales[rows, None]
+
+    def of_length_1(self) -> bool:
+        """Whether the first rows are, up to the rounding of bfloat16."""
+        return bool((np.abs(np.linalg.norm(self.float32(0, 1000), axis=1) - 1) < 0.01).all())
+
+    def chunks(self, rows: int, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """All rows from `start` on as float32, so many at a time, each chunk with its position. What was read is not kept in memory."""
+        while start < len(self):
+            yield start, self.float32(start, start + rows)
+            for mapped in (self.vectors, self.scales):
+                if mapped is not None and isinstance(mapped.base, mmap.mmap):
+                    mapped.base.madvise(mmap.MADV_DONTNEED)
+            start += rows
 
 
 def open_embeddings(folder: Path, rows: int, dimension: int, storage: Storage) -> Embeddings:

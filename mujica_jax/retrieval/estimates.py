@@ -20,7 +20,10 @@ from mujica_jax.retrieval.indexes import Recipe
 
 EMBEDDED_SAMPLE = 128  # passages
 WORDS_SAMPLE = 2000
-CENTROID_ROUNDS = 12  # of ScaNN's clustering
+CENTROID_ROUNDS = 13  # of ScaNN's clustering, with one that chooses where it begins
+# What ScaNN was seen to hold in memory while an index is built: its training sample in float32 so many times, and while it writes, the
+# codebook once for every partition, with so many bytes a centre.
+SAMPLES_HELD, CHUNKS_HELD, CENTRES_A_BLOCK, CENTRE_BYTES = 4, 3, 16, 300
 FLOAT32_BYTES = 4
 MATRIX = 1024  # rows and columns of the product that is timed
 
@@ -65,15 +68,19 @@ def estimate(recipe: Recipe, sample: Sequence[Passage], passages: int) -> Estima
     seconds = {"embedding": round(passages / _passages_a_second(recipe, sample[:EMBEDDED_SAMPLE]), 3)}
     building, searching = 0, disk["embeddings"]
     if recipe.kind == "scann":
+        from mujica_jax.retrieval.scann_build import CHUNK_ROWS
         from mujica_jax.retrieval.scann_search import parameters_for
 
-        of = parameters_for(passages)
+        of = parameters_for(passages, of_length_1=True)
         blocks = -(-dimension // of.dimensions_a_block) if of.leaves else 0
         vectors = passages * dimension * (1 if of.leaves else FLOAT32_BYTES)
         tree = of.leaves * dimension * FLOAT32_BYTES + (passages * FLOAT32_BYTES if of.leaves else 0)
         disk["scann"] = passages * blocks + vectors + tree  # a byte a block in the file, half of one in memory
         searching = passages * blocks // 2 + vectors + tree
-        building = passages * dimension * FLOAT32_BYTES + searching
+        row = dimension * FLOAT32_BYTES
+        codebooks = of.leaves * blocks * CENTRES_A_BLOCK * CENTRE_BYTES
+        training = max(SAMPLES_HELD * of.training_rows * row, of.training_rows * row + codebooks)
+        building = training + CHUNKS_HELD * min(passages, CHUNK_ROWS) * row if of.leaves else 2 * passages * row
         products = 2 * dimension * of.leaves * (CENTROID_ROUNDS * of.training_rows + passages)
         seconds["building ScaNN's partitions"] = round(products / _operations_a_second(), 3)
     return Estimate(

@@ -198,16 +198,16 @@ def _embed(
 
 
 def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict[str, Any]:
-    """ScaNN's files take their place when all of them are written. Returns the parameters."""
-    from mujica_jax.retrieval.scann_search import ScannSearch, parameters_for
+    """ScaNN's files take their place when all of them are written; until then a killed build goes on with them. Returns the parameters."""
+    from mujica_jax.retrieval.scann_build import write_scann
+    from mujica_jax.retrieval.scann_search import parameters_for
 
-    parameters, unfinished = parameters_for(len(embeddings)), folder / f".{SCANN_FOLDER}.new"
+    parameters = parameters_for(len(embeddings), of_length_1=embeddings.of_length_1())
+    unfinished = folder / f".{SCANN_FOLDER}.new"
     if not (folder / SCANN_FOLDER).exists():
-        shutil.rmtree(unfinished, ignore_errors=True)
         with reporter.stage("building ScaNN's partitions", len(embeddings), "passages") as done:
-            ScannSearch.build(embeddings, parameters).save(unfinished)
-            done(len(embeddings))
-        unfinished.replace(folder / SCANN_FOLDER)
+            write_scann(embeddings, parameters, unfinished, done).replace(folder / SCANN_FOLDER)
+    shutil.rmtree(unfinished, ignore_errors=True)
     return dataclasses.asdict(parameters)
 
 

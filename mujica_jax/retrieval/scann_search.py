@@ -11,19 +11,20 @@ import dataclasses
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mujica_jax.errors import UserError
 
-if TYPE_CHECKING:
-    from mujica_jax.retrieval.embeddings import Embeddings
-
 LEAST_ROWS = 1024  # below, training a tree and hashes on so little would cost recall and save nothing
 # Questions lie apart from passages: of 6,119 passages 1,900 scored rows cost 3.1 points of recall@5, 3,100 rows cost 0.3.
 LEAST_ROWS_SCORED = 16_384
-MOST_TRAINING_ROWS = 250_000
+SHARE_SEARCHED = 0.3  # of the partitions
+TRAINING_ROWS, TRAINING_ROWS_A_LEAF = (
+    50_000,
+    64,
+)  # at least; sample and partitions are what takes memory while an index is built
 REORDERED_OF_K = 10  # candidates of a search for each result
 
 
@@ -33,6 +34,7 @@ class ScannParameters:
 
     leaves: int  # partitions; 0: all rows are scored, without hashes
     leaves_searched: int
+    spherical: bool = False  # the centres of partitions have length 1
     dimensions_a_block: int = 2  # that share four bits
     anisotropic_threshold: float = (
         0.2  # weighs the error along a vector, which changes inner products, above the error across it
@@ -41,15 +43,21 @@ class ScannParameters:
     reordered: int  # candidates that are scored again, at least
 
 
-def parameters_for(rows: int) -> ScannParameters:
-    """About sqrt(rows) partitions of sqrt(rows) rows; a tenth of them are searched, and so many that enough rows are scored."""
+def parameters_for(rows: int, *, of_length_1: bool) -> ScannParameters:
+    """About sqrt(rows) partitions of sqrt(rows) rows; three tenths of them are searched, and so many that enough rows are scored.
+
+    The nearest partitions are those whose centres have the largest products with the query. The mean of a partition is the shorter
+    the wider the partition is spread, so among embeddings of length 1 its length would say nothing about its passages: there the
+    centres have length 1 as well.
+    """
     if rows < LEAST_ROWS:
         return ScannParameters(leaves=0, leaves_searched=0, training_rows=0, reordered=0)
     leaves = round(math.sqrt(rows))
     return ScannParameters(
         leaves=leaves,
-        leaves_searched=min(leaves, max(leaves // 10, LEAST_ROWS_SCORED * leaves // rows)),
-        training_rows=min(rows, MOST_TRAINING_ROWS),
+        leaves_searched=min(leaves, max(round(SHARE_SEARCHED * leaves), LEAST_ROWS_SCORED * leaves // rows)),
+        spherical=of_length_1,
+        training_rows=min(rows, max(TRAINING_ROWS, TRAINING_ROWS_A_LEAF * leaves)),
         reordered=100,
     )
 
@@ -61,34 +69,13 @@ class ScannSearch:
         self._searcher, self._rows, self.parameters = searcher, rows, parameters
 
     @classmethod
-    def build(cls, embeddings: "Embeddings", parameters: ScannParameters) -> "ScannSearch":
-        """Takes float32 of all embeddings while it runs: twice the bytes of bfloat16."""
-        _, builder = _package()
-        made = builder(embeddings.float32(), 10, "dot_product")
-        if parameters.leaves:
-            made = made.tree(
-                parameters.leaves, parameters.leaves_searched, training_sample_size=parameters.training_rows
-            ).score_ah(
-                parameters.dimensions_a_block,
-                anisotropic_quantization_threshold=parameters.anisotropic_threshold,
-                training_sample_size=parameters.training_rows,
-            )
-            made = made.reorder(parameters.reordered, quantize=True)
-        else:
-            made = made.score_brute_force()
-        return cls(made.build(), len(embeddings), parameters)
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        self._searcher.serialize(str(folder), relative_path=True)
-
-    @classmethod
     def load(cls, folder: Path, rows: int, parameters: ScannParameters) -> "ScannSearch":
         """Without the package's own loader, which would read a pickle that lies there."""
-        package, _ = _package()
+        scann = package()
         try:
             assets = (folder / "scann_assets.pbtxt").read_text()
-            searcher = package.ScannSearcher(package.scann_pybind.ScannNumpy(str(folder), assets))
+            searcher = scann.ScannSearcher(scann.scann_pybind.ScannNumpy(str(folder), assets))
+            searcher.set_num_threads(len(os.sched_getaffinity(0)))
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(f"{folder} cannot be loaded by ScaNN ({error}): build the index again") from error
         return cls(searcher, rows, parameters)
@@ -98,12 +85,11 @@ class ScannSearch:
         scores, positions = np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1, np.int64)
         if not len(queries):
             return scores, positions
-        candidates = (
-            min(self._rows, max(self.parameters.reordered, REORDERED_OF_K * k)) if self.parameters.leaves else None
-        )
-        found, products = self._searcher.search_batched_parallel(
-            np.ascontiguousarray(queries, np.float32), final_num_neighbors=k, pre_reorder_num_neighbors=candidates
-        )
+        searched: dict[str, int] = {"final_num_neighbors": k}
+        if self.parameters.leaves:
+            searched["pre_reorder_num_neighbors"] = min(self._rows, max(self.parameters.reordered, REORDERED_OF_K * k))
+            searched["leaves_to_search"] = self.parameters.leaves_searched
+        found, products = self._searcher.search_batched_parallel(np.ascontiguousarray(queries, np.float32), **searched)
         for row, (places, of) in enumerate(zip(found, products, strict=True)):
             kept = np.isfinite(of)
             count = int(kept.sum())
@@ -111,8 +97,8 @@ class ScannSearch:
         return scores, positions
 
 
-def _package() -> tuple[Any, Any]:
-    """The module with ScaNN's searchers, and its builder."""
+def package() -> Any:
+    """The module with ScaNN's builder and searchers."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow speaks of GPUs and instructions it does not find
     try:
         from scann.scann_ops.py import scann_ops_pybind
@@ -120,4 +106,4 @@ def _package() -> tuple[Any, Any]:
         raise UserError(
             f"ScaNN cannot be imported ({error}); it has wheels for Linux on x86-64: use an index of kind accelerator elsewhere"
         ) from error
-    return scann_ops_pybind, scann_ops_pybind.builder
+    return scann_ops_pybind
