@@ -94,7 +94,7 @@ def test_only_chosen_properties_and_languages_are_kept(tmp_path):
 
 def test_what_describes_and_what_nobody_knows_is_left_out(tmp_path):
     kept = everything(graph_in_memory(write_dump(tmp_path / "dump.nt")))
-    for word in ("schema.org", "rdf-syntax-ns", "direct-normalized", "genid", "_:"):
+    for word in ("schema.org", "rdf-syntax-ns", "direct-normalized", "genid", "dbpedia", "_:"):
         assert not any(word in quad for quad in kept), word
 
 

@@ -95,6 +95,12 @@ def test_properties_other_languages_and_the_unknown_are_not_found(graph):
         assert asked(graph.triples_of(name)) == ()
 
 
+def test_the_id_of_a_merged_entity_stands_for_the_other_one(graph):
+    assert asked(graph.triples_of("Q777")) == asked(graph.triples_of("Q2"))
+    assert asked(graph.find("Q777")) == ["Q777"]
+    assert asked(graph.triples_of("http://dbpedia.org/resource/Ghent")) == ()
+
+
 def test_an_alias_counts_less_than_a_label(tmp_path):
     graph = small(tmp_path, label("Q9", "Troy"), label("Q1", "Troy", predicate=ALIAS), fact("Q9", "P1", "Q1"))
     assert asked(graph.find("Troy")) == ["Q9"]
@@ -177,7 +183,7 @@ def test_a_hub_is_bounded_and_quick(tmp_path, monkeypatch):
 def test_the_same_queries_say_the_same_at_an_endpoint(graph):
     with answering(graph.store) as endpoint:
         remote = SparqlEndpoint(endpoint.base_url, queries_per_second=1e6)
-        for key in ("Q1", "Q2", "Q3", "Q5", "Ghent", "Nobody", "Q999", *HOSTILE):
+        for key in ("Q1", "Q2", "Q3", "Q5", "Q777", "Ghent", "Nobody", "Q999", *HOSTILE):
             assert asked(remote.ends_of(key)) == asked(graph.ends_of(key)), key
             assert asked(remote.find(key)) == asked(graph.find(key)), key
         assert endpoint.requests[0].headers["User-Agent"].startswith("mujica_jax/")

@@ -1,8 +1,8 @@
 """N-Triples, as Wikidata's truthy dump: the lines that a graph keeps.
 
-These are labels and aliases in the chosen languages, and statements: in Wikidata's dumps `prop/direct/...`, in others every predicate
-outside the vocabularies that describe data (DESCRIBING), or the chosen ones. Texts in other languages, blank nodes and unknown values are
-left out without a word. Lines are chosen here and parsed by the store.
+These are labels and aliases in the chosen languages, ids of merged entities, and statements: in Wikidata's dumps `prop/direct/...`, in
+others every predicate outside the vocabularies that describe data (DESCRIBING), or the chosen ones. Texts in other languages, blank nodes
+and unknown values are left out without a word. Lines are chosen here and parsed by the store.
 """
 
 import contextlib
@@ -109,6 +109,8 @@ class Lines:
             return "name"
         if predicate in SCHEMA:
             return "schema"
+        if predicate == sparql.REDIRECT.encode() and predicate not in self._predicates:
+            return "redirect"
         if self._predicates:
             return "statement" if predicate in self._predicates else "none"
         if predicate.startswith(sparql.DIRECT.encode()):
@@ -116,7 +118,9 @@ class Lines:
         return "none" if predicate.startswith(DESCRIBING) else "statement"
 
     def _is_wanted(self, rest: bytes, role: str) -> bool:
-        """The object: a text in a chosen language or in none, and for names a text."""
+        """The object: a text in a chosen language or in none, for names a text, for redirects an entity of Wikidata's."""
+        if role == "redirect":
+            return rest.startswith(b"<" + sparql.ENTITY.encode())
         if rest.startswith(b'"'):
             after = rest[rest.rfind(b'"') + 1 :]
             if not after.startswith(b"@"):

@@ -30,6 +30,7 @@ LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
 SEARCHED_LABEL = "http://www.w3.org/2004/02/skos/core#hiddenLabel"  # as `normalise_label` writes it; of files that we named ourselves
 DIRECT_CLAIM = "http://wikiba.se/ontology#directClaim"
+REDIRECT = "http://www.w3.org/2002/07/owl#sameAs"  # from the id of an entity that was merged into another one
 PROPERTY_TYPE = "http://wikiba.se/ontology#propertyType"
 NAMED = "urn:mujica:named:"  # an entity of which a file says nothing but its label
 RELATION = "urn:mujica:relation:"
@@ -97,7 +98,7 @@ def check_languages(languages: Sequence[str]) -> None:
 
 
 def triples_query(entity: "pyoxigraph.NamedNode", languages: Sequence[str], most: int) -> str:
-    """At most `most` triples in each direction with their labels, and the entity's own label. One request."""
+    """At most `most` triples in each direction with their labels, the entity's own label, and who took over from it."""
     spoken = _spoken(languages)
     outgoing, incoming = (
         f"""{{ {{ SELECT ?property ?other WHERE {{
@@ -109,13 +110,14 @@ def triples_query(entity: "pyoxigraph.NamedNode", languages: Sequence[str], most
     }} LIMIT {most:d} }} BIND({inverse} AS ?inverse) }}"""
         for pattern, inverse in ((f"{entity} ?claim ?other .", 0), (f"?other ?claim {entity} .", 1))
     )
-    return f"""{PREFIXES}SELECT ?inverse ?property ?name ?other ?label ?own WHERE {{
+    return f"""{PREFIXES}SELECT ?inverse ?property ?name ?other ?label ?own ?same WHERE {{
   {{ {outgoing}
     UNION
     {incoming}
     OPTIONAL {{ ?property rdfs:label ?name FILTER(LANG(?name) IN ({spoken})) }}
     OPTIONAL {{ ?other rdfs:label ?label FILTER(LANG(?label) IN ({spoken})) }}
   }} UNION {{ {entity} rdfs:label ?own FILTER(LANG(?own) IN ({spoken})) }}
+  UNION {{ {entity} <{REDIRECT}> ?same }}
 }}"""
 
 
@@ -140,6 +142,12 @@ def find_query(name: str, languages: Sequence[str]) -> str:
 
 def exists_query(entity: "pyoxigraph.NamedNode") -> str:
     return f"SELECT ?claim WHERE {{ {{ {entity} ?claim ?other }} UNION {{ ?other ?claim {entity} }} }} LIMIT 1"
+
+
+def read_redirect(rows: Iterable[Row]) -> str | None:
+    """The key of the entity that took over from the one that was asked for, if any."""
+    found = {row["same"].value for row in rows if hasattr(row["same"], "value")}
+    return min((key_of(iri) for iri in found if _wikidata.fullmatch(iri)), key=_natural, default=None)
 
 
 def read_namesakes(rows: Iterable[Row]) -> list[str]:
@@ -168,6 +176,7 @@ def read_ends(rows: Iterable[Row], entity: "pyoxigraph.NamedNode", languages: Se
     for row in rows:
         if row["own"] is not None:
             note(entity.value, row["own"])
+        if row["property"] is None:
             continue
         note(row["property"].value, row["name"])
         if hasattr(row["other"], "value"):  # no blank node
