@@ -17,7 +17,7 @@ from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint, open_endpoint
 from mujica_jax.retrieval.tries import Tries
 
 QUICK = Tries(timeout_seconds=0.5, deadline_seconds=10.0, first_wait_seconds=0.01)
-NOTHING = {"head": {"vars": ["entity"]}, "results": {"bindings": []}}
+NOTHING = {"head": {"vars": ["property"]}, "results": {"bindings": []}}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,9 @@ MISBEHAVIOUR = {
     "no results": Answer(content={"head": {"vars": []}}),
     "another JSON": Answer(content=[1, 2]),
     "a yes": Answer(content={"head": {}, "boolean": True}),
+    "other columns": Answer(
+        content={"head": {"vars": ["x"]}, "results": {"bindings": [{"x": {"type": "literal", "value": "1"}}]}}
+    ),
     "no UTF-8": Answer(content=json.dumps(NOTHING).encode()[:-4] + b"\xff\xff"),
     "no IRI": Answer(
         content={"head": {"vars": ["x"]}, "results": {"bindings": [{"x": {"type": "uri", "value": "no IRI"}}]}}
@@ -91,6 +94,25 @@ def test_what_does_not_pass_is_a_typed_error(fault, options, kind, said):
             asked(graph.triples_of("Q1"))
         assert time.monotonic() - began < 3.0
         assert (graph.statistics.queries, graph.statistics.failed) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"property": {"type": "bnode", "value": "b"}, "other": {"type": "uri", "value": "http://x/y"}},
+        {"entity": {"type": "uri", "value": "http://x/y"}, "rank": {"type": "literal", "value": "first"}},
+    ],
+)
+def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
+    variables = (
+        ["inverse", "property", "name", "other", "label", "own", "same"] if "other" in row else ["entity", "rank"]
+    )
+    other = Answer(content={"head": {"vars": variables}, "results": {"bindings": [row]}})
+    with serving(lambda request, before: other) as endpoint:
+        graph = endpoint_at(endpoint.base_url, cache=AnswerCache(tmp_path, "a"))
+        for _ in range(2):  # the second time from the cache
+            with pytest.raises(RetrieverUnavailable, match="answered something else than was asked"):
+                asked(graph.triples_of("Nobody" if "rank" in row else "Q1"))
 
 
 def test_an_endpoint_that_is_not_there_is_a_typed_error():

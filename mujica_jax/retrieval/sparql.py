@@ -144,6 +144,11 @@ def exists_query(entity: "pyoxigraph.NamedNode") -> str:
     return f"SELECT ?claim WHERE {{ {{ {entity} ?claim ?other }} UNION {{ ?other ?claim {entity} }} }} LIMIT 1"
 
 
+def columns(query: str) -> set[str]:
+    """The variables that one of our queries asks for."""
+    return set(re.findall(r"\?(\w+)", query[query.index("SELECT") : query.index("WHERE")]))
+
+
 def read_redirect(rows: Iterable[Row]) -> str | None:
     """The key of the entity that took over from the one that was asked for, if any."""
     found = {row["same"].value for row in rows if hasattr(row["same"], "value")}
