@@ -56,6 +56,10 @@ def build(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval import indexes
     from mujica_jax.retrieval.embedders import find_embedder
 
+    if "://" in given.out:
+        raise UserError(
+            f"an index is built on local disk and --out is {given.out}: give a directory, and copy it there afterwards"
+        )
     dense = given.kind not in ("bm25", GRAPH)
     embeds = dense and given.embeddings is None
     unread = {

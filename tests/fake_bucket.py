@@ -6,8 +6,8 @@
 `serving` is for other processes, which are given `bucket.environment`.
 
 Kept in memory: whole objects with generation, metadata and checksums. Any bucket name is a bucket, except those that begin with
-"no-". Uploads in one part, in two and resumable; downloads with ranges; lists with prefix, delimiter, offsets and pages; delete,
-rewrite and compose.
+"no-", and those that begin with "closed-", to which nobody has access. Uploads in one part, in two and resumable; downloads with
+ranges; lists with prefix, delimiter, offsets and pages; delete, rewrite and compose.
 """
 
 import base64
@@ -32,7 +32,7 @@ from typing import Any, Literal
 import google_crc32c
 import pytest
 
-from mujica_jax.trajectories import bucket as requests
+from mujica_jax import bucket as requests
 
 Fault = Literal["503", "429", "hang", "cut upload", "cut download", "lost answer"]
 HANG_SECONDS = 30.0
@@ -183,6 +183,8 @@ class FakeBucket:
         bucket, name, action = found[2], urllib.parse.unquote(found[3] or ""), found[4] or ""
         if bucket.startswith("no-"):
             raise Refused(404, "The specified bucket does not exist.")
+        if bucket.startswith("closed-"):
+            raise Refused(403, "somebody does not have storage.objects.get access")
         if found[1] == "/upload":
             return self._upload(request, headers, bucket, body)
         if action == "compose":

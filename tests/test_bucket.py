@@ -18,10 +18,10 @@ import pytest
 from fake_bucket import FakeBucket, Fault, Request, use
 from test_store import trajectory, write_weights
 
-from mujica_jax import eval
+from mujica_jax import bucket, eval
 from mujica_jax.errors import StoreError, StoreUnavailable, UserError
 from mujica_jax.report import MetricsLog
-from mujica_jax.trajectories import bucket, run_directory
+from mujica_jax.trajectories import run_directory
 from mujica_jax.trajectories.run_directory import open_to_append
 from mujica_jax.trajectories.store import Store, open_run, shard_name
 

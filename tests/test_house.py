@@ -24,6 +24,7 @@ FLOORS = (  # from the ground up; a room is a folder or a file of the package
         "errors",
         "preemption",
         "roll_call",
+        "bucket",
         "host_watch",
         "distributed",
     ),

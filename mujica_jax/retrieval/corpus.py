@@ -1,4 +1,4 @@
-"""Passages read from files, one at a time: JSON arrays and JSON Lines of `{title, text}`, `.gz` and `.bz2`; Parquet; tar archives.
+"""Passages of files, local or in a bucket, one at a time: JSON arrays and JSON Lines of `{title, text}`, `.gz`, `.bz2`; Parquet; tar.
 
 Records that say it otherwise are understood too: wiki-18 (`contents` is the title in quotes, a newline, the text) and the HotpotQA
 abstracts (a tar of bz2 JSON Lines whose `text` is a list of sentences).
@@ -18,9 +18,10 @@ import json
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TextIO, cast
+from typing import IO, Any, TextIO
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.corpus_files import open_file
 
 FORMATS = (
     'a JSON array or JSON Lines of {"title": ..., "text": ...}, plain, .gz or .bz2, a .tar of such files, or .parquet'
@@ -83,12 +84,11 @@ def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
             yield from _text_records(path, file)
 
 
-def open_text(path: str | Path) -> TextIO:
-    if str(path).endswith(".gz"):
-        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8"))
-    if str(path).endswith(".bz2"):
-        return cast(TextIO, bz2.open(path, "rt", encoding="utf-8"))
-    return open(path, encoding="utf-8")
+@contextlib.contextmanager
+def open_text(path: str | Path) -> Iterator[TextIO]:
+    """A local file or one in a bucket, decompressed."""
+    with open_file(path) as raw, _decompressed(str(path), raw) as text:
+        yield text
 
 
 def _records_of(paths: Sequence[str | Path]) -> Iterator[tuple[str, object]]:
@@ -104,12 +104,12 @@ def _records_of(paths: Sequence[str | Path]) -> Iterator[tuple[str, object]]:
 
 
 def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
-    with _explained(path), tarfile.open(path, "r:*") as archive:
+    with _explained(path), open_file(path) as file, tarfile.open(fileobj=file, mode="r:*") as archive:
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None:
-                with _decompressed(member.name, content) as file:
-                    for number, record in _text_records(f"{path}, {member.name}", file):
+                with _decompressed(member.name, content) as text:
+                    for number, record in _text_records(f"{path}, {member.name}", text):
                         yield member.name, number, record
 
 
@@ -117,15 +117,15 @@ def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:
     import pyarrow.parquet
 
     row = 0
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches():
+    with open_file(path) as file, pyarrow.parquet.ParquetFile(file) as table:
+        for batch in table.iter_batches():
             for record in batch.to_pylist():
                 row += 1
                 yield row, record
 
 
 def _decompressed(name: str, raw: IO[bytes]) -> TextIO:
-    """A member of an archive; the archive closes what is under it."""
+    """Closing it does not close what is under it where that is compressed: its owner does."""
     opened: Any = raw
     if name.endswith(".gz"):
         opened = gzip.GzipFile(fileobj=raw)

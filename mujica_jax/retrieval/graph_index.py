@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval import index_files
+from mujica_jax.retrieval.corpus_files import describe_file
 from mujica_jax.retrieval.graph_dumps import Kept, Lines, claim_quads
 from mujica_jax.retrieval.graph_files import Choice, Counts, Piece, is_table, pieces
 from mujica_jax.retrieval.graph_store import GraphStore
 from mujica_jax.retrieval.graph_tables import Table
-from mujica_jax.retrieval.indexes import Reporter, describe_file
+from mujica_jax.retrieval.indexes import Reporter
 
 if TYPE_CHECKING:
     from pyoxigraph import Store

@@ -26,6 +26,10 @@ AGAIN = "build the index again"
 
 def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
     """What the manifest says, after every file was found whole. Raises UserError naming the file that is not."""
+    if "://" in str(folder):
+        raise UserError(
+            f"an index is opened on local disk and this one is {folder}: copy it into a directory and give that"
+        )
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"there is no index {folder}: make it with `python -m mujica_jax.index build --out {folder}`")

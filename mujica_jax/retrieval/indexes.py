@@ -16,6 +16,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval import index_files
 from mujica_jax.retrieval.bm25 import Bm25Index, Tokeniser
 from mujica_jax.retrieval.corpus import Passage, Skipped, stream_corpus
+from mujica_jax.retrieval.corpus_files import describe_file
 from mujica_jax.retrieval.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
 from mujica_jax.retrieval.passages import FILE, PassageFile, write_passages
@@ -236,10 +237,3 @@ def _data_mesh() -> Any:
 
     devices = jax.local_devices()
     return make_mesh(len(devices), 1, 1, devices) if len(devices) > 1 else None
-
-
-def describe_file(path: str) -> dict[str, Any]:
-    try:
-        return {"bytes": Path(path).stat().st_size, "sha256": index_files.checksum(Path(path))}
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): give the path of a corpus") from error

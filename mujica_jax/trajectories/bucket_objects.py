@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mujica_jax.bucket import BUCKET_NAME, open_bucket
 from mujica_jax.errors import StoreError, UserError
-from mujica_jax.trajectories.bucket import open_bucket
 from mujica_jax.trajectories.objects import (
     COMMITTED,
     explained,
@@ -25,8 +25,6 @@ from mujica_jax.trajectories.objects import (
 
 if TYPE_CHECKING:
     from mujica_jax.trajectories.bucket_path import BucketPath
-
-BUCKET_NAME = r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
 
 
 class BucketObjects:

@@ -17,8 +17,8 @@ from typing import IO, Any
 from etils import epath
 from etils.epath import backend, gpath, stat_utils
 
+from mujica_jax.bucket import Bucket, open_bucket
 from mujica_jax.errors import StoreUnavailable
-from mujica_jax.trajectories.bucket import Bucket, open_bucket
 
 SCHEME = "gs://"
 # TensorStore repeats a request 32 times, a second to half a minute apart, and Orbax lets nobody change that. Without these limits a

@@ -48,7 +48,7 @@ class RunDirectory:
             self._objects = Objects(self.root)
             self.costs = Costs()
         else:
-            from mujica_jax.trajectories.bucket import open_bucket
+            from mujica_jax.bucket import open_bucket
             from mujica_jax.trajectories.bucket_objects import BucketObjects
 
             self._objects = BucketObjects(self.root)
@@ -142,7 +142,7 @@ class AppendedObject:
     """
 
     def __init__(self, path: "BucketPath") -> None:
-        from mujica_jax.trajectories.bucket import PART, open_bucket
+        from mujica_jax.bucket import PART, open_bucket
 
         self._path, self._bucket = path, open_bucket(path.bucket_name)
         for part in self._bucket.list(f"{path.key}{PART}"):  # a killed process left them

@@ -35,9 +35,11 @@ TOLD_ATTEMPTS = 3  # so many that fail are worth a line on the console
 FIRST_WAIT_SECONDS = 0.5  # doubled after each attempt, and shortened at random by up to a half
 LONGEST_WAIT_SECONDS = 30.0
 TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
+BUCKET_NAME = r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
 WRITER = "writer"  # key of the token among an object's metadata
 PART = ".part-"  # between the name of an object and the token of a part that is to be joined to it
 ONCE: Any = None  # the library repeats nothing by itself
+NO_CHECKSUM: Any = None  # there is none of a part
 Answer = TypeVar("Answer")
 _log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class Bucket:
         except (DefaultCredentialsError, OSError) as error:
             raise UserError(
                 f"no Google Cloud credentials for gs://{name} were found ({str(error).splitlines()[0]}); run "
-                "`gcloud auth application-default login`, or choose a local --run directory"
+                "`gcloud auth application-default login`, or choose a local path"
             ) from error
         self._bucket = self._client.bucket(name)
         self._lock = threading.Lock()
@@ -90,6 +92,26 @@ class Bucket:
         return self._ask(
             "read", name, lambda timeout: blob.download_as_bytes(timeout=timeout, retry=ONCE, checksum="crc32c")
         )
+
+    def read_range(self, listed: Listed, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` of exactly this object. Raises FileNotFoundError, and UserError where another one has taken its place."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        blob = self._bucket.blob(listed.name)
+
+        def request(timeout: Any) -> bytes:
+            settings: dict[str, Any] = {"if_generation_match": listed.generation, "timeout": timeout, "retry": ONCE}
+            content = blob.download_as_bytes(start=start, end=stop - 1, checksum=NO_CHECKSUM, **settings)
+            if len(content) != stop - start:
+                raise ConnectionError(f"{len(content)} of {stop - start} bytes came")
+            return content
+
+        try:
+            return self._ask("read", listed.name, request)
+        except PreconditionFailed as error:
+            raise UserError(
+                f"gs://{self.name}/{listed.name} was replaced while it was read: start the command again"
+            ) from error
 
     def download(self, name: str, path: Path, size_bytes: int) -> None:
         """Into a local file. Raises FileNotFoundError where there is no such object."""
@@ -255,14 +277,12 @@ class Bucket:
             yield
         except exceptions.NotFound as error:
             if "bucket" in str(error.message).lower() and "object" not in str(error.message).lower():
-                raise UserError(
-                    f"there is no bucket {self.name}: create it or choose another --run directory"
-                ) from error
+                raise UserError(f"there is no bucket {self.name}: create it or choose another address") from error
             raise FileNotFoundError(where) from error
         except (exceptions.Forbidden, exceptions.Unauthorized, RefreshError) as error:
             raise UserError(
                 f"access to {where} is denied ({' '.join(str(error).split())[:200]}); ask for the role Storage Object User "
-                "on the bucket, or choose another --run directory"
+                "on the bucket, or choose another address"
             ) from error
 
 
