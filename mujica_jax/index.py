@@ -177,7 +177,6 @@ def query(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval.indexes import read_kind
 
     if given.index.startswith("sparql+") or read_kind(given.index) == GRAPH:
-        _refuse_embedder(given)
         index_graph.query_graph(given)
         return
     index = _opened(given)
@@ -208,7 +207,6 @@ def serve(given: argparse.Namespace) -> None:
         raise UserError(f"--deadline-seconds is {given.deadline_seconds:g}: give a number of seconds above 0")
     kind = read_kind(given.index)
     if kind == GRAPH:
-        _refuse_embedder(given)
         index_graph.serve_graph(given)
         return
     opened = open_port(given.host, given.port)
@@ -245,12 +243,6 @@ def _opened(given: argparse.Namespace) -> "Index":
 
     embedder = find_embedder(given.embedder, given.prefixes) if given.embedder else None
     return open_index(given.index, embedder, given.recall_target)
-
-
-def _refuse_embedder(given: argparse.Namespace) -> None:
-    for name in ("embedder", "prefixes", "recall_target"):
-        if (value := getattr(given, name)) is not None:
-            raise UserError(f"--{name.replace('_', '-')} is {value} and a graph does not read it: leave it out")
 
 
 def _questions(records: Iterator[tuple[int, object]], file: str) -> Iterator[tuple[str, set[str]]]:

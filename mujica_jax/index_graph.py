@@ -27,7 +27,8 @@ MOST_NAMED = 5  # other entities of one name that are told of
 
 def recipe(given: argparse.Namespace) -> GraphRecipe:
     choice = Choice(
-        languages=tuple(given.languages or sparql.LANGUAGES), properties=tuple(dict.fromkeys(given.properties or ()))
+        languages=tuple(tag.lower() for tag in given.languages or sparql.LANGUAGES),
+        properties=tuple(dict.fromkeys(given.properties or ())),
     )
     return GraphRecipe(files=tuple(given.corpus), choice=choice, skip=getattr(given, "skip", False))
 
@@ -50,6 +51,7 @@ def estimate_graph(given: argparse.Namespace) -> None:
 
 
 def query_graph(given: argparse.Namespace) -> None:
+    _refuse_embedder(given)
     graph = open_endpoint(given.index) if given.index.startswith(SCHEME) else open_graph(given.index)
     try:
         asyncio.run(_print_triples(graph, given.index, given.text, given.k))
@@ -61,6 +63,7 @@ def serve_graph(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval.graph_service import GraphQueries, make_graph_app
     from mujica_jax.retrieval.service import address_of, make_server, open_port
 
+    _refuse_embedder(given)
     opened = open_port(given.host, given.port)
     with contextlib.closing(opened):
         graph = open_graph(given.index)
@@ -93,3 +96,9 @@ async def _print_triples(graph: "KnowledgeGraph", index: str, text: str, limit: 
     for triple in await graph.triples_of(keys[0], limit):
         shown = dataclasses.asdict(triple)
         print(json.dumps(shown, ensure_ascii=False))
+
+
+def _refuse_embedder(given: argparse.Namespace) -> None:
+    for name in ("embedder", "prefixes", "recall_target"):
+        if (value := getattr(given, name)) is not None:
+            raise UserError(f"--{name.replace('_', '-')} is {value} and a graph does not read it: leave it out")

@@ -9,6 +9,7 @@ WD, WDT = "http://www.wikidata.org/entity/", "http://www.wikidata.org/prop/direc
 LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
 XSD = "http://www.w3.org/2001/XMLSchema#"
+SAME_AS = "http://www.w3.org/2002/07/owl#sameAs"
 WIKIBASE = "http://wikiba.se/ontology#"
 
 
@@ -58,6 +59,8 @@ LINES = [
     fact("Q2", "P22", "<http://www.wikidata.org/.well-known/genid/1234abcd>"),
     fact("Q2", "P25", "_:b0"),
     fact("Q3", "P1082", f'"+265086"^^<{XSD}decimal>'),
+    f"<{WD}Q777> <{SAME_AS}> <{WD}Q2> .",
+    f"<{WD}Q3> <{SAME_AS}> <http://dbpedia.org/resource/Ghent> .",
     f"<https://en.wikipedia.org/wiki/Ghent> <http://schema.org/about> <{WD}Q3> .",
     f"<{WD}Q2> <http://www.w3.org/1999/02/22-rdf-syntax-ns#type> <{WIKIBASE}Item> .",
     f"<{WD}Q2> <http://www.wikidata.org/prop/direct-normalized/P345> <https://www.imdb.com/nm1> .",

@@ -54,7 +54,7 @@ def test_an_endpoint_prints_the_same(folder, capsys, tmp_path, monkeypatch):
 
 def test_properties_and_languages_reach_the_build(folder, capsys, tmp_path):
     build = ("build", "--corpus", str(folder / "dump.nt.gz"), "--kind", "graph", "--out", str(tmp_path / "index"))
-    assert index.main([*build, "--properties", "P57", "P19", "--languages", "de", "mul", "en"]) == 0
+    assert index.main([*build, "--properties", "P57", "P19", "--languages", "DE", "mul", "en"]) == 0
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
     assert (manifest["properties"], manifest["languages"]) == (["P19", "P57"], ["de", "mul", "en"])
     assert shown(capsys, "query", "--index", str(tmp_path / "index"), "Q2") == [

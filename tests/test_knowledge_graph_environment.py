@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pyoxigraph
 import pytest
+from little_agent import ToldPolicy, answer, play, read
+from little_agent import search as search_call
+from little_graph import WDT, fact, label
 from local_endpoint import Answer, serving
 from shared_data import TWO_WIKI, needs_data
 from test_graph_index import HEADER
@@ -15,9 +18,11 @@ from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
-from mujica_jax.records import Entity
+from mujica_jax.records import Entity, StopReason
 from mujica_jax.retrieval.errors import RetrievalError, RetrieverUnavailable
+from mujica_jax.retrieval.graph_dumps import claim_quads
 from mujica_jax.retrieval.graph_index import graph_in_memory
+from mujica_jax.retrieval.graph_store import GraphStore
 from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint
 from mujica_jax.retrieval.tries import Tries
 from mujica_jax.tasks import two_wiki
@@ -74,8 +79,8 @@ def test_both_graphs_show_the_same(folder, tmp_path):
     built = ["build", "--corpus", str(folder / "triples.tsv"), "--kind", "graph", "--out", str(tmp_path / "same")]
     assert index.main(built) == 0
     plain, searched = task(folder), task(folder, index=str(tmp_path / "same"))
-    for key, label in (("Q21", "A"), ("Q22", "B"), ("Q30", "C"), ("The Night Sitter", "D")):
-        one, other = (search(of.environment, "x", Entity(id=key, label=label)) for of in (plain, searched))
+    for key, name in (("Q21", "A"), ("Q22", "B"), ("Q30", "C"), ("The Night Sitter", "D")):
+        one, other = (search(of.environment, "x", Entity(id=key, label=name)) for of in (plain, searched))
         assert sorted(map(str, one)) == sorted(map(str, other)) and one
 
 
@@ -113,10 +118,10 @@ def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(folder, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     store = graph_in_memory(folder / "more.tsv").store
 
-    def answer(request, before):
+    def say(request, before):
         return Answer(content=store.query(request.body["query"]).serialize(format=pyoxigraph.QueryResultsFormat.JSON))
 
-    with serving(answer) as endpoint:
+    with serving(say) as endpoint:
         address = f"sparql+{endpoint.base_url}"
         remote, local = task(folder, index=address), task(folder, index=str(folder / "index"))
         assert search(remote.environment, "x", BRICK) == search(local.environment, "x", BRICK)
@@ -131,6 +136,21 @@ def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(folder, tmp_path
         with pytest.raises(RetrieverUnavailable):
             search(KnowledgeGraphEnvironment(hasty, 5), "x", BRICK)
         assert hasty.statistics.failed == 1
+
+
+def test_an_episode_ends_where_the_endpoint_fails():
+    lines = [label("Q0", "Amber Tide"), label("Q1", "Ilse Vand"), label("P57", "director"), fact("Q0", "P57", "Q1")]
+    store = pyoxigraph.Store()
+    store.load("\n".join(lines), pyoxigraph.RdfFormat.N_TRIPLES)
+    store.extend(claim_quads({f"{WDT}P57".encode()}))
+    well = KnowledgeGraphEnvironment(GraphStore(store, version="", languages=("en",)), 5)
+    plan, reads = search_call((0, "Who directed it?")), {"Who directed it?": read("[0]", "Ilse Vand directed it.")}
+    played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), well)
+    assert played.stop_reason is StopReason.ANSWERED and "director" in str(played.searches[0])
+    with serving(lambda request, before: Answer(status=500)) as endpoint:
+        broken = SparqlEndpoint(endpoint.base_url, limits=Tries(tries=2, first_wait_seconds=0.01))
+        played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), KnowledgeGraphEnvironment(broken, 5))
+    assert played.stop_reason is StopReason.RETRIEVER_FAILED and played.reward == 0
 
 
 def test_mistakes_are_one_sentence(folder, tmp_path):

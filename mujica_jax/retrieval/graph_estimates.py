@@ -11,7 +11,9 @@ from pathlib import Path
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval import graph_index
-from mujica_jax.retrieval.graph_files import Counts, Lines, Table, claim_quads, is_table, pieces
+from mujica_jax.retrieval.graph_dumps import Lines, claim_quads
+from mujica_jax.retrieval.graph_files import Counts, is_table, pieces
+from mujica_jax.retrieval.graph_tables import Table
 
 SAMPLE_BYTES = 2**25  # of each file, decompressed
 BUILDING_BYTES = 10**9  # of memory: a chunk of lines and what the store sorts at once, however large the graph is

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval import index_files
 from mujica_jax.retrieval.corpus_files import describe_file
-from mujica_jax.retrieval.graph_files import Choice, Counts, Kept, Lines, Piece, Table, claim_quads, is_table, pieces
+from mujica_jax.retrieval.graph_dumps import Kept, Lines, claim_quads
+from mujica_jax.retrieval.graph_files import Choice, Counts, Piece, is_table, pieces
 from mujica_jax.retrieval.graph_store import GraphStore
+from mujica_jax.retrieval.graph_tables import Table
 from mujica_jax.retrieval.indexes import Reporter
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 KIND = "graph"
 STORE, PROGRESS = "graph", "loaded.json"
+UNFINISHED = "bulk-*.sst"  # what a killed load was writing: the store takes tables in under numbers
+OLD_LOGS = "LOG.old.*"  # of each start, for people
 CHUNK_BYTES = 2**26  # of kept lines; some 500,000 triples
 CHUNK_READ_BYTES = 2**30  # of lines, kept or not
 TABLE_CHUNK_BYTES = 2**22
@@ -71,6 +75,7 @@ def build(folder: Path, recipe: GraphRecipe, reporter: Reporter) -> tuple[dict[s
             return index_files.read_manifest(folder), True
         began = time.monotonic()
         loaded = read_progress(folder)
+        _remove(folder, UNFINISHED)
         try:
             store = Store(folder / STORE)
         except OSError as error:
@@ -95,6 +100,7 @@ def build(folder: Path, recipe: GraphRecipe, reporter: Reporter) -> tuple[dict[s
         gc.collect()  # closes it
         Store(folder / STORE).flush()  # opening it again drops the logs of what is in its tables by now
         gc.collect()
+        _remove(folder, OLD_LOGS)
         about = {**plan, **{name: getattr(loaded, name) for name in ("triples", "names", "skipped", "first_skipped")}}
         about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
         return index_files.commit(folder, about), False
@@ -182,6 +188,11 @@ def _load_lines(store: "Store", path: str, recipe: GraphRecipe, loaded: Loaded) 
     if piece is not None and piece.end > begun:
         put()
         yield _at(loaded, piece)
+
+
+def _remove(folder: Path, names: str) -> None:
+    for path in (folder / STORE).glob(names):
+        path.unlink()
 
 
 def _at(loaded: Loaded, piece: Piece) -> Loaded:

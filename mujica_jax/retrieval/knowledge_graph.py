@@ -8,12 +8,15 @@ these are is the source's choice; their order is fixed.
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mujica_jax.retrieval import sparql
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph import Triple
 from mujica_jax.retrieval.retriever import RetrievalStatistics
+
+if TYPE_CHECKING:
+    import pyoxigraph
 
 MOST_TRIPLES = 500  # of an entity, in each direction
 
@@ -41,7 +44,8 @@ class KnowledgeGraph:
         return tuple(end.triple for end in await self.ends_of(key, limit))
 
     async def ends_of(self, key: str, limit: int | None = None) -> list[sparql.End]:
-        """`triples_of` with whether the entity is the triple's object. Raises RetrievalError."""
+        """`triples_of` with whether the entity is the triple's object. The id of an entity that was merged into another one stands for
+        that one. Raises RetrievalError."""
         began = time.monotonic()
         self._count(queries=1)
         try:
@@ -50,15 +54,22 @@ class KnowledgeGraph:
                 found = sparql.entity_iri(names[0])
             if found is None:
                 return []
-            entity = found
-            query = sparql.triples_query(entity, self.languages, MOST_TRIPLES)
-            ends = await self.ask(query, lambda rows: sparql.read_ends(rows, entity, self.languages))
+            ends, taken_over = await self._ends(found)
+            if not ends and taken_over is not None:
+                ends, _ = await self._ends(sparql.entity_iri(taken_over) or found)
             return ends[:limit]
         except RetrievalError:
             self._count(failed=1)
             raise
         finally:
             self._count(waiting_seconds=time.monotonic() - began)
+
+    async def _ends(self, entity: "pyoxigraph.NamedNode") -> tuple[list[sparql.End], str | None]:
+        def read(rows: Iterable[sparql.Row]) -> tuple[list[sparql.End], str | None]:
+            rows = list(rows)
+            return sparql.read_ends(rows, entity, self.languages), sparql.read_redirect(rows)
+
+        return await self.ask(sparql.triples_query(entity, self.languages, MOST_TRIPLES), read)
 
     async def find(self, name: str) -> list[str]:
         """Keys of the entities with this Q-id or IRI, or else called so: by label, then alias. The first is the likeliest.

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     import pyoxigraph
 
 ENTITY = "http://www.wikidata.org/entity/"
+DIRECT = "http://www.wikidata.org/prop/direct/"
 LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
 SEARCHED_LABEL = "http://www.w3.org/2004/02/skos/core#hiddenLabel"  # as `normalise_label` writes it; of files that we named ourselves
 DIRECT_CLAIM = "http://wikiba.se/ontology#directClaim"
+REDIRECT = "http://www.w3.org/2002/07/owl#sameAs"  # from the id of an entity that was merged into another one
 PROPERTY_TYPE = "http://wikiba.se/ontology#propertyType"
 NAMED = "urn:mujica:named:"  # an entity of which a file says nothing but its label
 RELATION = "urn:mujica:relation:"
@@ -49,11 +51,11 @@ PREFIX skos: <{ALIAS.removesuffix("altLabel")}>
 """
 CLAIMS_QUERY = f"{PREFIXES}SELECT ?property WHERE {{ ?property wikibase:directClaim ?claim }} LIMIT 1"
 
-_identifier = re.compile(r"[QP][1-9]\d*")
+_identifier = re.compile(r"[QP]\d+", re.ASCII)
 _language = re.compile(r"[A-Za-z]{1,8}(-[A-Za-z0-9]{1,8})*")
 _date = re.compile(r"(-?\d{4,})(?:-(\d\d)(?:-(\d\d)(?:T[\d:.]*)?)?)?(?:Z|[+-]\d\d:\d\d)?")
 _control = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_wikidata = re.compile(re.escape(ENTITY) + r"([QP]\d+)")
+_wikidata = re.compile(re.escape(ENTITY) + r"([QP]\d+)", re.ASCII)
 
 Row = Any  # pyoxigraph.QuerySolution: a variable's name to its term, or None
 
@@ -96,7 +98,7 @@ def check_languages(languages: Sequence[str]) -> None:
 
 
 def triples_query(entity: "pyoxigraph.NamedNode", languages: Sequence[str], most: int) -> str:
-    """At most `most` triples in each direction with their labels, and the entity's own label. One request."""
+    """At most `most` triples in each direction with their labels, the entity's own label, and who took over from it."""
     spoken = _spoken(languages)
     outgoing, incoming = (
         f"""{{ {{ SELECT ?property ?other WHERE {{
@@ -108,13 +110,14 @@ def triples_query(entity: "pyoxigraph.NamedNode", languages: Sequence[str], most
     }} LIMIT {most:d} }} BIND({inverse} AS ?inverse) }}"""
         for pattern, inverse in ((f"{entity} ?claim ?other .", 0), (f"?other ?claim {entity} .", 1))
     )
-    return f"""{PREFIXES}SELECT ?inverse ?property ?name ?other ?label ?own WHERE {{
+    return f"""{PREFIXES}SELECT ?inverse ?property ?name ?other ?label ?own ?same WHERE {{
   {{ {outgoing}
     UNION
     {incoming}
     OPTIONAL {{ ?property rdfs:label ?name FILTER(LANG(?name) IN ({spoken})) }}
     OPTIONAL {{ ?other rdfs:label ?label FILTER(LANG(?label) IN ({spoken})) }}
   }} UNION {{ {entity} rdfs:label ?own FILTER(LANG(?own) IN ({spoken})) }}
+  UNION {{ {entity} <{REDIRECT}> ?same }}
 }}"""
 
 
@@ -139,6 +142,17 @@ def find_query(name: str, languages: Sequence[str]) -> str:
 
 def exists_query(entity: "pyoxigraph.NamedNode") -> str:
     return f"SELECT ?claim WHERE {{ {{ {entity} ?claim ?other }} UNION {{ ?other ?claim {entity} }} }} LIMIT 1"
+
+
+def columns(query: str) -> set[str]:
+    """The variables that one of our queries asks for."""
+    return set(re.findall(r"\?(\w+)", query[query.index("SELECT") : query.index("WHERE")]))
+
+
+def read_redirect(rows: Iterable[Row]) -> str | None:
+    """The key of the entity that took over from the one that was asked for, if any."""
+    found = {row["same"].value for row in rows if hasattr(row["same"], "value")}
+    return min((key_of(iri) for iri in found if _wikidata.fullmatch(iri)), key=_natural, default=None)
 
 
 def read_namesakes(rows: Iterable[Row]) -> list[str]:
@@ -167,6 +181,7 @@ def read_ends(rows: Iterable[Row], entity: "pyoxigraph.NamedNode", languages: Se
     for row in rows:
         if row["own"] is not None:
             note(entity.value, row["own"])
+        if row["property"] is None:
             continue
         note(row["property"].value, row["name"])
         if hasattr(row["other"], "value"):  # no blank node

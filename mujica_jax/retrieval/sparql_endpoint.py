@@ -19,7 +19,7 @@ from mujica_jax import __version__
 from mujica_jax.errors import UserError
 from mujica_jax.inference.endpoint import Endpoint, PassingFault
 from mujica_jax.retrieval import sparql
-from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused
+from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable
 from mujica_jax.retrieval.hits_cache import AnswerCache, cache_folder
 from mujica_jax.retrieval.knowledge_graph import KnowledgeGraph, Read
 from mujica_jax.retrieval.tries import Tries, too_late, until_answered
@@ -32,6 +32,13 @@ HEADERS = {
     "Accept": "application/sparql-results+json",
     "User-Agent": f"mujica_jax/{__version__}",  # Wikidata turns away who does not say who asks
 }
+NO_ANSWER = (
+    ValueError,
+    SyntaxError,
+    KeyError,
+    TypeError,
+    AttributeError,
+)  # of a text that should be a table of results
 CHECK_TRIES = 3
 PUBLIC_QUERIES_PER_SECOND = 10.0
 PUBLIC_TRIES = Tries(timeout_seconds=60.0, deadline_seconds=180.0, first_wait_seconds=0.5)
@@ -65,11 +72,17 @@ class SparqlEndpoint(KnowledgeGraph):
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
         kept = self._cache.read(query) if self._cache is not None else None
         if kept is not None:
-            with contextlib.suppress(ValueError, SyntaxError):  # damaged: asked again
+            with contextlib.suppress(*NO_ANSWER):  # damaged: asked again
                 found = read(_rows(kept))
                 self._count(cached=1)
                 return found
-        return read(_rows(await self._text(query)))
+        text = await self._text(query)
+        try:
+            return read(_rows(text))
+        except NO_ANSWER as error:
+            raise RetrieverUnavailable(
+                f"{self.version} answered something else than was asked ({type(error).__name__}: {error}): {ADVICE}"
+            ) from error
 
     async def check(self) -> None:
         """One small query, past the cache. Raises RetrievalError."""
@@ -106,9 +119,12 @@ class SparqlEndpoint(KnowledgeGraph):
             self._count(batches=1, search_seconds=time.monotonic() - began)
             try:
                 text = answer.decode()
-                for _ in _rows(text):
+                rows = _rows(text)
+                if {variable.value for variable in rows.variables} != sparql.columns(query):
+                    raise ValueError("other columns than were asked for")
+                for _ in rows:
                     pass
-            except (ValueError, SyntaxError) as error:
+            except NO_ANSWER as error:
                 shown = self._endpoint.shown(f"{type(error).__name__}: {error}")
                 raise PassingFault(f"an answer that is no SPARQL result ({shown})") from error
             return text
