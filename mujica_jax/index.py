@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import signal
 import sys
 import time
@@ -134,12 +135,22 @@ def estimate(given: argparse.Namespace) -> None:
 
 def recall(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval.corpus import read_records
+    from mujica_jax.retrieval.passages import PassageFile
 
     questions = list(_questions(read_records(given.questions), given.questions))
+    if not questions:
+        raise UserError(f"{given.questions} holds no question: give a file with at least one")
     index = _opened(given)
     most = max(given.k)
     _check_k(min(given.k), index)
     _check_k(most, index)
+    wanted = set().union(*(gold for _, gold in questions))
+    assert isinstance(index.passages, PassageFile), "an index that was opened"
+    unknown = wanted - {passage.title for passage in index.passages.titled(wanted)}
+    if unknown == wanted:
+        raise UserError(
+            f"none of the {len(wanted):,} gold titles of {given.questions} is a title in {given.index}: give the questions of its corpus"
+        )
     began = time.monotonic()
     encoded = index.encode([text for text, _ in questions])
     middle = time.monotonic()
@@ -154,6 +165,7 @@ def recall(given: argparse.Namespace) -> None:
     result |= {
         "questions": len(questions),
         "passages": len(index.passages),
+        "unknown_titles": len(unknown),  # gold ones that the index has not, so that no search finds them
         "encode_seconds": round(middle - began, 3),
         "search_seconds": round(ended - middle, 3),
     }
@@ -189,6 +201,10 @@ def serve(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval.retriever import IndexRetriever
     from mujica_jax.retrieval.service import address_of, make_app, make_server, open_port
 
+    if given.most_waiting < 1:
+        raise UserError(f"--most-waiting is {given.most_waiting}: give at least 1, or nobody is answered")
+    if not 0 < given.deadline_seconds < math.inf:
+        raise UserError(f"--deadline-seconds is {given.deadline_seconds:g}: give a number of seconds above 0")
     kind = read_kind(given.index)
     if kind == GRAPH:
         index_graph.serve_graph(given)

@@ -1,16 +1,14 @@
 """Indexes on disk: what is built is found again, killed builds go on, and damage is named."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from killed_build import kill_at, small_chunks
 from tiny_embedder import WORDS, tiny_embedder, write_corpus
 
 from mujica_jax.errors import UserError
@@ -19,7 +17,7 @@ from mujica_jax.retrieval import index_files, indexes
 from mujica_jax.retrieval.corpus import read_corpus
 from mujica_jax.retrieval.dense import DenseIndex, best_rows, nearest
 from mujica_jax.retrieval.embedders import find_embedder
-from mujica_jax.retrieval.embeddings import compressed, open_embeddings
+from mujica_jax.retrieval.embeddings import compressed, encoded_rows, open_embeddings
 from mujica_jax.retrieval.passages import PassageFile, write_passages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -229,59 +227,67 @@ def test_a_build_goes_on_after_an_interruption_and_ends_the_same(tmp_path, corpu
         assert (tmp_path / "index" / name).read_bytes() == (whole / name).read_bytes()
 
 
-KILLED = """
-import sys, time
-from mujica_jax.retrieval import embeddings
-from mujica_jax import index
-embeddings.CHUNK_ROWS = 20
-if sys.argv.pop(1) == "slowly":
-    write = embeddings.write_json
-    def slowly(path, value):
-        write(path, value)
-        time.sleep(0.5)
-    embeddings.write_json = slowly
-raise SystemExit(index.main(sys.argv[1:]))
+MOMENTS = [
+    ("embeddings.write_json", 3, 40),  # the third chunk is written, and that is not said yet
+    ("index_files.write_json", 2, 0),  # the corpus is read, and is not named yet
+    ("embeddings.write_json", 1, 0),
+    ("index_files.commit", 1, PASSAGES),  # all but the manifest
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "rows"),
+    [MOMENTS[0], *(pytest.param(*moment, marks=pytest.mark.slow) for moment in MOMENTS[1:])],
+)
+def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, corpus, embedder, monkeypatch, function, call, rows):
+    """Until the end nothing can be opened."""
+    small_chunks(monkeypatch)
+    whole, folder = tmp_path / "whole", tmp_path / "index"
+    indexes.build(whole, recipe(corpus, embedder), Silent())
+    words = ["build", "--corpus", str(corpus), "--kind", "accelerator", "--embedder", str(embedder)]
+    kill_at(function, call, [*words, "--out", str(folder)])
+    assert encoded_rows(folder) == rows
+    with pytest.raises(UserError, match="is half-built"):
+        indexes.open_index(folder)
+    reporter = Silent()
+    indexes.build(folder, recipe(corpus, embedder), reporter)
+    assert reporter.told.get("embedding", [rows])[0] == rows
+    for name in ("embeddings.bfloat16", "passages.arrow"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+    assert indexes.open_index(folder).search(QUERIES, 3) == indexes.open_index(whole).search(QUERIES, 3)
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from mujica_jax.retrieval.corpus import stream_corpus
+from mujica_jax.retrieval.passages import PassageFile, write_passages
+
+def kibibytes(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1])
+
+large, small, out = map(Path, sys.argv[1:])
+write_passages(stream_corpus([small]), out)
+Path("/proc/self/clear_refs").write_text("5")
+before = kibibytes("VmRSS")
+write_passages(stream_corpus([large]), out)
+print((kibibytes("VmHWM") - before) * 1024, len(PassageFile(out)))
 """
 
 
-def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, corpus, embedder, monkeypatch):
-    """SIGKILL after the first chunk; until the end nothing can be opened."""
-    monkeypatch.setattr(embeddings_module, "CHUNK_ROWS", 20)
-    whole, folder = tmp_path / "whole", tmp_path / "index"
-    indexes.build(whole, recipe(corpus, embedder), Silent())
-    arguments = [
-        "build",
-        "--corpus",
-        str(corpus),
-        "--kind",
-        "accelerator",
-        "--embedder",
-        str(embedder),
-        "--out",
-        str(folder),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", KILLED]
-    process = subprocess.Popen([*command, "slowly", *arguments], env=environment, stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 60
-        while not (folder / "encoded.json").exists():
-            assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
-    assert 20 <= json.loads((folder / "encoded.json").read_text())["rows"] < PASSAGES
-    with pytest.raises(UserError, match="is half-built"):
-        indexes.open_index(folder)
-    finished = subprocess.run(
-        [*command, "at once", *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert (folder / "embeddings.bfloat16").read_bytes() == (whole / "embeddings.bfloat16").read_bytes()
-    assert indexes.open_index(folder).search(QUERIES, 3) == indexes.open_index(whole).search(QUERIES, 3)
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.json"])
+def test_the_corpus_is_not_read_into_memory(tmp_path, name):
+    line = json.dumps({"title": "title", "text": "word " * 500})
+    for file, passages in ((tmp_path / name, 30_000), (tmp_path / f"small_{name}", 5000)):
+        begin, between, end = ("[", ",", "]") if name.endswith(".json") else ("", "\n", "")
+        file.write_text(begin + between.join([line] * passages) + end)
+    command = [sys.executable, "-c", PEAK, str(tmp_path / name), str(tmp_path / f"small_{name}"), str(tmp_path / "out")]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    grown, passages = map(int, run.stdout.split())
+    assert passages == 30_000 and grown < (tmp_path / name).stat().st_size / 4
 
 
 def test_two_builders_of_one_directory(tmp_path, corpus, embedder):

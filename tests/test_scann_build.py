@@ -16,6 +16,7 @@ from mujica_jax import index
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval import indexes, scann_build
 from mujica_jax.retrieval.embeddings import Embeddings, compressed
+from mujica_jax.retrieval.estimates import scann_building_bytes
 from mujica_jax.retrieval.scann_search import ScannParameters, package
 
 pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
@@ -124,6 +125,7 @@ from pathlib import Path
 import numpy as np
 from mujica_jax.retrieval.embeddings import open_embeddings
 from mujica_jax.retrieval.scann_build import write_scann
+from mujica_jax.retrieval.estimates import scann_building_bytes
 from mujica_jax.retrieval.scann_search import ScannParameters, package
 
 def kibibytes(name):
@@ -158,3 +160,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 2 * size
+    parameters = ScannParameters(leaves=100, leaves_searched=10, training_rows=5000, reordered=100)
+    estimated = scann_building_bytes(parameters, rows, dimension)
+    assert estimated / 2 < int(run.stdout) < 2 * estimated, "as `index estimate` says, within a factor of two"

@@ -139,14 +139,14 @@ def test_an_index_that_breaks_or_hangs_shows_in_status_and_health():
         assert httpx.post(f"{url}/search", json=asked).status_code == 503
         assert httpx.get(f"{url}/healthz").status_code == 503
         with pytest.raises(UserError, match=r"is not well .*the disk is gone"):
-            open_remote(url, "dense")
+            open_remote(url, "dense", 5)
         searched.fault = None
         searched.hold.clear()
         assert httpx.post(f"{url}/search", json=asked).status_code == 504
         searched.hold.set()
-        assert open_remote(url, "dense").version == "version1"
+        assert open_remote(url, "dense", 5).version == "version1"
         with pytest.raises(UserError, match=r"retriever is bm25 and .* serves an index of kind accelerator"):
-            open_remote(url, "bm25")
+            open_remote(url, "bm25", 4)
 
 
 MISBEHAVIOUR = {
@@ -227,7 +227,7 @@ def test_serve_from_the_command_line_until_sigterm(tmp_path):
                         break
                 assert time.monotonic() < deadline and process.poll() is None
                 time.sleep(0.05)
-            (found,) = asyncio.run(together(open_remote(url, "bm25"), "title word3", k=4))
+            (found,) = asyncio.run(together(open_remote(url, "bm25", 4), "title word3", k=4))
             assert len(found) == 4
             process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=30)

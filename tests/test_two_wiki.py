@@ -1,10 +1,15 @@
 import asyncio
+import functools
 import gzip
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from shared_data import TWO_WIKI, needs_data
@@ -239,6 +244,47 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
     ):
         with pytest.raises(UserError, match=said):
             two_wiki.build(config(folder, **chosen | changes))
+
+
+def test_passages_are_searched_at_the_service_that_is_named(folder):
+    """`index serve` in a process of its own finds for the task what its index finds here."""
+    corpus, words = str(folder / "corpus.json"), str(folder / "words")
+    assert index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
+    command = [sys.executable, "-m", "mujica_jax.index", "serve", "--index", words, "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent), "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            asked = until_well(
+                functools.partial(two_wiki.build, config(folder, environment="text", top_k=1, index=address))
+            )
+            here = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
+            assert asked.environment.retriever.version == here.environment.retriever.index.version
+            for question in ("Who died in 1961?", "A film by Roy Del Ruth", "nothing of it"):
+                assert search(asked.environment, question, None) == search(here.environment, question, None)
+            assert {question.id for question in all_questions(asked)} == {
+                question.id for question in all_questions(here)
+            }
+            with pytest.raises(UserError, match=f"retriever is dense and {address} serves an index of kind bm25"):
+                two_wiki.build(config(folder, environment="text", top_k=1, retriever="dense", index=address))
+            with pytest.raises(UserError, match=f"top_k is 3 and {address} serves an index of 2 passages: lower top_k"):
+                two_wiki.build(config(folder, environment="text", top_k=3, index=address))
+        finally:
+            process.kill()
+    with pytest.raises(UserError, match=f"{address} gives no health"):
+        two_wiki.build(config(folder, environment="text", index=address))
+
+
+def until_well(build):
+    """The address is said a moment before the service answers there."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return build()
+        except UserError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_copies_of_text_questions_are_refused(folder):

@@ -186,15 +186,17 @@ class RemoteRetriever:
         self._statistics = self._statistics.with_more(**amounts)
 
 
-def open_remote(url: str, retriever: str) -> RemoteRetriever:
-    """A service that is well and of the kind that the configuration names. Raises UserError."""
+def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
+    """A service that is well, of the kind that the configuration names, and has `top_k` passages. Raises UserError."""
     remote = RemoteRetriever(url)
     try:
-        kind = remote.check().kind
+        health = remote.check()
     except RetrievalError as error:
         raise UserError(error.reason) from error
-    if (kind == "bm25") != (retriever == "bm25"):
+    if (health.kind == "bm25") != (retriever == "bm25"):
         raise UserError(
-            f"retriever is {retriever} and {url} serves an index of kind {kind}: give another address or retriever"
+            f"retriever is {retriever} and {url} serves an index of kind {health.kind}: give another address or retriever"
         )
+    if top_k > health.passages:
+        raise UserError(f"top_k is {top_k} and {url} serves an index of {health.passages:,} passages: lower top_k")
     return remote

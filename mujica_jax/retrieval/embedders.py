@@ -111,11 +111,12 @@ def _from_hub(name: str) -> Path:
         if any(folder.glob("*.safetensors")):  # else another program has fetched a part of it
             return folder
     except LocalEntryNotFoundError:
-        pass
+        pass  # nothing of it was ever fetched; what goes wrong below is said
     try:
         return Path(fetch())
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = error.__cause__ or error  # the hub's own sentence says that there is no connection, whatever it was
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise UserError(
             f"the embedder {name} is not in the local Hugging Face cache and cannot be downloaded ({reason}): run "
             f"`hf download {name}` where there is a connection and give the folder, or use the embedder {MINILM}"

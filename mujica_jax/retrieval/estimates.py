@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,10 @@ from mujica_jax.retrieval.bm25 import Bm25Index
 from mujica_jax.retrieval.corpus import Passage
 from mujica_jax.retrieval.embeddings import DTYPES
 from mujica_jax.retrieval.indexes import Recipe
+from mujica_jax.retrieval.scann_build import CHUNK_ROWS
+
+if TYPE_CHECKING:
+    from mujica_jax.retrieval.scann_search import ScannParameters
 
 EMBEDDED_SAMPLE = 128  # passages
 WORDS_SAMPLE = 2000
@@ -68,7 +73,6 @@ def estimate(recipe: Recipe, sample: Sequence[Passage], passages: int) -> Estima
     seconds = {"embedding": round(passages / _passages_a_second(recipe, sample[:EMBEDDED_SAMPLE]), 3)}
     building, searching = 0, disk["embeddings"]
     if recipe.kind == "scann":
-        from mujica_jax.retrieval.scann_build import CHUNK_ROWS
         from mujica_jax.retrieval.scann_search import parameters_for
 
         of = parameters_for(passages, of_length_1=True)
@@ -77,15 +81,23 @@ def estimate(recipe: Recipe, sample: Sequence[Passage], passages: int) -> Estima
         tree = of.leaves * dimension * FLOAT32_BYTES + (passages * FLOAT32_BYTES if of.leaves else 0)
         disk["scann"] = passages * blocks + vectors + tree  # a byte a block in the file, half of one in memory
         searching = passages * blocks // 2 + vectors + tree
-        row = dimension * FLOAT32_BYTES
-        codebooks = of.leaves * blocks * CENTRES_A_BLOCK * CENTRE_BYTES
-        training = max(SAMPLES_HELD * of.training_rows * row, of.training_rows * row + codebooks)
-        building = training + CHUNKS_HELD * min(passages, CHUNK_ROWS) * row if of.leaves else 2 * passages * row
+        building = scann_building_bytes(of, passages, dimension)
         products = 2 * dimension * of.leaves * (CENTROID_ROUNDS * of.training_rows + passages)
         seconds["building ScaNN's partitions"] = round(products / _operations_a_second(), 3)
     return Estimate(
         passages=passages, disk_bytes=disk, building_bytes=building, searching_bytes=searching, seconds=seconds
     )
+
+
+def scann_building_bytes(parameters: "ScannParameters", rows: int, dimension: int) -> int:
+    """Memory of `write_scann`, beside the program: that of training, or of writing down what was learned, and some chunks."""
+    row = dimension * FLOAT32_BYTES
+    if not parameters.leaves:
+        return 2 * rows * row
+    blocks = -(-dimension // parameters.dimensions_a_block)
+    codebooks = parameters.leaves * blocks * CENTRES_A_BLOCK * CENTRE_BYTES
+    sample = parameters.training_rows * row
+    return max(SAMPLES_HELD * sample, sample + codebooks) + CHUNKS_HELD * min(rows, CHUNK_ROWS) * row
 
 
 def count_and_sample(passages: Iterable[Passage], count: int | None) -> tuple[list[Passage], int]:

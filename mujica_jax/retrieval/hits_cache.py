@@ -1,9 +1,10 @@
 """Results of searches on disk, in SQLite: what was asked of one version of an index is never searched again.
 
-A cache that cannot be read or written costs time and no results: it is left alone from there on, and says so in `fault`.
+A cache that cannot be read or written costs time and no results: it is left alone from there on, and one line on the console says so.
 """
 
 import json
+import logging
 import os
 import sqlite3
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SECONDS_FOR_A_LOCK = 2.0  # that another process holds
+_log = logging.getLogger(__name__)
 
 
 class AnswerCache:
@@ -18,7 +20,6 @@ class AnswerCache:
 
     def __init__(self, folder: Path, version: str) -> None:
         self.path = folder / f"{version}.sqlite"
-        self.fault = ""
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         try:
@@ -62,7 +63,7 @@ class AnswerCache:
                 self._database = None
 
     def _give_up(self, error: Exception) -> None:
-        self.fault = f"{self.path} is not used ({error})"
+        _log.warning("%s is not used (%s): searches are made again", self.path, error)
         if self._database is not None:
             self._database.close()
             self._database = None

@@ -26,7 +26,7 @@ def open_passages(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
             f"environment is text and the index {config.index} is a graph: give an index of passages, or --task.environment graph"
         )
     if config.index is not None and config.index.startswith(("http://", "https://")):
-        return open_remote(config.index, config.retriever), _corpus(config)
+        return open_remote(config.index, config.retriever, config.top_k), _corpus(config)
     index = _index(config)
     in_memory = config.index is None
     cache = None if in_memory else HitsCache(cache_folder(), index.version)

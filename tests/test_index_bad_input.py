@@ -1,0 +1,80 @@
+"""Mistakes with `python -m mujica_jax.index`: each is one sentence that says what to do, with status 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_embedder import tiny_embedder, write_corpus
+
+from mujica_jax import index
+from mujica_jax.retrieval.service import open_port
+
+PASSAGES = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A corpus, its questions, two embedders, and an index of words and one of embeddings."""
+    root = tmp_path_factory.mktemp("index")
+    corpus = write_corpus(root / "corpus.jsonl", PASSAGES)
+    (root / "questions.jsonl").write_text(json.dumps({"question": "title 3", "supporting_facts": ["title 3"]}))
+    (root / "elsewhere.jsonl").write_text(json.dumps({"question": "who?", "supporting_facts": ["nobody", "nothing"]}))
+    (root / "empty.jsonl").write_text("")
+    (root / "latin.jsonl").write_bytes('{"title": "Zürich", "text": "x"}'.encode("latin-1"))
+    (root / "file").write_text("mine")
+    for name, changes in (("tiny", {}), ("other", {"seed": 1}), ("wide", {"hidden_size": 32})):
+        tiny_embedder(root / name, **changes)
+    build = ["build", "--corpus", str(corpus), "--out"]
+    assert index.main([*build, str(root / "words"), "--kind", "bm25"]) == 0
+    dense = [*build, str(root / "dense"), "--kind", "accelerator", "--embedder", str(root / "tiny")]
+    assert index.main(dense) == 0
+    return root
+
+
+BUILD = "build --kind bm25 --out OUT --corpus"
+RECALL = "recall --index DIR/words --questions"
+SERVE = "serve --index DIR/words"
+MISTAKES = {
+    "query --index DIR/dense --embedder DIR/wide who?": r"(dimension 16) and the embedder DIR/wide has dimension 32",
+    "query --index DIR/dense --embedder DIR/other who?": "name the one it was built with, or build it again",
+    "build --kind scann --embeddings DIR/words --out OUT": "is of kind bm25 and has no embeddings",
+    f"{BUILD} DIR/empty.jsonl": "there is no passage in it; give a corpus with at least one",
+    "estimate --kind bm25 --corpus DIR/empty.jsonl": "give at least one",
+    f"{BUILD} DIR/latin.jsonl": "DIR/latin.jsonl is not UTF-8 text",
+    f"{BUILD} DIR": "DIR cannot be read (Is a directory): give the path of a corpus",
+    f"{BUILD} DIR/nowhere.jsonl": "DIR/nowhere.jsonl cannot be read (No such file or directory)",
+    "build --kind bm25 --corpus DIR/corpus.jsonl --out DIR/file": "cannot make DIR/file (File exists): choose another",
+    f"{RECALL} DIR/questions.jsonl --k 2 13": "k is 13 and the index holds 12 passages: give 1 to 12",
+    f"{RECALL} DIR/questions.jsonl --k 0 2": "k is 0 and the index holds 12 passages",
+    f"{RECALL} DIR/elsewhere.jsonl --k 2": "none of the 2 gold titles of DIR/elsewhere.jsonl is a title in DIR/words",
+    f"{RECALL} DIR/empty.jsonl": "DIR/empty.jsonl holds no question",
+    "query --index DIR/words --k 13 who?": "k is 13",
+    "query --index DIR/words --k 0 who?": "k is 0",
+    "query --index DIR/file who?": "there is no index DIR/file",
+    f"{SERVE} --port PORT": "127.0.0.1:PORT cannot be opened (Address already in use): choose another --host or --port",
+    f"{SERVE} --port 99999": "127.0.0.1:99999 cannot be opened",
+    f"{SERVE} --host nowhere.invalid": "nowhere.invalid:8600 cannot be opened",
+    f"{SERVE} --most-waiting 0": "--most-waiting is 0: give at least 1",
+    f"{SERVE} --deadline-seconds -1": "--deadline-seconds is -1: give a number of seconds above 0",
+    f"{SERVE} --deadline-seconds nan": "--deadline-seconds is nan",
+}
+
+
+@pytest.mark.parametrize("words", list(MISTAKES))
+def test_a_mistake_is_one_sentence(folder, tmp_path, capsys, words):
+    taken = open_port("127.0.0.1", 0)
+    taken.listen()
+    with taken:
+        known = {"DIR": str(folder), "OUT": str(tmp_path / "out"), "PORT": str(taken.getsockname()[1])}
+
+        def filled(text: str) -> str:
+            for name, value in known.items():
+                text = text.replace(name, value)
+            return text
+
+        assert index.main(filled(words).split()) == 2
+    shown = capsys.readouterr()
+    last = shown.err.splitlines()[-1]
+    assert shown.out == "" and last.startswith("error: ") and "Traceback" not in shown.err
+    assert filled(MISTAKES[words]) in last
+    assert (folder / "file").read_text() == "mine"
