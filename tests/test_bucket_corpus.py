@@ -16,6 +16,7 @@ from mujica_jax import index
 from mujica_jax.errors import StoreUnavailable, UserError
 from mujica_jax.retrieval import corpus_files, indexes
 from mujica_jax.retrieval.corpus import read_corpus
+from mujica_jax.retrieval.graph_files import pieces
 
 RECORDS = [{"title": f"title {n}", "text": f"of number {n}, é"} for n in range(200)]
 LINES = "\n".join(map(json.dumps, RECORDS)).encode()
@@ -149,3 +150,18 @@ def test_an_index_is_no_object_of_a_bucket(capsys, tmp_path):
     assert "--out is gs://mine/index" in capsys.readouterr().err
     assert index.main(["query", "--index", "gs://mine/index", "who?"]) == 2
     assert "copy it into a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_triples_are_read_in_pieces_as_from_the_disk(bucket, tmp_path, suffix):
+    lines = "".join(f"<urn:a:{n}> <urn:b> <urn:c> .\n" for n in range(200)).encode()
+    content = gzip.compress(lines) if suffix else lines
+    (tmp_path / f"triples.nt{suffix}").write_bytes(content)
+    bucket.put("mine", f"triples.nt{suffix}", content)
+    bucket.faults = every(3, "cut download")
+    found = list(pieces(f"gs://mine/triples.nt{suffix}", size=500))
+    assert len(found) > 5 and b"".join(piece.content for piece in found) == lines
+    assert found == list(pieces(str(tmp_path / f"triples.nt{suffix}"), size=500))
+    middle = found[2]
+    rest = list(pieces(f"gs://mine/triples.nt{suffix}", middle.end, middle.lines, size=500))
+    assert b"".join(piece.content for piece in found[3:]) == b"".join(piece.content for piece in rest)

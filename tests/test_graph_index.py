@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_bucket import use
 from little_graph import DIRECTOR, FILM, LINES, fact, label, texts, write_dump
+from test_bucket_corpus import every
 from test_indexes import Silent
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import graph_files, graph_index, index_files, indexes
+from mujica_jax.retrieval import corpus_files, graph_files, graph_index, index_files, indexes
 from mujica_jax.retrieval.graph_estimates import estimate_graph
 from mujica_jax.retrieval.graph_files import Choice, pieces
 from mujica_jax.retrieval.graph_index import GraphRecipe, build, graph_in_memory, open_graph
@@ -27,7 +29,7 @@ HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
 TABLE = HEADER + "".join(f"Film {n}\tdirector\tAnn {n % 7}\tQ{n + 100}\t\n" for n in range(300))
 
 
-def recipe(*files: Path, **changes) -> GraphRecipe:
+def recipe(*files: Path | str, **changes) -> GraphRecipe:
     skip = changes.pop("skip", False)
     return GraphRecipe(files=tuple(map(str, files)), choice=Choice(**changes), skip=skip)
 
@@ -78,6 +80,21 @@ def test_addresses_that_are_none_as_dumps_hold_some_are_kept_and_never_asked_for
     assert named(graph, "Q1") == FILM
     for key in ("http://a b", "http://d|e", "http://x>", "http://z"):
         assert named(graph, key) == []
+
+
+@pytest.mark.parametrize("fault", [None, "503", "cut download"])
+@pytest.mark.parametrize("name", ["dump.nt", "dump.nt.gz"])
+def test_a_dump_in_a_bucket_is_read_as_from_the_disk(tmp_path, monkeypatch, name, fault):
+    bucket = use(monkeypatch)
+    monkeypatch.setattr(corpus_files, "RANGE_BYTES", 300)
+    monkeypatch.setattr(graph_files, "READ_BYTES", 500)
+    bucket.put("mine", f"folder/{name}", write_dump(tmp_path / name).read_bytes())
+    if fault is not None:
+        bucket.faults = every(3, fault)
+    manifest, _ = build(tmp_path / "index", recipe(f"gs://mine/folder/{name}"), Silent())
+    assert manifest["triples"] == 8
+    assert everything(open_graph(tmp_path / "index")) == everything(graph_in_memory(tmp_path / name))
+    assert sum(request.query.get("alt") == "media" for request in bucket.requests) > 2, "in ranges, not as a whole"
 
 
 def test_only_chosen_properties_and_languages_are_kept(tmp_path):

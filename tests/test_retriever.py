@@ -146,6 +146,19 @@ def test_a_fault_of_the_program_keeps_its_type(index):
         asyncio.run(IndexRetriever(index).search("a", 1))
 
 
+def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(index):
+    async def main():
+        retriever = IndexRetriever(index, deadline_seconds=0.3)
+        index.hold.clear()
+        search = asyncio.create_task(retriever.search("a", 1))
+        await asyncio.sleep(0.05)
+        index.hold.set()
+        time.sleep(0.6)  # as a compilation does
+        assert await search
+
+    asyncio.run(main())
+
+
 def test_a_search_that_hangs_ends_at_its_deadline(index):
     async def play():
         index.hold.clear()

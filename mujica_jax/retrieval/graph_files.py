@@ -1,5 +1,5 @@
 """Files of a knowledge graph, read in pieces and never whole: tables (`graph_tables.py`) and N-Triples (`graph_dumps.py`), plain, `.gz` or
-`.bz2`; and what of them is kept.
+`.bz2`, local or in a bucket; and what of them is kept.
 
 A line that cannot be read is refused with file and line, or left out and counted where the caller asks for that.
 """
@@ -15,6 +15,7 @@ from typing import IO, cast
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval import sparql
+from mujica_jax.retrieval.corpus_files import open_file
 
 FORMATS = "triples as .tsv or .nt, plain, .gz or .bz2"
 READ_BYTES = 2**22  # at once
@@ -72,8 +73,9 @@ def is_table(path: str) -> bool:
 def pieces(path: str, start: int = 0, lines: int = 0, size: int | None = None) -> Iterator[Piece]:
     """From byte `start` of the decompressed file on, in front of which `lines` lines stand; of about `size` bytes (READ_BYTES)."""
     try:
-        with open(path, "rb") as raw, _decompressed(path, raw) as file:
-            bytes_there = max(1, os.fstat(raw.fileno()).st_size)
+        with open_file(path) as raw, _decompressed(path, raw) as file:
+            bytes_there = max(1, raw.seek(0, os.SEEK_END))
+            raw.seek(0)
             file.seek(start)
             rest = b""
             while content := file.read(size or READ_BYTES):

@@ -25,6 +25,7 @@ from mujica_jax.retrieval.indexes import Hits, Index
 
 MOST_QUERIES = 256  # in one batch
 HEALTH_QUERY = "health"
+HELD_UP_SECONDS = 0.1  # to collect an answer that is there
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,13 +148,12 @@ class IndexRetriever:
             self._waiting[key] = future
             if self._draining is None or self._draining.done():
                 self._draining = loop.create_task(self._drain())
-        try:
-            async with asyncio.timeout(self._deadline_seconds) as timer:
-                return await asyncio.shield(future)  # others may wait for the same one
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise self._too_late() from error
+        # `asyncio.wait` leaves the future to others who may wait for the same one. Where something else (compiling the engine) held up the
+        # event loop, an answer that came meanwhile is not late: the second wait lets it arrive.
+        for seconds in (self._deadline_seconds, HELD_UP_SECONDS):
+            if (await asyncio.wait({future}, timeout=seconds))[0]:
+                return future.result()
+        raise self._too_late()
 
     async def _drain(self) -> None:
         """Search what waits, batch by batch, until nothing does."""
