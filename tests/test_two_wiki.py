@@ -479,10 +479,10 @@ def test_tokenizer_text_holds_nothing_that_only_held_out_questions_use(real):
 def test_copies_are_the_same_every_time_and_quick(real, demonstrations):
     again = real.demonstrations()
     assert [question for question, _ in again[5000:5050]] == [question for question, _ in demonstrations[5000:5050]]
-    start = time.perf_counter()
+    start = time.process_time()  # a busy machine is no fault
     made = sum(1 for _ in demonstrations[3000:8000])
     assert made == 5000
-    assert time.perf_counter() - start < 10  # half a second on an idle core
+    assert time.process_time() - start < 10  # half a second on an idle core
 
 
 @needs_data
