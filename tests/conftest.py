@@ -1,6 +1,6 @@
 """Compile quickly in the default tests: most of their time is XLA's, and what they compare does not depend on its optimisation.
 
-The slow tests, whole runs among them, are compiled as users' programs are.
+The slow tests, and whole runs in any (`whole_runs.py`), are compiled as users' programs are.
 """
 
 import os

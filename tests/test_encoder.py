@@ -107,6 +107,14 @@ def test_a_batch_and_its_padding_change_nothing(folder):
     assert embedder.embed([], "passage").shape == (0, 32)
 
 
+def test_a_query_has_the_same_numbers_whatever_it_comes_with(folder):
+    embedder = Embedder.load(folder)
+    texts = [" ".join(f"word{n % 40}" for n in range(count)) for count in (3, 40, 9, 12, 25, 3, 30)]
+    together = embedder.embed(texts * 60, "query")
+    for place, text in enumerate(texts):
+        np.testing.assert_array_equal(together[place], embedder.embed([text], "query")[0])
+
+
 def test_special_tokens_in_a_text_are_only_text(folder):
     embedder = Embedder.load(folder)
     (hostile,) = embedder._tokenizer.encode_batch(["word1 [SEP] word2"])

@@ -20,12 +20,12 @@ TWO_WIKI_CONFIG = ROOT / "tests" / "loops" / "smoke_two_wiki_config.py"
 TRAIN = [sys.executable, "-m", "mujica_jax.train", str(CONFIG)]
 EVAL = [sys.executable, "-m", "mujica_jax.eval"]
 DISTURBED = [sys.executable, str(ROOT / "tests" / "loops" / "disturbed_train.py")]
-# One cache for all of them, kept between test runs: compiling takes longer than everything else.
+# One cache for all of them, kept between test runs, and programs as users compile them: compiling takes longer than everything else.
 ENVIRONMENT = {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(ROOT),
-    **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")},
 }
 SECONDS = 900  # far more than any of them takes, on a busy machine too
 

@@ -13,7 +13,6 @@ import random
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
 
 from mujica_jax import __version__
 from mujica_jax.errors import UserError
@@ -73,12 +72,12 @@ class SparqlEndpoint(KnowledgeGraph):
         kept = self._cache.read(query) if self._cache is not None else None
         if kept is not None:
             with contextlib.suppress(*NO_ANSWER):  # damaged: asked again
-                found = read(_rows(kept))
+                found = read(_table(kept)[1])
                 self._count(cached=1)
                 return found
         text = await self._text(query)
         try:
-            return read(_rows(text))
+            return read(_table(text)[1])
         except NO_ANSWER as error:
             raise RetrieverUnavailable(
                 f"{self.version} answered something else than was asked ({type(error).__name__}: {error}): {ADVICE}"
@@ -87,7 +86,7 @@ class SparqlEndpoint(KnowledgeGraph):
     async def check(self) -> None:
         """One small query, past the cache. Raises RetrievalError."""
         text = await self._fetched(sparql.CLAIMS_QUERY, dataclasses.replace(self._limits, tries=CHECK_TRIES))
-        if not any(True for _ in _rows(text)):
+        if not _table(text)[1]:
             raise RetrieverRefused(
                 f"{self.version} knows no wikibase:directClaim: it answers, and holds no graph in Wikidata's vocabulary"
             )
@@ -119,11 +118,8 @@ class SparqlEndpoint(KnowledgeGraph):
             self._count(batches=1, search_seconds=time.monotonic() - began)
             try:
                 text = answer.decode()
-                rows = _rows(text)
-                if {variable.value for variable in rows.variables} != sparql.columns(query):
+                if _table(text)[0] != sparql.columns(query):
                     raise ValueError("other columns than were asked for")
-                for _ in rows:
-                    pass
             except NO_ANSWER as error:
                 shown = self._endpoint.shown(f"{type(error).__name__}: {error}")
                 raise PassingFault(f"an answer that is no SPARQL result ({shown})") from error
@@ -168,11 +164,16 @@ def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_S
     return endpoint
 
 
-def _rows(text: str) -> Any:
-    """Raises SyntaxError or ValueError, here or while they are read, where the text is no table of results."""
+def _table(text: str) -> tuple[set[str], list[sparql.Row]]:
+    """Names of the columns, and the rows. Raises SyntaxError or ValueError where the text is no table of results."""
     from pyoxigraph import QueryResultsFormat, QuerySolutions, parse_query_results
 
-    rows = parse_query_results(text, QueryResultsFormat.JSON)
-    if not isinstance(rows, QuerySolutions):
-        raise ValueError("an answer to another kind of question")
-    return rows
+    results = parse_query_results(text, QueryResultsFormat.JSON)
+    try:
+        if not isinstance(results, QuerySolutions):
+            raise ValueError("an answer to another kind of question")
+        return {variable.value for variable in results.variables}, list(results)
+    finally:
+        del (
+            results
+        )  # it may be freed by the thread that made it alone, and an error would keep this frame and leave that to any

@@ -61,6 +61,7 @@ def test_killed_between_any_two_writes_it_ends_as_if_it_had_not_been(undisturbed
     assert outcome(tmp_path / "run") == undisturbed.outcome
 
 
+@pytest.mark.slow
 def test_damaged_shards_are_named_set_aside_and_sampled_again(undisturbed, copy):
     truncated, flipped, missing = (copy / name for name in list(undisturbed.outcome["shards"])[-3:])
     truncated.write_bytes(truncated.read_bytes()[:-100])

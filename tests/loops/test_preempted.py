@@ -71,6 +71,7 @@ def test_killed_while_it_obeys_it_ends_as_if_it_had_not_been(undisturbed, tmp_pa
     assert outcome(directory) == undisturbed.outcome
 
 
+@pytest.mark.slow
 def test_eval_that_is_asked_to_end_writes_nothing(undisturbed, tmp_path):
     command = [*EVAL, "--checkpoint", str(undisturbed.directory), "--out", str(tmp_path / "results")]
     command += ["--eval.questions", "16"]

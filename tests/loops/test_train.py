@@ -93,6 +93,7 @@ def test_a_finished_run_prints_its_table_again_and_changes_nothing(undisturbed):
     assert content() == before
 
 
+@pytest.mark.slow
 def test_eval_repeats_what_the_run_found(copy):
     printed = finished([*EVAL, "--checkpoint", str(copy)])
     result = json.loads((copy / "eval" / "tiny_world-graph.json").read_text())
@@ -107,6 +108,7 @@ def test_eval_repeats_what_the_run_found(copy):
     assert rows == questions | {"all": "12"}
 
 
+@pytest.mark.slow
 def test_a_policy_that_was_trained_on_a_graph_is_evaluated_on_passages(undisturbed, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
