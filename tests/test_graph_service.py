@@ -7,18 +7,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 from little_graph import DIRECTOR, FILM, texts, write_dump
+from served_app import app_served
 
 from mujica_jax import index
 from mujica_jax.retrieval.graph_index import graph_in_memory
 from mujica_jax.retrieval.graph_service import GraphQueries, asks_others, make_graph_app
 from mujica_jax.retrieval.graph_store import GraphStore
-from mujica_jax.retrieval.service import make_server, open_port
 from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint
 from mujica_jax.retrieval.tries import Tries
 
@@ -33,19 +32,9 @@ def graph(tmp_path_factory) -> GraphStore:
 
 @contextlib.contextmanager
 def served(graph, most_waiting: int = 64, deadline_seconds: float = 30.0):
-    opened = open_port("127.0.0.1", 0)
     queries = GraphQueries(graph, most_waiting=most_waiting, deadline_seconds=deadline_seconds)
-    server = make_server(make_graph_app(queries))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{opened.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        opened.close()
+    with app_served(make_graph_app(queries)) as address:
+        yield address
 
 
 class SlowStore:

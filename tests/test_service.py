@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from local_endpoint import Answer, serving
+from served_app import app_served
 from test_retriever import PASSAGES, RecordingIndex
 from tiny_embedder import write_corpus
 
@@ -26,7 +27,7 @@ from mujica_jax.retrieval.errors import (
     RetrieverUnavailable,
 )
 from mujica_jax.retrieval.retriever import IndexRetriever
-from mujica_jax.retrieval.service import LARGEST_REQUEST_BYTES, make_app, make_server, open_port
+from mujica_jax.retrieval.service import LARGEST_REQUEST_BYTES, make_app, open_port
 
 ROOT = Path(__file__).resolve().parent.parent
 HIT = {"id": "1", "title": "title 1", "text": "text", "score": 0.5}
@@ -35,19 +36,11 @@ HIT = {"id": "1", "title": "title 1", "text": "text", "score": 0.5}
 @contextlib.contextmanager
 def served(searched: RecordingIndex, **options):
     """The address of a running service."""
-    opened = open_port("127.0.0.1", 0)
-    server = make_server(make_app(IndexRetriever(searched, **options), "accelerator"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{opened.getsockname()[1]}"
-    finally:
-        searched.hold.set()
-        server.should_exit = True
-        thread.join()
-        opened.close()
+    with app_served(make_app(IndexRetriever(searched, **options), "accelerator")) as address:
+        try:
+            yield address
+        finally:
+            searched.hold.set()
 
 
 async def together(retriever, *queries, k=2):

@@ -5,6 +5,7 @@ the same (`sparql.py`). A bounded number of triples is looked at in each directi
 these are is the source's choice; their order is fixed.
 """
 
+import abc
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ MOST_TRIPLES = 500  # of an entity, in each direction
 Read = TypeVar("Read")
 
 
-class KnowledgeGraph:
+class KnowledgeGraph(abc.ABC):
     """Where triples come from. An entity's key is its Q-id or IRI, or a name where it has neither."""
 
     def __init__(self, *, version: str, languages: tuple[str, ...]) -> None:
@@ -35,9 +36,9 @@ class KnowledgeGraph:
         """`queries` are searches of agents; `batches` what was asked of the store or the endpoint for them."""
         return self._statistics
 
+    @abc.abstractmethod
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
         """What `read` makes of the rows of a SPARQL query. Raises RetrievalError."""
-        raise NotImplementedError
 
     async def triples_of(self, key: str, limit: int | None = None) -> tuple[Triple, ...]:
         """As subject before as object, no two alike, in a fixed order; at most `limit`. An unknown entity has none."""
