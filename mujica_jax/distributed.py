@@ -29,9 +29,11 @@ from mujica_jax.roll_call import call_roll, listens, split_address
 
 if TYPE_CHECKING:
     from mujica_jax.host_watch import Watch
+    from mujica_jax.preemption import Preemption
 
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")  # one of them is there where a TPU is
 USER_ERROR = 2
+LEAVE_SECONDS = 8.0  # after a preemption's grace time of 20 s; platforms kill 30 s after the notice
 Result = TypeVar("Result")
 
 
@@ -56,8 +58,11 @@ class Job:
 _job = Job(hosts=("this host",))
 
 
-def start(config: DistributedConfig) -> None:
-    """Join the job that the configuration or the TPU pod names; nothing happens where there is neither."""
+def start(config: DistributedConfig, preemption: "Preemption") -> None:
+    """Join the job that the configuration or the TPU pod names; nothing happens where there is neither.
+
+    From then on whoever of its processes is asked to end tells the others.
+    """
     global _job
     if config.coordinator is None:
         if (count := _pod_processes()) < 2:
@@ -84,7 +89,7 @@ def start(config: DistributedConfig) -> None:
             cluster_detection_method="deactivate",  # nothing is guessed beside what was said
         )
         _job = _job_of(config, process=config.process, hosts=hosts)
-    _begin_watch(_job)
+    _begin_watch(_job, preemption)
 
 
 def process() -> int:
@@ -171,6 +176,8 @@ def leave(sentence: str, status: int) -> None:
     if _job.watch is None:
         return
     _job.watch.stop()
+    # Where process 0 is gone this call may hang, and the watch no longer ends it.
+    _at_the_latest(LEAVE_SECONDS, lambda: os._exit(status))
     try:
         _client().key_value_set(f"watch/left/{_job.process}", json.dumps([status, sentence]))
         if is_first():  # the store ends with this process: everybody is to read it before
@@ -204,6 +211,9 @@ def _pod_processes() -> int:
 def _initialise(processes: int, deadline_seconds: float, **where: Any) -> None:
     import jax
 
+    # JAX would keep SIGTERM for its training steps: no other phase could hear it (`joint_stop`).
+    jax.config.update("jax_enable_preemption_service", False)
+
     def too_late() -> NoReturn:
         print(
             f"error: not all {processes} processes of the job came within {deadline_seconds:g} s "
@@ -214,9 +224,7 @@ def _initialise(processes: int, deadline_seconds: float, **where: Any) -> None:
         os._exit(USER_ERROR)
 
     # JAX aborts the process at its own time limit: this one comes before it.
-    timer = threading.Timer(deadline_seconds, too_late)
-    timer.daemon = True
-    timer.start()
+    timer = _at_the_latest(deadline_seconds, too_late)
     patience = math.ceil(deadline_seconds) + 10
     jax.distributed.initialize(
         **where,
@@ -227,8 +235,16 @@ def _initialise(processes: int, deadline_seconds: float, **where: Any) -> None:
     timer.cancel()
 
 
-def _begin_watch(job: Job) -> None:
+def _at_the_latest(seconds: float, act: Callable[[], Any]) -> threading.Timer:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _begin_watch(job: Job, preemption: "Preemption") -> None:
     from mujica_jax.host_watch import Watch
+    from mujica_jax.joint_stop import JointStop
 
     client = _client()
     address = None if job.coordinator is None else split_address(job.coordinator)
@@ -237,11 +253,18 @@ def _begin_watch(job: Job) -> None:
         client.key_value_set(f"watch/alive/{job.process}", str(count), allow_overwrite=True)
         return {number: int(value) for number, value in _by_process("watch/alive/")}
 
+    joint_stop = JointStop(
+        len(job.hosts),
+        read=lambda what: {number: int(value) for number, value in _by_process(f"stop/{what}/")},
+        write=lambda what, value: client.key_value_set(f"stop/{what}/{job.process}", str(value), allow_overwrite=True),
+    )
+    preemption.join(joint_stop, leave)
     job.watch = Watch(
         job.hosts,
         job.process,
         deadline_seconds=job.deadline_seconds,
         exchange=exchange,
+        joint_stop=joint_stop,
         farewells=lambda: {number: tuple(json.loads(said)) for number, said in _by_process("watch/left/")},
         store_is_gone=lambda: address is not None and not listens(address, 1.0),
     )

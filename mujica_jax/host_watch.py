@@ -5,7 +5,7 @@ So each process writes a count into the job's key-value store every second and r
 for nearly the deadline is lost. The store lives in process 0: where it does not answer and nobody listens at its address, process 0
 is lost. Ending in the middle is allowed: what was saved is on disk, whole.
 
-    beat thread   writes and reads the counts; may hang in a call of JAX's client
+    beat thread   writes and reads the counts, and passes on who was asked to end (`joint_stop`); may hang in a call of JAX's client
     judge thread  calls nothing of JAX, so that nothing keeps it from printing the sentence
 """
 
@@ -18,9 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mujica_jax.joint_stop import JointStop
+
 LOST = 75  # exit status: EX_TEMPFAIL, the same command may work again
 MOST_SECONDS_A_BEAT = 1.0
 BEATS_A_DEADLINE = 10
+SECONDS_A_NEAR_BEAT = 0.05  # while the processes agree where to stop
 GO_ON = "what was saved is in the run directory, and the same command on all hosts goes on from it"
 
 
@@ -37,11 +40,13 @@ class Watch:
         deadline_seconds: float,
         exchange: Callable[[int], Mapping[int, int]],
         farewells: Callable[[], Mapping[int, tuple[int, str]]],
+        joint_stop: JointStop,
         store_is_gone: Callable[[], bool],
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self._hosts, self._process, self._deadline = hosts, process, deadline_seconds
         self._exchange, self._farewells, self._store_is_gone, self._end = exchange, farewells, store_is_gone, end
+        self._joint_stop = joint_stop
         self._interval = min(MOST_SECONDS_A_BEAT, deadline_seconds / BEATS_A_DEADLINE)
         # From a last beat to the sentence: this, then at most a beat until it is read and half a beat until it is judged.
         self._silence = deadline_seconds - 3 * self._interval
@@ -68,6 +73,7 @@ class Watch:
     def beat(self, count: int) -> None:
         """One round of the beat thread."""
         counts, ended = self._exchange(count), self._farewells()
+        self._joint_stop.beat()
         now = time.monotonic()
         for process, value in counts.items():
             if value != self._counts[process]:
@@ -107,7 +113,7 @@ class Watch:
 
     def _beats(self) -> None:
         count = 0
-        while not self._stopped.wait(self._interval):
+        while not self._stopped.wait(SECONDS_A_NEAR_BEAT if self._joint_stop.is_near else self._interval):
             count += 1
             try:
                 self.beat(count)

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from mujica_jax.joint_stop import JointStop
+
 GRACE_SECONDS = 20.0  # platforms kill 30 s after the notice at the earliest; what is left is for printing one line
 KEPT = "what was finished is kept"
 INTERRUPTED = 130  # exit status of a shell's Ctrl-C
@@ -35,8 +37,8 @@ class Preempted(Exception):
 class Preemption:
     """Whether this process was asked to end. A context manager: signals are heard inside it.
 
-    Entered before `jax.distributed.initialize`, which takes SIGTERM over. From then on the training steps ask JAX, and what is under way
-    elsewhere is ended by the first training step after it, or killed.
+    In a job of several processes (`join`) whoever is asked tells the others: all stop before the same training step, and outside of
+    training each where it polls next.
     """
 
     def __init__(
@@ -50,8 +52,21 @@ class Preemption:
         self._end = end
         self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
         self._asked = self._answered = False
-        self._steps = 0
         self._handlers: dict[int, Any] = {}
+        self._joint: JointStop | None = None
+        self._leave: Callable[[str, int], Any] = lambda sentence, status: None
+
+    def join(self, joint: JointStop, leave: Callable[[str, int], Any]) -> None:
+        """From now on this process is one of several; `leave(sentence, status)` tells the others that it ends in the middle."""
+        self._joint, self._leave = joint, leave
+        joint.tell(self.notice)
+
+    def notice(self, number: int) -> None:
+        """The process is asked to end as by the signal of this number, which came to another process of the job."""
+        if self._handlers:
+            os.write(self._writing, bytes([number]))
+        else:
+            self._asked = True
 
     @property
     def requested(self) -> bool:
@@ -60,16 +75,12 @@ class Preemption:
         return self._answered
 
     def at_step(self) -> bool:
-        """As `requested`, polled once before every training step. The processes of a multi-host run are told the same step."""
-        import jax
-
-        if jax.process_count() == 1:
+        """As `requested`, polled once before every training step. The processes of a job are told the same step."""
+        if self._joint is None:
             return self.requested
-        from jax.experimental import multihost_utils
-
-        # JAX listens to SIGTERM itself here and lets all processes agree on the step after the furthest one.
-        self._steps += 1
-        self._asked = self._asked or multihost_utils.reached_preemption_sync_point(self._steps)
+        if not self._joint.at_step():
+            return False
+        self._asked = True
         return self.requested
 
     def enter(self, phase: str, *, kept: str | None = None) -> None:
@@ -126,23 +137,27 @@ class Preemption:
                     self._interrupted()
                 elif number == signal.SIGTERM and not self._asked:
                     deadline = time.monotonic() + self._grace_seconds
-                    self._ask()
+                    self._ask(number)
 
     def _interrupted(self) -> None:
         if self._asked and self.status == INTERRUPTED:
             self._end_now()
         else:
             self.status = INTERRUPTED
-            self._ask()
+            self._ask(signal.SIGINT)
             print("\nending at the next safe point; Ctrl-C again ends at once", file=sys.stderr, flush=True)
 
-    def _ask(self) -> None:
+    def _ask(self, number: int) -> None:
         if self.phase is None:
             self._end_now()
         self._asked = True
+        if self._joint is not None:
+            self._joint.ask(number)
 
     def _end_now(self) -> None:
-        print(f"\n{self._sentence(self._kept)}", file=sys.stderr, flush=True)
+        sentence = self._sentence(self._kept)
+        print(f"\n{sentence}", file=sys.stderr, flush=True)
+        self._leave(sentence, self.status)
         self._end(self.status)
 
     def _sentence(self, kept: str) -> str:

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             config = command_line(words, default=DEFAULT_CONFIG)
             check(config)
-            distributed.start(config.distributed)
+            distributed.start(config.distributed, preemption)
             directory = config.run or distributed.told("run directory", lambda: _new_directory(config.name))
             again = words if _names_run(words) else [*words, "--run", directory]
             preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"

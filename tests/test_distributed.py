@@ -15,7 +15,9 @@ from mujica_jax import distributed, train
 from mujica_jax.config import DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.host_watch import LOST, Watch
+from mujica_jax.joint_stop import JointStop
 from mujica_jax.methods import start
+from mujica_jax.preemption import Preemption
 from mujica_jax.roll_call import call_roll, listens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,6 +149,7 @@ class Others:
             deadline_seconds=DEADLINE,
             exchange=self.exchange,
             farewells=lambda: self.left,
+            joint_stop=JointStop(3, read=lambda what: {}, write=lambda what, value: None),
             store_is_gone=lambda: gone,
         )
 
@@ -226,6 +229,7 @@ def test_the_watch_ends_the_process_once_and_says_why(capsys):
         deadline_seconds=1.0,
         exchange=lambda count: {0: count, 1: 0},
         farewells=dict,
+        joint_stop=JointStop(2, read=lambda what: {}, write=lambda what, value: None),
         store_is_gone=lambda: False,
         end=end,
     )
@@ -240,7 +244,7 @@ def test_the_watch_ends_the_process_once_and_says_why(capsys):
 
 
 def test_a_job_of_one_process_waits_for_nobody_and_keeps_all_the_work():
-    distributed.start(DistributedConfig())
+    distributed.start(DistributedConfig(), Preemption())
     distributed.meet("anything")
     assert distributed.told("anything", lambda: [1, 2]) == [1, 2]
     assert distributed.in_turn("anything", lambda: 3) == 3
@@ -253,7 +257,8 @@ def test_a_job_of_one_process_waits_for_nobody_and_keeps_all_the_work():
 def test_a_job_of_one_process_imports_nothing():
     program = (
         "import sys\nfrom mujica_jax import distributed\nfrom mujica_jax.config import DistributedConfig\n"
-        "distributed.start(DistributedConfig()); distributed.meet('x'); distributed.finish()\n"
+        "from mujica_jax.preemption import Preemption\n"
+        "distributed.start(DistributedConfig(), Preemption()); distributed.meet('x'); distributed.finish()\n"
         "print([name for name in ('jax', 'mujica_jax.host_watch') if name in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

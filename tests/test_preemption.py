@@ -1,6 +1,7 @@
 """Asked to end: heard from anywhere, told to whoever polls, and carried out by force where nobody does."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mujica_jax.joint_stop import ASKED, BEGUN, JointStop
 from mujica_jax.preemption import Preempted, Preemption
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,20 +37,35 @@ with Preemption(grace_seconds=0.5) as preemption:
 """
 TWO_PROCESSES = """
 import os, signal, sys, time
-import jax
-from mujica_jax.preemption import Preemption
+from mujica_jax import distributed
+from mujica_jax.config import DistributedConfig
+from mujica_jax.preemption import Preempted, Preemption
 
-process = int(sys.argv[1])
+process, where = int(sys.argv[1]), sys.argv[3]
 with Preemption() as preemption:
-    jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=process)
-    preemption.enter("warm-up: learning")
+    job = DistributedConfig(coordinator=sys.argv[2], processes=2, process=process, deadline_seconds=30)
+    distributed.start(job, preemption)
+    preemption.enter("round 1: " + where)
+    if process == 1 and where != "learning":
+        os.kill(os.getpid(), signal.SIGTERM)
     step = 0
-    while not preemption.at_step():
-        step += 1
-        time.sleep(0.01 * (1 + process))
-        if process == 1 and step == 20:
-            os.kill(os.getpid(), signal.SIGTERM)
-    print(f"stopped at {step}", flush=True)
+    try:
+        if where == "waiting" and process == 0:
+            distributed.meet("where the other one never comes")
+        while where != "learning":
+            preemption.check()
+            time.sleep(0.01)
+        while not preemption.at_step():
+            step += 1
+            distributed.meet("a step, which takes both")
+            if process == 1 and step == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+        preemption.check()
+    except Preempted as ended:
+        print(f"{where} {step}; {ended}", flush=True)
+        if where == "learning":
+            distributed.meet("both have said so")
+        distributed.leave(str(ended), 0)
 """
 
 
@@ -185,18 +202,161 @@ def test_a_compilation_cannot_be_interrupted_and_is_ended():
     assert messages.strip().endswith("preempted in warm-up: learning; what was finished is kept; go on")
 
 
+class Processes:
+    """Those of a job, each with its part of the joint stop, and the store that they share."""
+
+    def __init__(self, count: int) -> None:
+        self.store: dict[str, dict[int, int]] = {ASKED: {}, BEGUN: {}}
+        self.heard: dict[int, list[int]] = {number: [] for number in range(count)}
+        self.stops = [self.part(number, count) for number in range(count)]
+
+    def part(self, number: int, count: int) -> JointStop:
+        def write(what: str, value: int) -> None:
+            self.store[what][number] = value
+
+        stop = JointStop(count, read=lambda what: dict(self.store[what]), write=write)
+        stop.tell(self.heard[number].append)
+        return stop
+
+
+def test_nobody_stops_and_nobody_waits_where_nobody_was_asked():
+    (stop,) = Processes(1).stops
+    for _ in range(5):
+        assert not stop.at_step()
+        stop.beat()
+    assert not stop.is_near
+
+
+def test_all_stop_before_the_step_behind_the_furthest():
+    processes = Processes(3)
+    first, second, third = processes.stops
+    for stop, steps in ((first, 5), (second, 7), (third, 6)):
+        assert not any(stop.at_step() for _ in range(steps))
+    second.ask(signal.SIGTERM)
+    for stop in (second, first, third):
+        stop.beat()
+        assert stop.is_near == (stop is not third)
+    assert processes.heard == {0: [signal.SIGTERM], 1: [], 2: [signal.SIGTERM]}
+    for stop, steps in ((first, 2), (second, 0), (third, 1)):
+        stop.beat()
+        assert [stop.at_step() for _ in range(steps + 1)] == [False] * steps + [True]
+        assert stop.at_step(), "and it stays so"
+
+
+def test_no_step_begins_while_the_others_are_asked_where_they_are():
+    processes = Processes(2)
+    first, second = processes.stops
+    first.ask(signal.SIGTERM)
+    first.beat()
+    answered = []
+    waiting = threading.Thread(target=lambda: answered.append(first.at_step()))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive() and not answered
+    second.beat()
+    first.beat()
+    waiting.join(SECONDS)
+    assert answered == [True] == [second.at_step()]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_threads_that_step_and_beat_as_they_like_stop_at_the_same_step(seed):
+    count = 4
+    processes = Processes(count)
+    begun, ended = [0] * count, threading.Event()
+    together = threading.Barrier(count)  # a step takes all of them
+
+    def train(number: int) -> None:
+        while not processes.stops[number].at_step():
+            begun[number] += 1
+            together.wait(SECONDS)
+
+    def watch(number: int) -> None:
+        chance = random.Random(seed * count + number)
+        while not ended.wait(chance.random() / 200):
+            processes.stops[number].beat()
+
+    training = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(count)]
+    watching = [threading.Thread(target=watch, args=(number,), daemon=True) for number in range(count)]
+    for thread in training + watching:
+        thread.start()
+    time.sleep(0.02)
+    for number in range(seed % count + 1):
+        processes.stops[number].ask(signal.SIGTERM)
+    for thread in training:
+        thread.join(SECONDS)
+    ended.set()
+    assert len(set(begun)) == 1 and begun[0] > 0
+
+
+def test_a_store_that_fails_for_a_while_only_delays_the_stop():
+    processes = Processes(1)
+    (stop,) = processes.stops
+    kept, processes.store = processes.store, {}
+    stop.ask(signal.SIGTERM)
+    with pytest.raises(KeyError):
+        stop.beat()
+    processes.store = kept
+    stop.beat()
+    assert stop.at_step()
+
+
+def test_a_notice_of_another_process_is_heard_as_a_signal(preemption, ends):
+    processes = Processes(2)
+    left = []
+    preemption.join(processes.stops[0], lambda sentence, status: left.append((sentence, status)))
+    preemption.enter("warm-up: learning")
+    processes.stops[1].ask(signal.SIGTERM)
+    for stop in reversed(processes.stops):
+        stop.beat()
+    assert until(lambda: preemption.requested)
+    processes.stops[0].beat()
+    assert preemption.at_step() and (preemption.status, ends, left) == (0, [], [])
+
+
+def test_an_interrupt_in_one_process_interrupts_all_and_is_no_second_one(preemption, ends):
+    processes = Processes(2)
+    preemption.join(processes.stops[0], lambda sentence, status: None)
+    preemption.enter("warm-up: learning")
+    signal.raise_signal(signal.SIGINT)
+    assert until(lambda: processes.stops[0].is_near)
+    for stop in processes.stops * 3:
+        stop.beat()
+    assert processes.heard == {0: [], 1: [signal.SIGINT]}  # `join` hears in place of the first
+    assert preemption.at_step() and (preemption.status, ends) == (130, [])
+
+
+def test_whoever_is_ended_in_the_middle_tells_the_others(ends):
+    left = []
+    with Preemption(end=ends.append, grace_seconds=0.05) as preemption:
+        preemption.join(Processes(1).stops[0], lambda sentence, status: left.append((sentence, status)))
+        preemption.enter("round 1: sampling", kept="shards are kept")
+        signal.raise_signal(signal.SIGTERM)
+        assert until(lambda: bool(ends))
+    assert left == [("preempted in round 1: sampling; shards are kept", 0)]
+
+
 @pytest.mark.slow
-def test_the_processes_of_a_run_stop_at_the_same_step(free_port):
+@pytest.mark.parametrize("where", ["learning", "sampling", "waiting"])
+def test_the_processes_of_a_run_end_together(free_port, where):
+    """By one SIGTERM to one of them: in training before the same step, elsewhere where each is."""
     address = f"localhost:{free_port}"
-    running = [program(TWO_PROCESSES, str(process), address) for process in range(2)]
+    running = [program(TWO_PROCESSES, str(process), address, where) for process in range(2)]
+    began = time.monotonic()
     try:
         said = [process.communicate(timeout=SECONDS) for process in running]
     finally:
         for process in running:
             process.kill()
+    assert time.monotonic() - began < SECONDS / 2
     assert [process.returncode for process in running] == [0, 0], said
-    first, second = (output for output, _ in said)
-    assert first == second and int(first.split()[-1]) > 20
+    (first, reasons), (second, _) = said
+    if where == "learning":
+        assert first == second and int(first.partition(";")[0].split()[-1]) > 20
+    else:
+        assert "preempted in round 1" in second
+        assert first == second or f"ended: preempted in round 1: {where}" in reasons
+    assert not any("Traceback" in messages for _, messages in said)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from mujica_jax.learning.trainer import StepMetrics, Trainer, fit
 from mujica_jax.models.handover import handed_over
 from mujica_jax.models.sharding import make_mesh
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
+from mujica_jax.preemption import Preemption
 from mujica_jax.trajectories.packing import Batch, PackedRows, pack
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -48,7 +49,8 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
     if processes > 1:
         coordinator = f"localhost:{port}"
         distributed.start(
-            DistributedConfig(coordinator=coordinator, processes=processes, process=process, deadline_seconds=deadline)
+            DistributedConfig(coordinator=coordinator, processes=processes, process=process, deadline_seconds=deadline),
+            Preemption(),
         )
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 8 // processes)
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, **AXES))

@@ -14,11 +14,15 @@ from mujica_jax.trajectories import shards
 # Two devices: a sum of two numbers does not depend on who adds them, so that losses, and all that follows from them, are equal to the bit.
 MESH = ("--trainer.fsdp", "2")
 
+MOST_SECONDS = 30.0  # from the signal to the end of the process that got it
+
 pytestmark = pytest.mark.slow
 
 
-def job(directory: Path, processes: int, *flags: str, last: dict[str, Any] | None = None) -> list[Ended]:
-    """How the processes of a job ended; `last` may disturb the last of them (`disturbed_train.py`)."""
+def job(
+    directory: Path, processes: int, *flags: str, which: int = -1, disturbance: dict[str, Any] | None = None
+) -> list[Ended]:
+    """How the processes of a job ended; one of them may be disturbed (`disturbed_train.py`)."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -29,7 +33,8 @@ def job(directory: Path, processes: int, *flags: str, last: dict[str, Any] | Non
     started = []
     for process in range(processes):
         number = ["--distributed.process", str(process)] if processes > 1 else []
-        chosen = {"words": [*words, *number], **((last or {}) if process == processes - 1 else {})}
+        here = process == which % processes
+        chosen = {"words": [*words, *number], **((disturbance or {}) if here else {})}
         command = [*DISTURBED, json.dumps([chosen])]
         started.append(
             subprocess.Popen(
@@ -79,13 +84,42 @@ def test_two_hosts_end_with_the_numbers_of_one(alone, tmp_path):
 def test_one_host_that_is_killed_ends_the_other_and_one_or_two_go_on(alone, tmp_path):
     directory = tmp_path / "run"
     kill = {"signal": "SIGKILL", "phase": "round 1: first attempts, the share of this host", "update": 1}
-    first, second = job(directory, 2, "--distributed.deadline-seconds", "20", last=kill)
+    first, second = job(directory, 2, "--distributed.deadline-seconds", "20", disturbance=kill)
     assert second.status == -9
     assert f"process 1 on {socket.gethostname()} has not been heard of for" in first.messages
     assert first.status not in (0, 2)
-    (only,) = job(directory, 1, last={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1})
+    (only,) = job(directory, 1, disturbance={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1})
     assert only.status == -9 and "warm-up: learning" not in only.output, only.messages
     assert (directory / "policies" / "000001" / "COMMITTED").exists() and not (directory / "summary.json").exists()
+    first, second = job(directory, 2)
+    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert numbers(directory) == numbers(alone)
+
+
+def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, tmp_path):
+    """Where they share the work each ends where it is, in training both before the same step."""
+    directory = tmp_path / "run"
+    phases = (
+        (1, "warm-up: learning", 40),
+        (0, "warm-up: evaluating, greedy", 1),
+        (1, "round 1: first attempts, the share of this host", 1),
+        (0, "round 1: learning", 2),
+        (0, "committing policy 1", 0),
+        (1, "round 2: evaluating, sampled", 0),
+    )
+    for which, phase, update in phases:
+        notice = {"signal": "SIGTERM", "phase": phase, "update": update}
+        ended = job(directory, 2, which=which, disturbance=notice)
+        assert [process.status for process in ended] == [0, 0], f"{phase}: {ended[0].messages}{ended[1].messages}"
+        said = [process.messages.strip().splitlines()[-1] for process in ended]
+        assert "preempted in" in said[which] and "go on with: python -m mujica_jax.train" in said[which], said
+        if phase == "warm-up: learning":
+            steps = [line.partition("learning; ")[2].partition(" is saved")[0] for line in said]
+            assert steps[0] == steps[1] and int(steps[0].split()[1]) >= 40
+        seconds = ended[which].seconds_after_signal
+        assert seconds is not None and seconds < MOST_SECONDS, phase
+        assert not any("Traceback" in process.messages for process in ended), phase
+        assert not (directory / "summary.json").exists()
     first, second = job(directory, 2)
     assert (first.status, second.status) == (0, 0), first.messages + second.messages
     assert numbers(directory) == numbers(alone)
