@@ -1,9 +1,10 @@
 """What ScaNN loses against exact search on questions that its rule was not made from: those of HotpotQA and MuSiQue.
 
-    python benchmarks/scann_recall.py --data DIR --work FOLDER [--embedder minilm]
+    python benchmarks/scann_recall.py --data DIR --work FOLDER [--embedder minilm] [--sentences]
 
 DIR has the folders 2wikimultihopqa, hotpotqa and musique with files in their official formats. The corpus is that of 2Wiki and every
-passage given with a question of the other two, once each. FOLDER gets it, and an index by `index build` that the next run finds again.
+passage given with a question of the other two, once each; with --sentences each of their sentences is a passage, so that there are enough
+for the rule to leave partitions out. FOLDER gets it, and an index by `index build` that the next run finds again.
 One JSON line for each set and each number of partitions searched: recall of gold titles at 5 by exact search and by ScaNN, in percent.
 `"partitions": "by the rule"` is what `index build` would search.
 """
@@ -11,6 +12,7 @@ One JSON line for each set and each number of partitions searched: recall of gol
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ RECORDS = {
     "musique": ("musique/dev_visible.jsonl.gz", "musique/train_100.json.gz"),
 }
 SHARES, K = (0.1, 0.2, 0.3, 0.5), 5
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
 
 def read(file: Path) -> Iterator[Any]:
@@ -51,10 +54,12 @@ def gold_of(record: Any) -> list[str]:
     return sorted({title for title, _ in record["supporting_facts"]})
 
 
-def write_corpus(data: Path, file: Path) -> None:
+def write_corpus(data: Path, file: Path, *, sentences: bool) -> None:
     found = {(record["title"], record["text"].strip()): None for record in read(data / CORPUS)}
     for name in (name for names in RECORDS.values() for name in names):
         found |= {(title, text.strip()): None for record in read(data / name) for title, text in passages_of(record)}
+    if sentences:
+        found = {(title, sentence): None for title, text in found for sentence in SENTENCE_END.split(text)}
     lines = [json.dumps({"title": title, "text": text}) for title, text in found if title.strip() and text]
     file.write_text("\n".join(lines))
 
@@ -64,10 +69,11 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--embedder", default="minilm")
+    parser.add_argument("--sentences", action="store_true")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     corpus, folder = given.work / "corpus.jsonl", given.work / "exact"
-    write_corpus(given.data, corpus)
+    write_corpus(given.data, corpus, sentences=given.sentences)
     made = ["build", "--corpus", str(corpus), "--kind", "accelerator", "--embedder", given.embedder]
     if status := index.main([*made, "--out", str(folder)]):
         return status

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from packed_rows import MODEL, tiny_decoder
+from tiny_embedder import WORDS, tiny_embedder
 
 from mujica_jax.models.weights import save_checkpoint
 
@@ -146,3 +147,27 @@ def test_graphs_are_measured_beside_the_graph_in_memory(tmp_path):
     assert (found["table"]["triples"], found["dump"]["triples"]) == (300, 2000)
     assert found["table"]["searches_per_second"] < found["table"]["memory_searches_per_second"]
     assert found["dump"]["build_peak_mib"] > 20 and found["dump"]["index_bytes"] > 100_000
+
+
+@pytest.mark.slow
+def test_searching_is_measured_and_indexes_are_found_again(tmp_path):
+    words = ["search", "--work", str(tmp_path), "--rows", "4000", "--rounds", "1", "--engines", "scann", "accelerator"]
+    first, second = ([json.loads(line) for line in printed("retrieval.py", *words).splitlines()] for _ in range(2))
+    by_the_rule, exact = first[0], first[-1]
+    assert (by_the_rule["engine"], by_the_rule["setting"], exact["engine"]) == ("scann", None, "accelerator")
+    assert by_the_rule["recall@10"] > 0.95 and exact["recall@10"] > 0.999
+    assert all(row["queries_per_second"] > 0 < row["one_by_one_per_second"] for row in first)
+    assert [row["build_seconds"] for row in second] == [row["build_seconds"] for row in first], "none is built again"
+    assert [row["recall@10"] for row in second] == [row["recall@10"] for row in first]
+    refused = printed("retrieval.py", *words[:3], "--rows", "5000", status=1)
+    assert "holds 4,000 vectors and --rows is 5,000: give another --work" in refused
+
+
+@pytest.mark.slow
+def test_embedding_is_measured(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    lines = [json.dumps({"title": word, "text": f"{word} and more"}) for word in WORDS]
+    corpus.write_text("\n".join(lines))
+    words = ["--embedder", str(tiny_embedder(tmp_path / "embedder")), "--passages", "64", "--rounds", "1"]
+    (row,) = map(json.loads, printed("retrieval.py", "encode", "--corpus", str(corpus), *words).splitlines())
+    assert row["encoder"] == "ours" and row["passages"] == 64 and row["passages_per_second"] > 0
