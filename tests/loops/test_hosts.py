@@ -101,7 +101,6 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
     directory = tmp_path / "run"
     phases = (
         (1, "warm-up: learning", 40),
-        (0, "warm-up: evaluating, greedy", 1),
         (1, "round 1: first attempts, the share of this host", 1),
         (0, "round 1: learning", 2),
         (0, "committing policy 1", 0),
