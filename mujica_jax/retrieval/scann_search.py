@@ -82,19 +82,15 @@ class ScannSearch:
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1 where the leaves held no more."""
-        scores, positions = np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1, np.int64)
         if not len(queries):
-            return scores, positions
+            return np.empty((0, k), np.float32), np.empty((0, k), np.int64)
         searched: dict[str, int] = {"final_num_neighbors": k}
         if self.parameters.leaves:
             searched["pre_reorder_num_neighbors"] = min(self._rows, max(self.parameters.reordered, REORDERED_OF_K * k))
             searched["leaves_to_search"] = self.parameters.leaves_searched
         found, products = self._searcher.search_batched_parallel(np.ascontiguousarray(queries, np.float32), **searched)
-        for row, (places, of) in enumerate(zip(found, products, strict=True)):
-            kept = np.isfinite(of)
-            count = int(kept.sum())
-            scores[row, :count], positions[row, :count] = np.asarray(of)[kept], np.asarray(places)[kept]
-        return scores, positions
+        kept = np.isfinite(products)  # the others are places without a result, behind the results
+        return np.where(kept, products, np.float32(-np.inf)), np.where(kept, found.astype(np.int64), -1)
 
 
 def package() -> Any:
