@@ -352,9 +352,8 @@ def test_lines_are_held_for_some_seconds_and_not_longer(
 
 
 def test_the_costs_of_a_line_do_not_grow_with_the_file(fake: FakeBucket, store: Store) -> None:
-    file = open_to_append(
-        store.root / "costs.jsonl"
-    )  # no other test writes one: what they left running is not counted here
+    # No other test writes a file of this name: what they left running is not counted.
+    file = open_to_append(store.root / "costs.jsonl")
     requests = []
     for _ in range(20):
         before = len(fake.requests)

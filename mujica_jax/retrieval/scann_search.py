@@ -22,10 +22,8 @@ LEAST_ROWS = 1024  # below, training a tree and hashes on so little would cost r
 # Questions lie apart from passages: of 6,119 passages 1,900 scored rows cost 3.1 points of recall@5, 3,100 rows cost 0.3.
 LEAST_ROWS_SCORED = 16_384
 SHARE_SEARCHED = 0.3  # of the partitions
-TRAINING_ROWS, TRAINING_ROWS_A_LEAF = (
-    50_000,
-    64,
-)  # at least; sample and partitions are what takes memory while an index is built
+# At least; sample and partitions are what takes memory while an index is built.
+TRAINING_ROWS, TRAINING_ROWS_A_LEAF = 50_000, 64
 REORDERED_OF_K = 10  # candidates of a search for each result
 
 
@@ -37,9 +35,8 @@ class ScannParameters:
     leaves_searched: int
     spherical: bool = False  # the centres of partitions have length 1
     dimensions_a_block: int = 2  # that share four bits
-    anisotropic_threshold: float = (
-        0.2  # weighs the error along a vector, which changes inner products, above the error across it
-    )
+    # Weighs the error along a vector, which changes inner products, above the error across it.
+    anisotropic_threshold: float = 0.2
     training_rows: int
     reordered: int  # candidates that are scored again, at least
 

@@ -174,6 +174,5 @@ def _table(text: str) -> tuple[set[str], list[sparql.Row]]:
             raise ValueError("an answer to another kind of question")
         return {variable.value for variable in results.variables}, list(results)
     finally:
-        del (
-            results
-        )  # it may be freed by the thread that made it alone, and an error would keep this frame and leave that to any
+        # Only the thread that made it may free it, and an error would keep this frame and leave that to any.
+        del results
