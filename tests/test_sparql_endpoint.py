@@ -38,6 +38,13 @@ def asked(work):
     return asyncio.run(work)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported(store) -> None:
+    """The first request of a process imports its HTTP client, which on a busy machine takes longer than a try may here."""
+    with serving(lambda request, before: truth(store, request)) as endpoint:
+        asked(endpoint_at(endpoint.base_url, limits=Tries(timeout_seconds=60.0)).triples_of("Q1"))
+
+
 MISBEHAVIOUR = {
     "500": Answer(status=500, content=b"java.util.concurrent.TimeoutException"),
     "502": Answer(status=502),
