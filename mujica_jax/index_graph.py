@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ def recipe(given: argparse.Namespace) -> GraphRecipe:
         languages=tuple(tag.lower() for tag in given.languages or sparql.LANGUAGES),
         properties=tuple(dict.fromkeys(given.properties or ())),
     )
-    return GraphRecipe(files=tuple(given.corpus), choice=choice, skip=getattr(given, "skip", False))
+    return GraphRecipe(files=tuple(given.corpus), choice=choice, skip=given.skip)
 
 
 def build_graph(given: argparse.Namespace, progress: "Progress", reporter: "Reporter") -> None:
@@ -51,7 +50,6 @@ def estimate_graph(given: argparse.Namespace) -> None:
 
 
 def query_graph(given: argparse.Namespace) -> None:
-    _refuse_embedder(given)
     graph = open_endpoint(given.index) if given.index.startswith(SCHEME) else open_graph(given.index)
     try:
         asyncio.run(_print_triples(graph, given.index, given.text, given.k))
@@ -60,18 +58,20 @@ def query_graph(given: argparse.Namespace) -> None:
 
 
 def serve_graph(given: argparse.Namespace) -> None:
+    from mujica_jax.retrieval.graph_index import STORE
+    from mujica_jax.retrieval.graph_readers import GraphReaders
     from mujica_jax.retrieval.graph_service import GraphQueries, make_graph_app
-    from mujica_jax.retrieval.service import address_of, make_server, open_port
+    from mujica_jax.retrieval.service import address_of, open_port, serve_until_told
 
-    _refuse_embedder(given)
     opened = open_port(given.host, given.port)
     with contextlib.closing(opened):
-        graph = open_graph(given.index)
-        queries = GraphQueries(graph, most_waiting=given.most_waiting, deadline_seconds=given.deadline_seconds)
-        print(f"serving {given.index} (version {graph.version}) at {SCHEME}{address_of(opened)}/sparql", flush=True)
-        for number in (signal.SIGTERM, signal.SIGINT):  # the server ends by them, and then sends them on
-            signal.signal(number, lambda *_: None)
-        make_server(make_graph_app(queries)).run(sockets=[opened])
+        version = open_graph(given.index).version
+        readers = GraphReaders(Path(given.index) / STORE, deadline_seconds=given.deadline_seconds)
+        queries = GraphQueries(
+            readers, version=version, most_waiting=given.most_waiting, deadline_seconds=given.deadline_seconds
+        )
+        told = f"serving {given.index} (version {version}) at {SCHEME}{address_of(opened)}/sparql"
+        serve_until_told(make_graph_app(queries), opened, told)
     counted = queries.statistics
     print(
         f"{counted.queries:,} queries ({counted.failed:,} failed), {counted.search_seconds:.1f} s searching", flush=True
@@ -96,9 +96,3 @@ async def _print_triples(graph: "KnowledgeGraph", index: str, text: str, limit: 
     for triple in await graph.triples_of(keys[0], limit):
         shown = dataclasses.asdict(triple)
         print(json.dumps(shown, ensure_ascii=False))
-
-
-def _refuse_embedder(given: argparse.Namespace) -> None:
-    for name in ("embedder", "prefixes", "recall_target"):
-        if (value := getattr(given, name)) is not None:
-            raise UserError(f"--{name.replace('_', '-')} is {value} and a graph does not read it: leave it out")

@@ -120,6 +120,12 @@ def test_a_malformed_file_is_refused_with_its_line(tmp_path, content, message):
         read_triples(path)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path):
+    path = tmp_path / "triples.tsv"
+    path.write_text("\ufeff" + HEADER + "A\tr\tB\tQ1\tQ2\n", encoding="utf-8")
+    assert read_triples(path) == [triple("A", "r", "B", "Q1", "Q2")]
+
+
 def test_a_missing_file_is_a_users_error(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         read_triples(tmp_path / "triples.tsv")

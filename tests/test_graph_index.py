@@ -221,7 +221,7 @@ def test_a_damaged_file_is_named(copy):
     with pytest.raises(UserError, match=rf"{table.name} is damaged"):
         open_graph(copy)
     table.unlink()
-    with pytest.raises(UserError, match=rf"{table.name} is missing: build the index again"):
+    with pytest.raises(UserError, match=rf"{table.name} is missing: remove .* and build the index again"):
         open_graph(copy)
 
 

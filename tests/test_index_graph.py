@@ -68,12 +68,27 @@ def test_an_estimate_is_one_line(folder, capsys):
     assert (found["triples"], found["names"]) == (8, 14) and found["disk_bytes"]["graph"] > 0
 
 
+def test_an_estimate_leaves_out_what_a_build_leaves_out(folder, capsys, tmp_path):
+    (tmp_path / "bad.tsv").write_text(
+        "subject\trelation\tobject\tsubject_qid\tobject_qid\nA\tr\tB\tQ1\tQ2\nbroken line\n"
+    )
+    estimate = ("estimate", "--kind", "graph", "--corpus", str(tmp_path / "bad.tsv"))
+    assert "bad.tsv, line 3: 1 columns where 5 belong" in refused(capsys, *estimate)
+    (found,) = printed(capsys, *estimate, "--skip")
+    assert found["triples"] == 1
+    (tmp_path / "bad.jsonl").write_text('{"title": "a", "text": "some words"}\n{"title": "b"}\n')
+    estimate = ("estimate", "--kind", "bm25", "--corpus", str(tmp_path / "bad.jsonl"))
+    assert "bad.jsonl, line 2: the passage's text is None" in refused(capsys, *estimate)
+    (found,) = printed(capsys, *estimate, "--skip")
+    assert found["passages"] == 1
+
+
 def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     graph, dump, out = str(folder / "index"), str(folder / "dump.nt.gz"), str(tmp_path / "out")
     for unknown in ("Q999", "Nobody", 'x" } DELETE', "http://example.org/x y"):
         assert f"{graph} knows no entity" in refused(capsys, "query", "--index", graph, unknown)
     assert "k is 0: give at least 1" in refused(capsys, "query", "--index", graph, "Q2", "--k", "0")
-    assert "--embedder is x and a graph does not read it" in refused(
+    assert "--embedder is x and an index of kind graph does not read it" in refused(
         capsys, "query", "--index", graph, "Q2", "--embedder", "x"
     )
     (tmp_path / "questions.jsonl").write_text('{"question": "who?", "supporting_facts": ["a"]}\n')

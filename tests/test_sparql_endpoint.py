@@ -13,7 +13,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.graph_index import graph_in_memory
 from mujica_jax.retrieval.hits_cache import AnswerCache
-from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint, open_endpoint
+from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint, _table, open_endpoint
 from mujica_jax.retrieval.tries import Tries
 
 QUICK = Tries(timeout_seconds=0.5, deadline_seconds=10.0, first_wait_seconds=0.01)
@@ -120,6 +120,34 @@ def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
         for _ in range(2):  # the second time from the cache
             with pytest.raises(RetrieverUnavailable, match="answered something else than was asked"):
                 asked(graph.triples_of("Nobody" if "rank" in row else "Q1"))
+
+
+def quoted(depth: int, name: str = "triple") -> str:
+    """A term in JSON that quotes a triple, which quotes another one, so many deep."""
+    subject = '{"type": "uri", "value": "http://x/s"}'
+    begun = f'{{"type": "{name}", "value": {{"subject": {subject}, "predicate": {subject}, "object": '
+    return begun * depth + subject + "}}" * depth
+
+
+@pytest.mark.parametrize("name", ["triple", r"\u0074riple"])
+def test_triples_quoted_in_one_another_are_a_typed_error(name):
+    """The parser would recurse until the process dies."""
+    row = '{"head": {"vars": ["entity", "rank"]}, "results": {"bindings": [{"entity": %s}]}}'
+    for answer in (row % quoted(50_000, name), (row % quoted(50_000, name))[:1_000_000]):
+        deep = Answer(content=answer.encode())
+        with serving(lambda request, before, deep=deep: deep) as endpoint:
+            graph = endpoint_at(endpoint.base_url, limits=Tries(tries=1))
+            with pytest.raises(RetrieverUnavailable, match="more than 16 brackets in one another"):
+                asked(graph.find("Nobody"))
+    columns, rows = _table(row % quoted(2, name))
+    assert columns == {"entity", "rank"} and len(rows) == 1, "a few are a table"
+
+
+def test_brackets_in_texts_do_not_count():
+    value = 'a triple {{{{[[[[ " {{{{{{{{{{{{{{{{{{ \\'
+    bindings = [{"x": {"type": "literal", "value": value}}]
+    text = json.dumps({"head": {"vars": ["x"]}, "results": {"bindings": bindings}})
+    assert _table(text)[1][0]["x"].value == value
 
 
 def test_an_endpoint_that_is_not_there_is_a_typed_error():

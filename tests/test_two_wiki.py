@@ -215,6 +215,18 @@ def test_text_questions_are_those_whose_passages_the_corpus_has(folder):
     assert (found.title, found.text) == ("Roy Del Ruth", "Roy Del Ruth: He died in 1961.")
 
 
+def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    embedder, out = str(tiny_embedder(tmp_path / "embedder")), str(tmp_path / "index")
+    made = ["--corpus", str(folder / "corpus.json"), "--kind", "accelerator", "--embedder", embedder]
+    assert index.main(["build", *made, "--prefixes", "e5", "--out", out]) == 0
+    task = two_wiki.build(config(folder, environment="text", top_k=1, retriever="dense", index=out, embedder=embedder))
+    model = find_embedder(embedder, "e5").load()
+    scores = model.embed(["Taxi!\nA film by Roy Del Ruth.", "Roy Del Ruth\nHe died in 1961."], "passage")
+    expected = ["Taxi!", "Roy Del Ruth"][int((scores @ model.embed(["Who died?"], "query")[0]).argmax())]
+    assert [found.title for found in search(task.environment, "Who died?", None)] == [expected]
+
+
 def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, tmp_path):
     """A dense one finds what its embedder finds nearest, and keeps it for the next run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PASSING_STATUSES = {408, 409, 425, 429}  # and 5xx
 LARGEST_ANSWER_BYTES = 16 * 2**20
+TOO_LARGE = 413
 LONGEST_MESSAGE = 200  # characters of what a server says that are shown
 
 
@@ -31,17 +32,28 @@ class PassingFault(Exception):
         self.after_seconds = after_seconds  # what the server asks to wait
 
 
+class TooMuch(RequestError):
+    """The server takes no request that large, or its answer is too large: part of it may do."""
+
+
 class Endpoint:
     """One address. Use from one event loop at a time."""
 
     def __init__(
-        self, url: str, *, api_key_variable: str | None, connections: int, example: str = "http://HOST:PORT/v1"
+        self,
+        url: str,
+        *,
+        api_key_variable: str | None,
+        connections: int,
+        example: str = "http://HOST:PORT/v1",
+        largest_answer_bytes: int | None = None,
     ) -> None:
-        """`example` is how an address of this kind is written."""
+        """`example` is how an address of this kind is written; no `largest_answer_bytes` are LARGEST_ANSWER_BYTES."""
         import httpx  # 0.2 s
 
         self.url = _checked(url, example)
         self._key = _api_key(api_key_variable)
+        self._largest_answer_bytes = largest_answer_bytes or LARGEST_ANSWER_BYTES
         self._limits = httpx.Limits(max_connections=connections)
         self._encryption = httpx.create_ssl_context()  # reads the certificates, once
         self._client: httpx.AsyncClient | None = None
@@ -67,9 +79,10 @@ class Endpoint:
                 answer = bytearray()
                 async for part in response.aiter_raw():
                     answer += part
-                    if len(answer) > LARGEST_ANSWER_BYTES:
-                        raise RequestError(
-                            f"{self.url} sent more than {LARGEST_ANSWER_BYTES:,} bytes, and no answer is that large: check the address"
+                    if len(answer) > self._largest_answer_bytes:
+                        raise TooMuch(
+                            f"{self.url} sent more than {self._largest_answer_bytes:,} bytes, and no answer is that large: "
+                            "check the address"
                         )
         except httpx.TransportError as error:
             raise PassingFault(self.shown(f"{type(error).__name__}: {error}")) from error
@@ -77,7 +90,8 @@ class Endpoint:
         if status in PASSING_STATUSES or status >= 500:
             raise PassingFault(f"status {status} ({self._message(answer)})", _retry_after(response))
         if status != 200:
-            raise RequestError(f"{self.url} refused the request with status {status}: {self._message(answer)}")
+            refused = TooMuch if status == TOO_LARGE else RequestError
+            raise refused(f"{self.url} refused the request with status {status}: {self._message(answer)}")
         return bytes(answer)
 
     @contextlib.asynccontextmanager

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.corpus import open_text
+from mujica_jax.retrieval.corpus_records import open_text
 
 COLUMNS = ("subject", "relation", "object", "subject_qid", "object_qid")
 LITERAL_ID = "date_information"  # what 2WikiMultihopQA writes where a Q-id would stand for a date
@@ -163,6 +163,7 @@ def read_triples(path: str | Path) -> list[Triple]:
                 cells = [cell.strip() for cell in line.rstrip("\r\n").split("\t")]
                 place = f"{path}, line {line_number}"
                 if line_number == 1:
+                    cells[0] = cells[0].removeprefix("\ufeff")
                     if tuple(cells) != COLUMNS:
                         raise UserError(f"{place}: the header is {', '.join(cells)!r}; expected the {expected}")
                 elif line.strip():

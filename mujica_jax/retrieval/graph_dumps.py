@@ -2,7 +2,8 @@
 
 These are labels and aliases in the chosen languages, ids of merged entities, and statements: in Wikidata's dumps `prop/direct/...`, in
 others every predicate outside the vocabularies that describe data (DESCRIBING), or the chosen ones. Texts in other languages, blank nodes
-and unknown values are left out without a word. Lines are chosen here and parsed by the store.
+and unknown values are left out without a word. Lines are chosen here and parsed by the store, but for those whose object is a quoted triple
+with another one in it: they are refused here, for the store's parser has no bound on how deep it goes and ends the process.
 """
 
 import contextlib
@@ -35,6 +36,10 @@ DESCRIBING = tuple(
 NAMES = (sparql.LABEL.encode(), sparql.ALIAS.encode())
 SCHEMA = (sparql.DIRECT_CLAIM.encode(), sparql.PROPERTY_TYPE.encode())
 
+NESTED = "nested"  # the role of a line that no parser may see
+QUOTE = b"<<"  # opens a quoted triple, and no parser takes it for a line
+
+_text = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _line = re.compile(rb"\s*(<[^>]*>|_:\S+)\s*<([^>]*)>\s*(.*)", re.DOTALL)
 
 
@@ -57,7 +62,8 @@ class Lines:
         """Predicates of statements are added to `claims`."""
         kept, roles = [], self._roles
         for number, line in enumerate(piece.content.removesuffix(b"\n").split(b"\n"), start=piece.first_line):
-            if line.startswith(b"<") and (place := line.find(b"> <")) > 0:  # as dumps write it
+            place = line.find(b">")
+            if line[:1] == b"<" and line[place : place + 3] == b"> <":  # as dumps write it
                 end = line.find(b">", place + 3)
                 subject, predicate, rest = line[:place], line[place + 3 : end], line[end + 1 :].lstrip()
             elif found := _line.match(line):
@@ -69,7 +75,10 @@ class Lines:
             role = roles.get(predicate)
             if role is None:
                 role = roles[predicate] = self._role(predicate)
-            if role == "none" or subject.startswith(b"_:") or not self._is_wanted(rest, role):
+            if role == "none" or subject[:2] == b"_:" or not self._is_wanted(rest, role):
+                continue
+            if rest[:2] == b"<<" and _text.sub(b"", rest).count(QUOTE) > 1:
+                kept.append(Kept(number, QUOTE, NESTED))
                 continue
             kept.append(Kept(number, line, role))
             if role == "statement":
@@ -83,22 +92,24 @@ class Lines:
         try:
             store.bulk_load(b"".join(line.text + b"\n" for line in kept), RdfFormat.N_TRIPLES, lenient=True)
         except SyntaxError:
-            whole = [line for line in kept if self._is_whole(line.number, line.text)]
+            whole = [line for line in kept if self._is_whole(line)]
             assert len(whole) < len(kept), "a piece cannot be read and each of its lines can"
             self.load(store, whole)
         else:
             self._counts.triples += sum(line.role == "statement" for line in kept)
             self._counts.names += sum(line.role == "name" for line in kept)
 
-    def _is_whole(self, number: int, line: bytes) -> bool:
+    def _is_whole(self, line: Kept) -> bool:
         from pyoxigraph import RdfFormat, parse
 
         try:
-            list(parse(line, RdfFormat.N_TRIPLES, lenient=True))
+            list(parse(line.text, RdfFormat.N_TRIPLES, lenient=True))
             return True
         except SyntaxError as error:
             what = str(error).partition(": ")[2].partition(" (line")[0] or str(error)
-            sentence = f"{self._path}, line {number:,}: no triple in N-Triples ({what})"
+            if line.role == NESTED:
+                what = "a quoted triple in a quoted triple"
+            sentence = f"{self._path}, line {line.number:,}: no triple in N-Triples ({what})"
             if not self._skip:
                 raise UserError(f"{sentence}: mend it, or leave such lines out with --skip") from error
             self._counts.skip(sentence)

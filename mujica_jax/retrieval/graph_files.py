@@ -5,6 +5,7 @@ A line that cannot be read is refused with file and line, or left out and counte
 """
 
 import bz2
+import codecs
 import dataclasses
 import gzip
 import os
@@ -77,7 +78,9 @@ def pieces(path: str, start: int = 0, lines: int = 0, size: int | None = None) -
             bytes_there = max(1, raw.seek(0, os.SEEK_END))
             raw.seek(0)
             file.seek(start)
-            rest = b""
+            rest = b"" if start else file.read(len(codecs.BOM_UTF8))
+            if rest == codecs.BOM_UTF8:
+                rest, start = b"", len(rest)
             while content := file.read(size or READ_BYTES):
                 whole, line_end, after = content.rpartition(b"\n")
                 if not line_end:

@@ -79,9 +79,7 @@ def build(folder: Path, recipe: GraphRecipe, reporter: Reporter) -> tuple[dict[s
         try:
             store = Store(folder / STORE)
         except OSError as error:
-            raise UserError(
-                f"{folder / STORE} cannot be opened ({error}): remove {folder} and {index_files.AGAIN}"
-            ) from error
+            raise UserError(f"{folder / STORE} cannot be opened ({error}): {index_files.again(folder)}") from error
         with reporter.stage("loading the graph", None, "triples") as done:
             for so_far in load(store, recipe, loaded):
                 store.flush()
@@ -113,7 +111,9 @@ def read_progress(folder: Path) -> Loaded:
     try:
         return Loaded(**index_files.read_json(path))
     except TypeError as error:
-        raise UserError(f"{path} says nothing of how far the graph is ({error}): {index_files.AGAIN}") from error
+        raise UserError(
+            f"{path} says nothing of how far the graph is ({error}): {index_files.again(folder)}"
+        ) from error
 
 
 def load(store: "Store", recipe: GraphRecipe, loaded: Loaded) -> Iterator[Loaded]:
@@ -143,7 +143,7 @@ def open_graph(folder: str | Path) -> GraphStore:
     try:
         store = Store.read_only(str(folder / STORE))
     except OSError as error:
-        raise UserError(f"{folder / STORE} cannot be opened ({error}): {index_files.AGAIN}") from error
+        raise UserError(f"{folder / STORE} cannot be opened ({error}): {index_files.again(folder)}") from error
     return GraphStore(store, version=manifest["version"], languages=tuple(manifest["languages"]))
 
 

@@ -5,62 +5,53 @@
     GET  /healthz   200 after a real query, 503 with the reason where that fails
     GET  /metrics   Prometheus's text format
 
-What is under way is bounded: who comes when it is full is answered with 429 and Retry-After at once. A query that takes longer than
-the deadline is answered with 504 and keeps its thread and its place until it ends, as nothing can stop it. Queries that would make this
-host ask others (SERVICE) are refused. 400 and 413 say what is wrong with a request; all errors as {"error": sentence}.
+What is under way is bounded: who comes when it is full is answered with 429 and Retry-After at once. A query that takes longer than the
+deadline is answered with 504 and stopped, one that needs too much memory or answers too much with 400 (`graph_readers.py`). Queries that
+would make this host ask others (SERVICE) are refused. 400 and 413 say what is wrong with a request; all errors as {"error": sentence}.
 """
 
 import asyncio
-import concurrent.futures
-import os
+import contextlib
 import re
-import threading
 import time
 import urllib.parse
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from mujica_jax.retrieval import sparql
-from mujica_jax.retrieval.errors import (
-    RetrievalError,
-    RetrieverOverloaded,
-    RetrieverRefused,
-    RetrieverTimeout,
-    RetrieverUnavailable,
-)
-from mujica_jax.retrieval.graph_store import GraphStore
+from mujica_jax.retrieval.errors import RetrievalError, RetrieverOverloaded, RetrieverRefused, RetrieverTimeout
+from mujica_jax.retrieval.graph_readers import GraphReaders
 from mujica_jax.retrieval.retriever import RetrievalStatistics
-from mujica_jax.retrieval.service import RETRY_AFTER_SECONDS, BadRequest, Metrics, read_body, status_of
+from mujica_jax.retrieval.service import HEADERS, BadRequest, Metrics, read_body, status_of
 
 if TYPE_CHECKING:
     import fastapi
 
 RESULTS = "application/sparql-results+json"
-LARGEST_ANSWER_BYTES = 16 * 2**20
 
-# What may hold the letters SERVICE without asking for one, as SPARQL's grammar has it, in the order in which a reader meets it.
-_words = re.compile(
-    r"""\\.|\"{3}(?:(?:"|"")?(?:[^"\\]|\\.))*\"{3}|'{3}(?:(?:'|'')?(?:[^'\\]|\\.))*'{3}"""
-    r"""|"(?:[^"\\\n\r]|\\.)*"|'(?:[^'\\\n\r]|\\.)*'|<[^<>"{}|^`\\\s]*>|\#[^\n\r]*|[?$]\w+""",
-    re.DOTALL,
-)
+# SERVICE asks another host where a variable, an IRI, a prefixed name or SILENT follows it. Whether it stands inside a text or a comment is
+# not asked: who reads `<` as another token than the store does could be led to take a command for a text.
+_prefix = r"""[^\s<>"'{}|^`\\/?#,;():]"""  # a character of it; a long one is not waited for, so that no query takes long to look at
+_service = re.compile(rf"(?<!/)service(?:\s|#[^\n\r]*+)*+(?:silent|[?$<]|{_prefix}{{32}}|{_prefix}*+:)", re.IGNORECASE)
+_variable = re.compile(r"[?$]\w+")
 _escape = re.compile(r"\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
 
 
 class GraphQueries:
-    """Queries of others to a store, at most `most_waiting` of them at a time. Use from one event loop."""
+    """Queries of others to a graph's readers, at most `most_waiting` of them at a time. Use from one event loop."""
 
-    def __init__(self, graph: GraphStore, *, most_waiting: int, deadline_seconds: float) -> None:
-        self.graph, self._most_waiting, self._deadline_seconds = graph, most_waiting, deadline_seconds
-        self._threads = concurrent.futures.ThreadPoolExecutor((os.cpu_count() or 1) + 4, "sparql")
+    def __init__(self, readers: GraphReaders, *, version: str, most_waiting: int, deadline_seconds: float) -> None:
+        self.readers, self.version = readers, version
+        self._most_waiting, self._deadline_seconds = most_waiting, deadline_seconds
         self._under_way = 0
-        self._statistics, self._counting = RetrievalStatistics(), threading.Lock()
+        self._statistics = RetrievalStatistics()
 
     @property
     def statistics(self) -> RetrievalStatistics:
         return self._statistics
 
     async def answer(self, query: str) -> bytes:
-        """Raises RetrievalError."""
+        """SPARQL 1.1 results in JSON. Raises RetrievalError."""
         began = time.monotonic()
         self._count(queries=1)
         try:
@@ -73,65 +64,36 @@ class GraphQueries:
 
     async def _answered(self, query: str) -> bytes:
         if asks_others(query):
-            raise RetrieverRefused("the query holds SERVICE and other hosts are not asked from here: ask them yourself")
+            raise RetrieverRefused(
+                "the query holds the word SERVICE before a name and other hosts are not asked from here: ask them yourself"
+            )
         if self._under_way >= self._most_waiting:
             raise RetrieverOverloaded(
                 f"{self._under_way} queries are under way, of at most {self._most_waiting}: come back later, or send fewer at once"
             )
         self._under_way += 1
-        loop = asyncio.get_running_loop()
-        running = self._threads.submit(self._found, query)
-        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._ended))
+        began = time.monotonic()
         try:
             async with asyncio.timeout(self._deadline_seconds) as timer:
-                return await asyncio.wrap_future(running)
+                return await self.readers.answer(query)
         except TimeoutError as error:
             if not timer.expired():
                 raise
             raise RetrieverTimeout(
                 f"the graph gave no answer within the deadline of {self._deadline_seconds:g} s: ask for less, as with LIMIT"
             ) from error
-
-    def _found(self, query: str) -> bytes:
-        began = time.monotonic()
-        try:
-            answer = _results(self.graph, query)
-        except SyntaxError as error:
-            failed: RetrievalError = RetrieverRefused(f"the query is no SPARQL ({' '.join(str(error).split())})")
-        except (OSError, RuntimeError) as error:
-            failed = RetrieverUnavailable(f"the graph failed ({error})")
-        else:
-            if answer is None:
-                raise RetrieverRefused("the query constructs triples: ask with SELECT or ASK")
-            if len(answer) > LARGEST_ANSWER_BYTES:
-                raise RetrieverRefused(
-                    f"the answer has {len(answer):,} bytes, of at most {LARGEST_ANSWER_BYTES:,}: ask with LIMIT"
-                )
-            return answer
         finally:
+            self._under_way -= 1
             self._count(batches=1, search_seconds=time.monotonic() - began)
-        raise failed  # without the error's frames: results that these hold must not be freed by another thread
-
-    def _ended(self) -> None:
-        self._under_way -= 1
 
     def _count(self, **amounts: float) -> None:
-        with self._counting:  # queries count from their thread
-            self._statistics = self._statistics.with_more(**amounts)
-
-
-def _results(graph: GraphStore, query: str) -> bytes | None:
-    """None for a query that constructs triples."""
-    from pyoxigraph import QueryBoolean, QueryResultsFormat, QuerySolutions
-
-    found = graph.store.query(query)
-    return found.serialize(format=QueryResultsFormat.JSON) if isinstance(found, QuerySolutions | QueryBoolean) else None
+        self._statistics = self._statistics.with_more(**amounts)
 
 
 def asks_others(query: str) -> bool:
     """Whether a query may make the store ask another host. Escapes that stand for letters are read as these."""
     plain = _escape.sub(lambda found: chr(min(int(found[1] or found[2], 16), 0x10FFFF)), query)
-    return any(re.search("service", _words.sub(" ", text), re.IGNORECASE) for text in (query, plain))
+    return any(_service.search(_variable.sub("?v", text)) for text in (query, plain))
 
 
 def make_graph_app(queries: GraphQueries) -> "fastapi.FastAPI":
@@ -139,7 +101,14 @@ def make_graph_app(queries: GraphQueries) -> "fastapi.FastAPI":
     from fastapi.responses import JSONResponse, PlainTextResponse, Response
     from prometheus_client import CollectorRegistry, generate_latest
 
-    app = fastapi.FastAPI(title="mujica_jax graph", docs_url=None, redoc_url=None, openapi_url=None)
+    @contextlib.asynccontextmanager
+    async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await queries.readers.close()
+
+    app = fastapi.FastAPI(title="mujica_jax graph", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     metrics, registry = Metrics(queries, "/sparql"), CollectorRegistry()
     registry.register(metrics)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
 
@@ -147,11 +116,10 @@ def make_graph_app(queries: GraphQueries) -> "fastapi.FastAPI":
         try:
             response = Response(await queries.answer(await _query(request)), media_type=RESULTS)
         except BadRequest as error:
-            response = JSONResponse({"error": str(error)}, error.status)
+            response = JSONResponse({"error": str(error)}, error.status, HEADERS.get(error.status))
         except RetrievalError as error:
             status = status_of(error)
-            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == 429 else None
-            response = JSONResponse({"error": error.reason}, status, headers)
+            response = JSONResponse({"error": error.reason}, status, HEADERS.get(status))
         metrics.answers[response.status_code] = metrics.answers.get(response.status_code, 0) + 1
         return response
 
@@ -161,7 +129,7 @@ def make_graph_app(queries: GraphQueries) -> "fastapi.FastAPI":
             await queries.answer(sparql.CLAIMS_QUERY)
         except RetrievalError as error:
             return JSONResponse({"error": error.reason}, 503)
-        return JSONResponse({"version": queries.graph.version, "kind": "graph", "seconds": time.monotonic() - began})
+        return JSONResponse({"version": queries.version, "kind": "graph", "seconds": time.monotonic() - began})
 
     async def metrics_text() -> PlainTextResponse:
         return PlainTextResponse(generate_latest(registry).decode())

@@ -11,6 +11,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from mujica_jax.errors import UserError
+
+MOST_BYTES = 2**30  # of a file; then the older half of it goes. Twenty hits take some 700 bytes
+MOST_QUERY_CHARACTERS = 2**14  # longer ones are searched each time
 SECONDS_FOR_A_LOCK = 2.0  # that another process holds
 _log = logging.getLogger(__name__)
 
@@ -30,11 +34,15 @@ class AnswerCache:
             database.execute(
                 "CREATE TABLE IF NOT EXISTS hits (query TEXT, k INTEGER, found TEXT, PRIMARY KEY (query, k))"
             )
+            (page_bytes,) = database.execute("PRAGMA page_size").fetchone()
+            database.execute(f"PRAGMA max_page_count={MOST_BYTES // page_bytes}")
             self._database = database
         except (sqlite3.Error, OSError) as error:
             self._give_up(error)
 
     def read(self, query: str, k: int = 0) -> str | None:
+        if len(query) > MOST_QUERY_CHARACTERS:
+            return None
         with self._lock:
             if self._database is None:
                 return None
@@ -47,12 +55,18 @@ class AnswerCache:
 
     def write(self, rows: Sequence[tuple[str, int, str]]) -> None:
         """Each a query, k, and the answer's text."""
+        kept = [row for row in rows if len(row[0]) <= MOST_QUERY_CHARACTERS]
         with self._lock:
-            if self._database is None:
+            if self._database is None or not kept:
                 return
             try:
-                with self._database:
-                    self._database.executemany("INSERT OR REPLACE INTO hits VALUES (?, ?, ?)", rows)
+                try:
+                    _insert(self._database, kept)
+                except sqlite3.OperationalError as error:
+                    if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                        raise
+                    _forget_older_half(self._database)
+                    _insert(self._database, kept)
             except (sqlite3.Error, UnicodeEncodeError) as error:
                 self._give_up(error)
 
@@ -75,7 +89,7 @@ class HitsCache(AnswerCache):
     def get(self, query: str, k: int) -> list[tuple[int, float]] | None:
         text = self.read(query, k)
         try:
-            return None if text is None else [(position, score) for position, score in json.loads(text)]
+            return None if text is None else [(int(position), float(score)) for position, score in json.loads(text)]
         except (TypeError, ValueError) as error:
             with self._lock:
                 self._give_up(error)
@@ -87,4 +101,21 @@ class HitsCache(AnswerCache):
 
 def cache_folder() -> Path:
     """Where caches of this user lie."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mujica_jax" / "searches"
+    named = os.environ.get("XDG_CACHE_HOME")  # one that is empty counts as none
+    try:
+        return (Path(named) if named else Path.home() / ".cache") / "mujica_jax" / "searches"
+    except RuntimeError as error:
+        raise UserError(
+            "no home directory of this user is known: give a folder for caches in XDG_CACHE_HOME"
+        ) from error
+
+
+def _insert(database: sqlite3.Connection, rows: Sequence[tuple[str, int, str]]) -> None:
+    with database:
+        database.executemany("INSERT OR REPLACE INTO hits VALUES (?, ?, ?)", rows)
+
+
+def _forget_older_half(database: sqlite3.Connection) -> None:
+    with database:
+        oldest = "SELECT rowid FROM hits ORDER BY rowid LIMIT (SELECT (count(*) + 1) / 2 FROM hits)"
+        database.execute(f"DELETE FROM hits WHERE rowid IN ({oldest})")

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import random
+import re
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -38,9 +39,15 @@ NO_ANSWER = (
     TypeError,
     AttributeError,
 )  # of a text that should be a table of results
+# A table of results is five brackets deep, and two more for each quoted triple in another one. The parser has no bound of its own for these
+# and ends the process.
+MOST_BRACKETS = 16
 CHECK_TRIES = 3
 PUBLIC_QUERIES_PER_SECOND = 10.0
 PUBLIC_TRIES = Tries(timeout_seconds=60.0, deadline_seconds=180.0, first_wait_seconds=0.5)
+
+
+_no_bracket = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*+"?|[^][{}"]+', re.DOTALL)
 
 
 class SparqlEndpoint(KnowledgeGraph):
@@ -168,6 +175,9 @@ def _table(text: str) -> tuple[set[str], list[sparql.Row]]:
     """Names of the columns, and the rows. Raises SyntaxError or ValueError where the text is no table of results."""
     from pyoxigraph import QueryResultsFormat, QuerySolutions, parse_query_results
 
+    may_quote = "triple" in text or r"\u00" in text  # as it stands, or with a letter of it as an escape
+    if may_quote and _is_nested_too_deeply(text):
+        raise ValueError(f"more than {MOST_BRACKETS} brackets in one another, or some that are not closed")
     results = parse_query_results(text, QueryResultsFormat.JSON)
     try:
         if not isinstance(results, QuerySolutions):
@@ -176,3 +186,11 @@ def _table(text: str) -> tuple[set[str], list[sparql.Row]]:
     finally:
         # Only the thread that made it may free it, and an error would keep this frame and leave that to any.
         del results
+
+
+def _is_nested_too_deeply(text: str) -> bool:
+    """Pairs of brackets go from the inside to the outside, one layer at a time."""
+    brackets = _no_bracket.sub("", text)
+    for _ in range(MOST_BRACKETS):
+        brackets = brackets.replace("{}", "").replace("[]", "")
+    return bool(brackets)

@@ -13,7 +13,7 @@ from typing import Any
 
 from mujica_jax.errors import UserError
 from mujica_jax.records import Evidence
-from mujica_jax.retrieval.corpus import read_records
+from mujica_jax.retrieval.corpus_records import read_records
 from mujica_jax.retrieval.graph import LITERAL_ID, Triple, normalise_label, without_parenthesis
 
 CORPUS_QUESTION_FILES = ("questions*.jsonl", "questions*.json")

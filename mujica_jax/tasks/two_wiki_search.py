@@ -72,7 +72,7 @@ def _index(config: TwoWikiConfig) -> Index:
             f"retriever is {config.retriever} and the index {config.index} is of kind {kind}: give --task.retriever "
             f"{'bm25' if kind == 'bm25' else 'dense'} or another index"
         )
-    index = open_index(config.index, find_embedder(config.embedder) if config.retriever == "dense" else None)
+    index = open_index(config.index, config.embedder if config.retriever == "dense" else None)
     if config.top_k > len(index.passages):
         raise UserError(
             f"top_k is {config.top_k} and the index {config.index} holds {len(index.passages):,} passages: lower top_k"
