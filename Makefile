@@ -47,7 +47,7 @@ test-slow: install $(COMPILER)
 	$(TEST) -m slow $(ARGS)
 
 test-crashes: install
-	$(TEST) -m slow tests/loops tests/test_resume.py $(ARGS)
+	$(TEST) --dist load -m slow tests/loops tests/test_resume.py $(ARGS)
 
 # The TPU compiler stands beside the environment and not in it: there, JAX would look for a TPU at every start and complain.
 $(COMPILER): $(STAMP)

@@ -180,9 +180,10 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.inference.counters import LiveCounters
     from mujica_jax.inference.generator import BatchedGenerator
+    from mujica_jax.methods.compiled_programs import use_compilation_cache
     from mujica_jax.methods.run import make_agent
     from mujica_jax.methods.scoring import score_policy
-    from mujica_jax.methods.start import build_task, check_dtypes, require_packages, use_compilation_cache
+    from mujica_jax.methods.start import build_task, check_dtypes, require_packages
     from mujica_jax.models.host_memory import keep_freed_memory
     from mujica_jax.report import Progress, score_table
     from mujica_jax.tasks.environment import KnowledgeGraphEnvironment, TextEnvironment

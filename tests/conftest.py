@@ -1,12 +1,16 @@
-"""Compile quickly in the default tests: most of their time is XLA's, and what they compare does not depend on its optimisation.
+"""Compile quickly in the default tests: most of their time is XLA's, and what they compare does not depend on its optimisation, or the
+test says otherwise.
 
 Programs are kept for the next test that needs the same one, and for the next time. The slow tests, and whole runs in any
 (`whole_runs.py`), are compiled as users' programs are.
 """
 
+import mmap
 import os
 from pathlib import Path
 
+import hypothesis
+import jaxlib
 import pytest
 
 KEPT = {
@@ -14,10 +18,23 @@ KEPT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+# The second one takes a third off the time of tests of models (docs/LOG.md).
+XLA_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
+
+
+def known_flags() -> list[str]:
+    """XLA ends the process at a flag that it does not know, and flags come and go with its versions."""
+    library = Path(jaxlib.__file__).parent / "libjax_common.so"
+    if not library.exists():
+        return [XLA_FLAGS[0]]
+    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return [flag for flag in XLA_FLAGS if content.find(flag.strip("-").partition("=")[0].encode()) >= 0]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no fault
+    hypothesis.settings.load_profile("any machine")
     if config.getoption("markexpr") == "not slow":
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known_flags()]).strip()
         for name, value in KEPT.items():
             os.environ.setdefault(name, value)

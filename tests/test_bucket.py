@@ -33,8 +33,9 @@ QUICK = tuple(fault for fault in FAULTS if fault != "hang")
 @pytest.fixture
 def fake(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeBucket:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    if "hang" in request.node.name:  # the others do not depend on how busy the machine is
-        monkeypatch.setattr(bucket, "REQUEST_SECONDS", 0.3)
+    # Of the others none depends on how busy the machine is. 0.3 s were too short beside another program.
+    if "hang" in request.node.name:
+        monkeypatch.setattr(bucket, "REQUEST_SECONDS", 1.0)
     return use(monkeypatch)
 
 
@@ -62,7 +63,7 @@ def test_a_create_that_meets_a_fault_is_repeated_and_wins(fake: FakeBucket, stor
     assert store.create("x", b"content" * 1000)
     assert fake.names("bucket") == ["run/x"]
     assert fake.content("bucket", "run/x") == b"content" * 1000
-    assert repeated() == (fault != "cut download" or 1)
+    assert repeated() == 1
 
 
 def test_a_create_whose_answer_was_lost_and_another_writers_object_are_told_apart(

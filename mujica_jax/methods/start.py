@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from mujica_jax.config import Config, TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engines import CACHE_DTYPES, check_engine
+from mujica_jax.methods.compiled_programs import use_compilation_cache
 from mujica_jax.methods.run import Run
 from mujica_jax.models import quantization
 from mujica_jax.models.attention import check_platform
@@ -168,14 +168,6 @@ def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int
         bos_token_id=None,
         initializer_range=INITIALIZER_RANGE,
     )
-
-
-def use_compilation_cache() -> None:
-    """Compiled programs are kept between runs: a second start compiles nothing."""
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] - made at run time
-        home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        jax.config.update("jax_compilation_cache_dir", str(home / "mujica_jax" / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def require_packages(config: Config) -> None:

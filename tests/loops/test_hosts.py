@@ -1,8 +1,12 @@
 """Whole runs by a job of two processes: it ends as one process on the same mesh does, and where one host fails the others say so."""
 
+import contextlib
 import json
+import random
 import socket
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +23,52 @@ MOST_SECONDS = 30.0  # from the signal to the end of the process that got it
 pytestmark = pytest.mark.slow
 
 
+def free_port() -> int:
+    """Below those that a system gives to connections, for it may be used minutes later."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("localhost", port))
+            return port
+
+
+def jobs(
+    directory: Path, processes: int, *disturbances: tuple[int, dict[str, Any]], flags: Sequence[str] = ()
+) -> list[list[Ended]]:
+    """How the processes of each job ended, one job after the other. Of each, one process may be disturbed (`disturbed_train.py`)."""
+    starts: list[list[dict[str, Any]]] = [[] for _ in range(processes)]
+    for which, disturbance in disturbances:
+        words = [str(CONFIG), "--run", str(directory), *MESH, "--distributed.deadline-seconds", "60", *flags]
+        if processes > 1:
+            words += ["--distributed.coordinator", f"localhost:{free_port()}"]
+            words += ["--distributed.processes", str(processes)]
+        for process, starts_of_process in enumerate(starts):
+            number = ["--distributed.process", str(process)] if processes > 1 else []
+            here = process == which % processes
+            starts_of_process.append({"words": [*words, *number], **(disturbance if here else {})})
+    environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(2 // processes)}
+    with contextlib.ExitStack() as left:
+        ended = []
+        started = []
+        for starts_of_process in starts:
+            output, messages = (left.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            command = [*DISTURBED, json.dumps(starts_of_process)]
+            program = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=messages, text=True)
+            left.callback(program.kill)
+            started.append((program, output, messages))
+        for program, output, messages in started:
+            status = program.wait(timeout=5 * SECONDS)
+            output.seek(0)
+            messages.seek(0)
+            assert status == 0, messages.read()
+            ended.append([Ended(**json.loads(line)) for line in output])
+    return [list(of_job) for of_job in zip(*ended, strict=True)]
+
+
 def job(
     directory: Path, processes: int, *flags: str, which: int = -1, disturbance: dict[str, Any] | None = None
 ) -> list[Ended]:
-    """How the processes of a job ended; one of them may be disturbed (`disturbed_train.py`)."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    words = [str(CONFIG), "--run", str(directory), *MESH, "--distributed.deadline-seconds", "60", *flags]
-    if processes > 1:
-        words += ["--distributed.coordinator", f"localhost:{port}", "--distributed.processes", str(processes)]
-    environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(2 // processes)}
-    started = []
-    for process in range(processes):
-        number = ["--distributed.process", str(process)] if processes > 1 else []
-        here = process == which % processes
-        chosen = {"words": [*words, *number], **((disturbance or {}) if here else {})}
-        command = [*DISTURBED, json.dumps([chosen])]
-        started.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    ended = []
-    try:
-        for program in started:
-            output, messages = program.communicate(timeout=5 * SECONDS)
-            assert program.returncode == 0, messages
-            ended.append(Ended(**json.loads(output)))
-    finally:
-        for program in started:
-            program.kill()
+    (ended,) = jobs(directory, processes, (which, disturbance or {}), flags=flags)
     return ended
 
 
@@ -106,9 +125,9 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
         (0, "committing policy 1", 0),
         (1, "round 2: evaluating, sampled", 0),
     )
-    for which, phase, update in phases:
-        notice = {"signal": "SIGTERM", "phase": phase, "update": update}
-        ended = job(directory, 2, which=which, disturbance=notice)
+    notices = [(which, {"signal": "SIGTERM", "phase": phase, "update": update}) for which, phase, update in phases]
+    *stopped, (first, second) = jobs(directory, 2, *notices, (0, {}))
+    for (which, phase, _), ended in zip(phases, stopped, strict=True):
         assert [process.status for process in ended] == [0, 0], f"{phase}: {ended[0].messages}{ended[1].messages}"
         said = [process.messages.strip().splitlines()[-1] for process in ended]
         assert "preempted in" in said[which] and "go on with: python -m mujica_jax.train" in said[which], said
@@ -118,8 +137,7 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
         seconds = ended[which].seconds_after_signal
         assert seconds is not None and seconds < MOST_SECONDS, phase
         assert not any("Traceback" in process.messages for process in ended), phase
-        assert not (directory / "summary.json").exists()
-    first, second = job(directory, 2)
+        assert "\nphase " not in ended[0].output, "it had not ended"
     assert (first.status, second.status) == (0, 0), first.messages + second.messages
     assert numbers(directory) == numbers(alone)
 
