@@ -44,6 +44,11 @@ def make_vectors(folder: Path, rows: int, seed: int = 0) -> None:
             file.write(rounded.tobytes())
     beside = vectors[draw.choice(rows, QUERIES, replace=False)]
     queries = _of_length_1(QUERY_COSINE * beside + np.sqrt(1 - QUERY_COSINE**2) * drawn(QUERIES))
+    save_queries(folder, queries, vectors)
+
+
+def save_queries(folder: Path, queries: np.ndarray, vectors: np.ndarray) -> None:
+    """With the rows that are nearest to each."""
     np.save(folder / "queries.npy", queries)
     np.save(folder / "exact.npy", _nearest(queries, vectors))
 

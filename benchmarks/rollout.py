@@ -32,7 +32,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.engines import make_engine
 from mujica_jax.inference.generator import BatchedGenerator, GeneratorStatistics
 from mujica_jax.inference.requests import SamplingParams
-from mujica_jax.methods.start import use_compilation_cache
+from mujica_jax.methods.compiled_programs import use_compilation_cache
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.host_memory import keep_freed_memory
 from mujica_jax.models.layers import block_weights

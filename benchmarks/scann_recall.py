@@ -2,25 +2,30 @@
 
     python benchmarks/scann_recall.py --data DIR --work FOLDER [--embedder minilm] [--sentences]
 
-DIR has the folders 2wikimultihopqa, hotpotqa and musique with files in their official formats. The corpus is that of 2Wiki and every
-passage given with a question of the other two, once each; with --sentences each of their sentences is a passage, so that there are enough
-for the rule to leave partitions out. FOLDER gets it, and an index by `index build` that the next run finds again.
-One JSON line for each set and each number of partitions searched: recall of gold titles at 5 by exact search and by ScaNN, in percent.
-`"partitions": "by the rule"` is what `index build` would search.
+DIR has the folders 2wikimultihopqa, hotpotqa, musique and nq_open with files in their official formats (their names stand below). The
+corpus is that of 2Wiki and every passage given with a question of HotpotQA and MuSiQue, once each; with --sentences each of their
+sentences is a passage, so that there are enough for the rule to leave partitions out. FOLDER gets it, and an index by `index build` that
+the next run finds again. One JSON line for each set and each number of partitions searched: recall of gold titles at 5 by exact search
+and by ScaNN, in percent. `"partitions": "by the rule"` is what `index build` would search.
+
+FOLDER/search gets the embeddings and those of all questions (2Wiki's and NQ's too) as `benchmarks/retrieval.py search --work
+FOLDER/search --rows PASSAGES` wants them, which measures ScaNN on real text beside its peers; of an embedder of its 384 numbers.
 """
 
 import argparse
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from clustered_vectors import DIMENSION, save_queries
 
 from mujica_jax import index
-from mujica_jax.retrieval.corpus import read_records
+from mujica_jax.retrieval.corpus_records import read_records
 from mujica_jax.retrieval.dense import best_rows
 from mujica_jax.retrieval.embedders import find_embedder
 from mujica_jax.retrieval.embeddings import open_embeddings
@@ -33,6 +38,7 @@ RECORDS = {
     "hotpotqa": ("hotpotqa/dev_distractor_visible.jsonl.gz", "hotpotqa/train_100.json.gz"),
     "musique": ("musique/dev_visible.jsonl.gz", "musique/train_100.json.gz"),
 }
+MORE_QUESTIONS = ("2wikimultihopqa/questions_visible.jsonl.gz", "nq_open/dev_500.jsonl.gz")
 SHARES, K = (0.1, 0.2, 0.3, 0.5), 5
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
@@ -64,6 +70,14 @@ def write_corpus(data: Path, file: Path, *, sentences: bool) -> None:
     file.write_text("\n".join(lines))
 
 
+def save_search(folder: Path, embeddings: Path, vectors: np.ndarray, queries: np.ndarray) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # with what was built of other vectors
+    folder.mkdir()
+    shutil.copyfile(embeddings / "embeddings.bfloat16", folder / "embeddings.bfloat16")
+    np.save(folder / "vectors.npy", vectors)
+    save_queries(folder, queries, vectors)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, required=True)
@@ -73,6 +87,7 @@ def main() -> int:
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     corpus, folder = given.work / "corpus.jsonl", given.work / "exact"
+    more_questions = [[record["question"] for record in read(given.data / file)] for file in MORE_QUESTIONS]
     write_corpus(given.data, corpus, sentences=given.sentences)
     made = ["build", "--corpus", str(corpus), "--kind", "accelerator", "--embedder", given.embedder]
     if status := index.main([*made, "--out", str(folder)]):
@@ -84,9 +99,11 @@ def main() -> int:
     rule = parameters_for(len(passages), of_length_1=embeddings.of_length_1())
     ours = ScannSearch.load(write_scann(embeddings, rule, given.work / "scann"), len(passages), rule)
     loaded = embedder.load()
+    asked = [loaded.embed(questions, "query") for questions in more_questions]
     for name, files in RECORDS.items():
         records = [record for file in files for record in read(given.data / file)]
         queries = loaded.embed([record["question"] for record in records], "query")
+        asked.append(queries)
         gold = [set(gold_of(record)) for record in records]
 
         def recall(positions: np.ndarray, gold: list[set[str]] = gold) -> float:
@@ -109,6 +126,8 @@ def main() -> int:
                 "scann_recall@5": recall(ours.search(queries, K)[1]),
             }
             print(json.dumps(row), flush=True)
+    if embedder.dimension == DIMENSION:
+        save_search(given.work / "search", folder, embeddings.float32(), np.concatenate(asked))
     return 0
 
 

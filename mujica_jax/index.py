@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import signal
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,15 +38,18 @@ DEFAULT_K = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done; 2 a mistake of the user's; 130 interrupted (a build goes on with the same command)."""
+    """Exit status: 0 done, or nobody reads on; 2 a mistake of the user's; 130 interrupted (a build goes on with the same command)."""
     given = _parser().parse_args(arguments)
     try:
         given.run(given)
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has enough; what is still to be flushed goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on where this one was", file=sys.stderr)
+        print("interrupted" + ": the same command goes on where this one was" * (given.run is build), file=sys.stderr)
         return 130
     return 0
 
@@ -61,25 +64,8 @@ def build(given: argparse.Namespace) -> None:
         raise UserError(
             f"an index is built on local disk and --out is {given.out}: give a directory, and copy it there afterwards"
         )
-    dense = given.kind not in ("bm25", GRAPH)
-    embeds = dense and given.embeddings is None
-    unread = {
-        "languages": given.kind != GRAPH,
-        "properties": given.kind != GRAPH,
-        "tokenizer": given.kind != "bm25",
-        "embedder": not embeds,
-        "prefixes": not embeds,
-        "storage": not embeds,
-        "embeddings": not dense,
-        "recall_target": given.kind != "accelerator",
-    }
-    for name, of_no_use in unread.items():
-        if of_no_use and (value := getattr(given, name)) is not None:
-            what = f"kind {given.kind}" + (" with --embeddings" if dense and not embeds else "")
-            shown = " ".join(value) if isinstance(value, list) else value
-            raise UserError(
-                f"--{name.replace('_', '-')} is {shown} and an index of {what} does not read it: leave it out"
-            )
+    _refuse_unread(given, given.kind)
+    embeds = given.kind not in ("bm25", GRAPH) and given.embeddings is None
     if given.kind == GRAPH:
         if given.corpus is None:
             raise UserError("a graph is made of files of triples: give --corpus")
@@ -113,6 +99,7 @@ def estimate(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval.corpus import Skipped, stream_corpus
     from mujica_jax.retrieval.embedders import find_embedder
 
+    _refuse_unread(given, given.kind)
     if given.kind == GRAPH:
         if given.passages is not None:
             raise UserError(f"--passages is {given.passages} and a graph has none: leave it out")
@@ -125,7 +112,9 @@ def estimate(given: argparse.Namespace) -> None:
         embedder=find_embedder(given.embedder or DEFAULT_EMBEDDER, given.prefixes) if given.kind != "bm25" else None,
         storage=given.storage or "bfloat16",
     )
-    sample, passages = estimates.count_and_sample(stream_corpus(recipe.corpus, Skipped()), given.passages)
+    sample, passages = estimates.count_and_sample(
+        stream_corpus(recipe.corpus, Skipped() if given.skip else None), given.passages
+    )
     if not sample or passages < 1:
         raise UserError(
             f"{', '.join(recipe.corpus)}: {len(sample)} passages were read and {passages} are asked for: give at least one"
@@ -134,12 +123,14 @@ def estimate(given: argparse.Namespace) -> None:
 
 
 def recall(given: argparse.Namespace) -> None:
-    from mujica_jax.retrieval.corpus import read_records
+    from mujica_jax.retrieval.corpus_records import read_records
+    from mujica_jax.retrieval.indexes import read_kind
     from mujica_jax.retrieval.passages import PassageFile
 
     questions = list(_questions(read_records(given.questions), given.questions))
     if not questions:
         raise UserError(f"{given.questions} holds no question: give a file with at least one")
+    _refuse_unread(given, read_kind(given.index))
     index = _opened(given)
     most = max(given.k)
     _check_k(min(given.k), index)
@@ -174,13 +165,17 @@ def recall(given: argparse.Namespace) -> None:
 
 def query(given: argparse.Namespace) -> None:
     from mujica_jax import index_graph
+    from mujica_jax.retrieval.corpus_records import check_text
     from mujica_jax.retrieval.indexes import read_kind
 
-    if given.index.startswith("sparql+") or read_kind(given.index) == GRAPH:
+    check_text(given.text)
+    kind = GRAPH if given.index.startswith("sparql+") else read_kind(given.index)
+    _refuse_unread(given, kind)
+    if kind == GRAPH:
         index_graph.query_graph(given)
         return
     index = _opened(given)
-    k = DEFAULT_K if given.k is None else given.k
+    k = min(DEFAULT_K, len(index.passages)) if given.k is None else given.k
     _check_k(k, index)
     for position, score in index.search([given.text], k)[0]:
         passage = index.passages[position]
@@ -199,13 +194,14 @@ def serve(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval.hits_cache import HitsCache, cache_folder
     from mujica_jax.retrieval.indexes import read_kind
     from mujica_jax.retrieval.retriever import IndexRetriever
-    from mujica_jax.retrieval.service import address_of, make_app, make_server, open_port
+    from mujica_jax.retrieval.service import address_of, make_app, open_port, serve_until_told
 
     if given.most_waiting < 1:
         raise UserError(f"--most-waiting is {given.most_waiting}: give at least 1, or nobody is answered")
     if not 0 < given.deadline_seconds < math.inf:
         raise UserError(f"--deadline-seconds is {given.deadline_seconds:g}: give a number of seconds above 0")
     kind = read_kind(given.index)
+    _refuse_unread(given, kind)
     if kind == GRAPH:
         index_graph.serve_graph(given)
         return
@@ -218,10 +214,8 @@ def serve(given: argparse.Namespace) -> None:
             most_waiting=given.most_waiting,
             deadline_seconds=given.deadline_seconds,
         )
-        print(f"serving {given.index} (version {index.version}) at {address_of(opened)}", flush=True)
-        for number in (signal.SIGTERM, signal.SIGINT):  # the server ends by them, and then sends them on
-            signal.signal(number, lambda *_: None)
-        make_server(make_app(retriever, kind)).run(sockets=[opened])
+        told = f"serving {given.index} (version {index.version}) at {address_of(opened)}"
+        serve_until_told(make_app(retriever, kind), opened, told)
     print(retriever.statistics.sentence(), flush=True)
 
 
@@ -237,16 +231,38 @@ class _Reported:
             yield stage.update
 
 
+def _refuse_unread(given: argparse.Namespace, kind: str) -> None:
+    """Flags that a command knows and an index of this kind does not read."""
+    dense, taken = kind not in ("bm25", GRAPH), getattr(given, "embeddings", None) is not None
+    unread = {
+        "languages": kind != GRAPH,
+        "properties": kind != GRAPH,
+        "tokenizer": kind != "bm25",
+        "embedder": not dense or taken,
+        "prefixes": not dense or taken,
+        "storage": not dense or taken,
+        "embeddings": not dense,
+        "recall_target": kind != "accelerator",
+    }
+    for name, of_no_use in unread.items():
+        if of_no_use and (value := getattr(given, name, None)) is not None:
+            what = f"kind {kind}" + (" with --embeddings" if dense and taken else "")
+            shown = " ".join(value) if isinstance(value, list) else value
+            raise UserError(
+                f"--{name.replace('_', '-')} is {shown} and an index of {what} does not read it: leave it out"
+            )
+
+
 def _opened(given: argparse.Namespace) -> "Index":
-    from mujica_jax.retrieval.embedders import find_embedder
     from mujica_jax.retrieval.indexes import open_index
 
-    embedder = find_embedder(given.embedder, given.prefixes) if given.embedder else None
-    return open_index(given.index, embedder, given.recall_target)
+    return open_index(given.index, given.embedder, given.prefixes, given.recall_target)
 
 
 def _questions(records: Iterator[tuple[int, object]], file: str) -> Iterator[tuple[str, set[str]]]:
     """Text and gold titles of each question; official records name a sentence with each title."""
+    from mujica_jax.retrieval.corpus_records import check_text
+
     for line, record in records:
         text = record.get("question") if isinstance(record, dict) else None
         facts: Any = record.get("supporting_facts") if isinstance(record, dict) else None
@@ -257,6 +273,11 @@ def _questions(records: Iterator[tuple[int, object]], file: str) -> Iterator[tup
             raise UserError(
                 f"{file}, line {line}: a question needs `question` and a list of gold titles in `supporting_facts`"
             )
+        try:
+            for said in (text, *titles):
+                check_text(said)
+        except UserError as error:
+            raise UserError(f"{file}, line {line}: {error}") from error
         yield text, set(titles)
 
 
@@ -311,7 +332,7 @@ def _parser() -> argparse.ArgumentParser:
         text = "of a graph: only these, as P57 or full addresses (all)"
         made.add_argument("--properties", nargs="+", metavar="NAME", help=text)
         made.add_argument("--storage", choices=("bfloat16", "int8"), help="of embeddings on disk (bfloat16)")
-    built.add_argument("--skip", action="store_true", help="leave out and count passages that would be refused")
+        made.add_argument("--skip", action="store_true", help="leave out and count what would be refused")
     with_target(built)
     for made in (built, estimated):
         with_embedder(made, f"default {DEFAULT_EMBEDDER}")

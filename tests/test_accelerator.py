@@ -58,6 +58,17 @@ def test_more_queries_than_a_call_takes(monkeypatch):
     np.testing.assert_array_equal(positions, best_rows(queries, embeddings.float32(), 3)[1])
 
 
+def test_a_new_k_is_seldom_a_new_program():
+    embeddings = Embeddings(compressed(VECTORS[:300], "bfloat16").vectors)
+    search = AcceleratorSearch(embeddings)
+    before = accelerator.search_program.cache_info().currsize
+    for k in (33, 34, 50, 63, 64):
+        scores, positions = search.search(QUERIES, k)
+        assert scores.shape == positions.shape == (5, k)
+        np.testing.assert_array_equal(positions, best_rows(QUERIES, embeddings.float32(), k)[1])
+    assert accelerator.search_program.cache_info().currsize == before + 1
+
+
 @pytest.mark.parametrize(("rows", "devices"), [(1, 1), (1, 8), (128 * 8, 8), (128 * 8 + 1, 8), (10_000, 3)])
 def test_every_device_has_as_many_whole_blocks(rows, devices):
     block, padded = layout(rows, devices)

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -5,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_data import TWO_WIKI, needs_data
 
+from mujica_jax.retrieval import bm25
 from mujica_jax.retrieval.bm25 import Bm25Index, lucene_length, unicode_words
-from mujica_jax.retrieval.corpus import Passage, read_corpus, read_records
+from mujica_jax.retrieval.corpus import Passage, read_corpus
+from mujica_jax.retrieval.corpus_records import read_records
 
 ANIMALS = [
     Passage(id="0", title="Cat", text="The cat purrs and the cat sleeps."),
@@ -77,6 +80,31 @@ def test_more_results_than_passages_and_queries_without_known_words(tokeniser):
 def test_a_corpus_without_words_finds_nothing(tokeniser):
     assert Bm25Index([], tokeniser).search(["cat"], 3) == [[]]
     assert Bm25Index([Passage(id="0", title="!", text="?")], tokeniser).search(["cat"], 3) == [[]]
+
+
+@pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
+def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
+    """The index is that of all texts at once, and its words are numbered as the corpus has them, whatever Python's hashes are."""
+    passages = [*ANIMALS, Passage(id="3", title="!", text="?")] * 3
+    whole, sizes, told = Bm25Index(passages, tokeniser), [], []
+
+    def recorded(texts, of):
+        sizes.append(len(texts))
+        return tokens(texts, of)
+
+    tokens = bm25._tokens
+    monkeypatch.setattr(bm25, "_tokens", recorded)
+    monkeypatch.setattr(bm25, "TEXTS_AT_ONCE", 5)
+    few = Bm25Index(passages, tokeniser, told.append)
+    assert sizes == [5, 5, 2] and told == [5, 10, 12] and few.version == whole.version
+    assert few.search(["cat dog", "flies"], 12) == whole.search(["cat dog", "flies"], 12)
+    few.save(tmp_path / "few")
+    whole.save(tmp_path / "whole")
+    for path in (tmp_path / "few").iterdir():
+        assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+    vocabulary = json.loads((tmp_path / "few" / "vocab.index.json").read_text())
+    words = [word for passage in passages for word in tokens([passage.contents], tokeniser)[0]]
+    assert vocabulary == {word: number for number, word in enumerate(dict.fromkeys(words))}
 
 
 def test_k_below_one_is_refused():

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import corpus
-from mujica_jax.retrieval.corpus import Passage, Skipped, open_text, read_corpus, read_records, stream_corpus
+from mujica_jax.retrieval import corpus, corpus_records
+from mujica_jax.retrieval.corpus import Passage, Skipped, read_corpus, stream_corpus
+from mujica_jax.retrieval.corpus_records import open_text, read_records
 
 CAT = {"title": "Cat", "text": "Cats purr."}
 DOG = {"title": "Dog", "text": "Dogs bark."}
@@ -152,14 +153,15 @@ def test_wiki_18_has_the_title_in_quotes(tmp_path):
 
 
 def test_an_array_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "READ_CHARACTERS", 7)
-    monkeypatch.setattr(corpus, "LARGEST_RECORD_CHARACTERS", 100)
+    monkeypatch.setattr(corpus_records, "READ_CHARACTERS", 7)
+    monkeypatch.setattr(corpus_records, "LARGEST_RECORD_CHARACTERS", 100)
     path = tmp_path / "corpus.json"
     path.write_text("\n" + json.dumps([CAT, 12345, DOG, [1, {"a": None}]], indent=1))
     assert list(read_records(path)) == [(3, CAT), (7, 12345), (8, DOG), (12, [1, {"a": None}])]
     path.write_text('[{"title": oops' + "x" * 1000)
-    with open_text(path) as file, pytest.raises(UserError, match="line 1: not a JSON record"):
-        list(corpus._text_records(path, file))
+    said = r"line 1: no JSON record that ends within 100 characters \(Expecting value in line 1\)"
+    with open_text(path) as file, pytest.raises(UserError, match=said):
+        list(corpus_records._text_records(path, file))
 
 
 @pytest.mark.parametrize(
@@ -183,11 +185,96 @@ def test_positions_and_given_ids_share_one_space(tmp_path, ids, refused):
             read_corpus([path])
 
 
-def test_two_ids_of_one_hash_are_two_ids(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "_hash", lambda identifier: 0)
+def test_a_file_given_twice_repeats_its_ids(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(json.dumps(CAT | {"id": id}) for id in "abc"))
-    assert [passage.id for passage in read_corpus([path])] == ["a", "b", "c"]
+    with pytest.raises(
+        UserError, match=r"line 1: the passage id 'a' was already used in .*line 1; give each file once"
+    ):
+        read_corpus([path, path])
+    skipped = Skipped()
+    assert [passage.id for passage in stream_corpus([path, path], skipped)] == ["a", "b", "c"]
+    assert skipped.count == 3 and "give each file once" in skipped.first
+    path.write_text("\n".join(map(json.dumps, [CAT, DOG])))
+    assert [passage.id for passage in read_corpus([path, path])] == ["0", "1", "2", "3"], "positions never repeat"
+
+
+def test_repeated_ids_that_are_skipped_cost_one_look_back(tmp_path, monkeypatch):
+    path = tmp_path / "chunks.jsonl"
+    path.write_text("\n".join(json.dumps(CAT | {"id": f"doc{n // 5}"}) for n in range(500)))
+    readings, records_of = [], corpus.records_of
+    monkeypatch.setattr(corpus, "records_of", lambda paths: readings.append(paths) or records_of(paths))
+    skipped = Skipped()
+    assert len(list(stream_corpus([path], skipped))) == 100
+    assert (skipped.count, len(readings)) == (400, 2)
+    assert "line 2: the passage id 'doc0' was already used in" in skipped.first and "line 1;" in skipped.first
+
+
+@pytest.mark.parametrize("field", ["id", "title", "text"])
+def test_a_lone_surrogate_is_refused_or_skipped(tmp_path, field):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(map(json.dumps, [CAT, CAT | {field: "half \ud83d of"}, DOG])))
+    with pytest.raises(UserError, match=rf"line 2, the passage's {field}: 'half \\ud83d of' is no text"):
+        read_corpus([path])
+    skipped = Skipped()
+    assert [passage.title for passage in stream_corpus([path], skipped)] == ["Cat", "Dog"] and skipped.count == 1
+    path.write_text(json.dumps(CAT | {field: "\U0001f600"}))
+    assert getattr(read_corpus([path])[0], field) == "\U0001f600", "a whole pair is a character"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("1" * 5000, "a number with too many digits"), ("[" * 200_000, "nested too deeply")]
+)
+def test_json_that_python_does_not_take_is_refused_with_its_line(tmp_path, value, said):
+    for name, content in (("a.jsonl", '{"title": "Cat"}\n{"id": %s}\n'), ("a.json", '[{"title": "Cat"},\n{"id": %s}]')):
+        (tmp_path / name).write_text(content % value)
+        with pytest.raises(UserError, match=rf"line 2: not a JSON record \({said}\)"):
+            list(read_records(tmp_path / name))
+
+
+def test_an_id_of_many_digits_is_an_id(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps(CAT | {"id": "1" * 5000}))
+    assert read_corpus([path])[0].id == "1" * 5000
+
+
+def test_an_array_in_the_array_is_refused_without_being_read_whole(tmp_path, monkeypatch):
+    """However its records are cut: what counts is where it began, not where the text breaks off."""
+    monkeypatch.setattr(corpus_records, "READ_CHARACTERS", 50)
+    monkeypatch.setattr(corpus_records, "LARGEST_RECORD_CHARACTERS", 400)
+    path = tmp_path / "corpus.json"
+    path.write_text(json.dumps([[CAT] * 1000], indent=1))
+    with open_text(path) as file:
+        with pytest.raises(UserError, match=r"line 2: no JSON record that ends within 400 characters"):
+            list(corpus_records._text_records(path, file))
+        assert len(file.read()) > path.stat().st_size - 1000
+
+
+@pytest.mark.parametrize("value", [{"x": ["y" * 100] * 20_000}, [{"a" * 500: 1}] * 300, 3, None])
+def test_a_wrong_value_of_any_size_is_one_short_sentence(tmp_path, value):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"title": "Cat", "text": value}))
+    with pytest.raises(UserError, match=r"line 1: the passage's text is ") as error:
+        read_corpus([path])
+    assert len(str(error.value)) < len(str(path)) + 350
+    path.write_text("\n".join([json.dumps(CAT | {"id": "x" * 10_000})] * 2))
+    with pytest.raises(UserError, match=r"line 2: the passage id 'xxx.*\.\.\..*xxx' was already used") as error:
+        read_corpus([path])
+    assert len(str(error.value)) < 2 * len(str(path)) + 350
+
+
+def test_what_only_looks_like_an_archive_or_is_damaged_is_one_sentence(tmp_path):
+    path = tmp_path / "fake.tar"
+    path.write_bytes(b"not a tar at all" * 100)
+    with pytest.raises(UserError, match=r"fake\.tar cannot be read \(file could not be opened successfully\)") as error:
+        read_corpus([path])
+    assert "\n" not in str(error.value)
+    path = tmp_path / "damaged.jsonl.gz"
+    whole = bytearray(gzip.compress("\n".join(json.dumps(CAT | {"n": n}) for n in range(2000)).encode()))
+    whole[200:1000] = bytes(800)
+    path.write_bytes(whole)
+    with pytest.raises(UserError, match=r"damaged\.jsonl\.gz cannot be read"):
+        read_corpus([path])
 
 
 @needs_data

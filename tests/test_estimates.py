@@ -1,13 +1,19 @@
 """What is estimated before a build is near what the build leaves on the disk."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
+from mujica_jax.retrieval import estimates
+from mujica_jax.retrieval.bm25 import Bm25Index
 
+ROOT = Path(__file__).resolve().parent.parent
 PASSAGES = 1500
 SMALL_BYTES = 50_000  # codebooks and configurations, whatever the size of the corpus
 
@@ -46,6 +52,60 @@ def test_the_disk_is_as_full_as_estimated(folder, capsys, kind, extra):
         {name: size for name, size in built.items() if size}, rel=0.1, abs=SMALL_BYTES
     )
     assert found["searching_bytes"] <= 1.1 * max(built["words"], built["embeddings"], built["scann"]) + SMALL_BYTES
+
+
+def test_what_is_imported_once_is_not_counted_for_every_passage(folder, capsys, monkeypatch):
+    class FirstIsSlow(Bm25Index):
+        made = 0
+
+        def __init__(self, *given):
+            FirstIsSlow.made += 1
+            time.sleep(2 * (FirstIsSlow.made == 1))
+            super().__init__(*given)
+
+    monkeypatch.setattr(estimates, "Bm25Index", FirstIsSlow)
+    assert index.main(["estimate", *words(folder, "bm25"), "--passages", str(PASSAGES)]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"]["indexing words"] < 1.5
+
+
+PEAK = """
+import dataclasses, sys
+from pathlib import Path
+from mujica_jax.retrieval.bm25 import Bm25Index
+from mujica_jax.retrieval.corpus import Passage, stream_corpus
+from mujica_jax.retrieval.estimates import count_and_sample, estimate
+from mujica_jax.retrieval.indexes import Recipe
+from mujica_jax.retrieval.passages import PassageFile, write_passages
+
+def kibibytes(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1])
+
+corpus, out, tokeniser = sys.argv[1:]
+write_passages(stream_corpus([corpus]), Path(out))
+passages = PassageFile(Path(out))
+sample, count = count_and_sample(passages, None)
+estimated = estimate(Recipe(kind="bm25", tokeniser=tokeniser), sample, count)
+Path("/proc/self/clear_refs").write_text("5")
+before = kibibytes("VmRSS")
+Bm25Index(passages, tokeniser)
+print((kibibytes("VmHWM") - before) * 1024, estimated.building_bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+@pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
+def test_an_index_of_words_takes_as_much_memory_as_estimated(tmp_path, tokeniser):
+    line = [
+        json.dumps({"title": f"title {n}", "text": " ".join(f"w{n * k % 977}" for k in range(60))})
+        for n in range(20_000)
+    ]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(line))
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "corpus.jsonl"), str(tmp_path / "out"), tokeniser]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    grown, estimated = map(int, run.stdout.split())
+    assert estimated / 1.6 < grown < 1.6 * estimated, (grown, estimated)
 
 
 def test_a_number_of_passages_takes_the_place_of_counting(folder, capsys):

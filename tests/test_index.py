@@ -1,6 +1,9 @@
 """The command line of indexes: numbers as one JSON line, mistakes as one sentence and status 2."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,59 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         index.main(["build", "--kind", "flat"])
     assert ended.value.code == 2
+
+
+def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, tmp_path):
+    built, taken = tmp_path / "built", tmp_path / "taken"
+    made = ["--corpus", str(folder / "corpus.jsonl"), "--kind", "accelerator", "--embedder", str(folder / "tiny")]
+    assert index.main(["build", *made, "--prefixes", "e5", "--out", str(built)]) == 0
+    assert index.main(["build", "--embeddings", str(built), "--kind", "accelerator", "--out", str(taken)]) == 0
+    asked = ("query", "--k", "3", "word5", "--index")
+    found = printed(capsys, *asked, str(built))
+    for named in ([], ["--prefixes", "e5"], ["--embedder", str(folder / "tiny")]):
+        for of in (built, taken):
+            assert printed(capsys, *asked, str(of), *named) == found
+    assert "was built with the embedder" in refused(capsys, *asked, str(built), "--prefixes", "bge")
+    manifest = json.loads((built / "manifest.json").read_text())
+    assert manifest.pop("prefixes") == "e5"
+    (built / "manifest.json").write_text(json.dumps(manifest))  # as it was before they stood there
+    assert "its prefixes as well" in refused(capsys, *asked, str(built))
+    assert printed(capsys, *asked, str(built), "--prefixes", "e5") == found
+
+
+def test_an_embedder_that_was_named_from_another_folder_is_found(folder, capsys, tmp_path, monkeypatch):
+    made = ["build", "--corpus", str(folder / "corpus.jsonl"), "--kind", "accelerator", "--out", str(tmp_path / "out")]
+    monkeypatch.chdir(folder)
+    assert index.main([*made, "--embedder", "tiny"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert len(printed(capsys, "query", "--index", "out", "word5")) == 5
+
+
+def test_a_query_of_a_small_index_needs_no_k(capsys, tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 2)
+    for kind, embedder in (("bm25", []), ("accelerator", ["--embedder", str(tiny_embedder(tmp_path / "tiny"))])):
+        out = str(tmp_path / kind)
+        assert index.main(["build", "--corpus", str(corpus), "--kind", kind, *embedder, "--out", out]) == 0
+        assert len(printed(capsys, "query", "--index", out, "title 0 1")) == 2
+        assert "k is 5 and the index holds 2" in refused(capsys, "query", "--index", out, "--k", "5", "title 0 1")
+
+
+def test_who_reads_no_further_ends_a_query_without_a_word(folder):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "mujica_jax.index", "query", "--index", str(folder / "bm25"), "title"]
+    with open(writing, "wb") as pipe:
+        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_only_a_build_goes_on_where_it_was(folder, capsys, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(index, "_opened", interrupted)
+    assert index.main(["query", "--index", str(folder / "bm25"), "who?"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_an_interrupted_build_says_that_it_goes_on(folder, capsys, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ def folder(tmp_path_factory) -> Path:
     corpus = write_corpus(root / "corpus.jsonl", PASSAGES)
     (root / "questions.jsonl").write_text(json.dumps({"question": "title 3", "supporting_facts": ["title 3"]}))
     (root / "elsewhere.jsonl").write_text(json.dumps({"question": "who?", "supporting_facts": ["nobody", "nothing"]}))
+    (root / "half.jsonl").write_text(json.dumps({"question": "who?", "supporting_facts": ["half \ud800"]}))
     (root / "empty.jsonl").write_text("")
     (root / "latin.jsonl").write_bytes('{"title": "Zürich", "text": "x"}'.encode("latin-1"))
     (root / "file").write_text("mine")
@@ -36,7 +37,7 @@ RECALL = "recall --index DIR/words --questions"
 SERVE = "serve --index DIR/words"
 MISTAKES = {
     "query --index DIR/dense --embedder DIR/wide who?": r"(dimension 16) and the embedder DIR/wide has dimension 32",
-    "query --index DIR/dense --embedder DIR/other who?": "name the one it was built with, or build it again",
+    "query --index DIR/dense --embedder DIR/other who?": "name the one it was built with, its prefixes as well, or build it again",
     "build --kind scann --embeddings DIR/words --out OUT": "is of kind bm25 and has no embeddings",
     f"{BUILD} DIR/empty.jsonl": "there is no passage in it; give a corpus with at least one",
     "estimate --kind bm25 --corpus DIR/empty.jsonl": "give at least one",
@@ -50,6 +51,16 @@ MISTAKES = {
     f"{RECALL} DIR/empty.jsonl": "DIR/empty.jsonl holds no question",
     "query --index DIR/words --k 13 who?": "k is 13",
     "query --index DIR/words --k 0 who?": "k is 0",
+    "query --index DIR/words --embedder minilm who?": "--embedder is minilm and an index of kind bm25 does not read it",
+    "query --index DIR/words --prefixes e5 who?": "--prefixes is e5 and an index of kind bm25 does not read it",
+    f"{RECALL} DIR/questions.jsonl --recall-target 0.9": "--recall-target is 0.9 and an index of kind bm25 does not",
+    "estimate --kind bm25 --corpus DIR/corpus.jsonl --storage int8": "--storage is int8 and an index of kind bm25",
+    "estimate --kind bm25 --corpus DIR/corpus.jsonl --embedder no/thing": "--embedder is no/thing and an index of kind",
+    "estimate --kind scann --corpus DIR/corpus.jsonl --languages xx": "--languages is xx and an index of kind scann",
+    "estimate --kind graph --corpus DIR/graph.tsv --tokenizer default": "--tokenizer is default and an index of kind graph",
+    "query --index DIR/words he\udcffllo": r"'he\udcffllo' is no text that UTF-8 can write: give whole characters",
+    "query --index DIR/dense he\udcffllo": r"'he\udcffllo' is no text that UTF-8 can write",
+    f"{RECALL} DIR/half.jsonl --k 2": r"DIR/half.jsonl, line 1: 'half \ud800' is no text that UTF-8 can write",
     "query --index DIR/file who?": "there is no index DIR/file",
     f"{SERVE} --port PORT": "127.0.0.1:PORT cannot be opened (Address already in use): choose another --host or --port",
     f"{SERVE} --port 99999": "127.0.0.1:99999 cannot be opened",

@@ -158,10 +158,10 @@ def test_an_index_of_another_embedder_or_dimension_is_refused(copy, tmp_path):
     with pytest.raises(
         UserError, match=r"embedder .*tiny \(version \w{16}\) and the embedder .*other has version \w{16}"
     ):
-        indexes.open_index(copy, find_embedder(str(other)))
+        indexes.open_index(copy, str(other))
     wide = tiny_embedder(tmp_path / "wide", hidden_size=32)
     with pytest.raises(UserError, match=r"\(dimension 16\) and the embedder .*wide has dimension 32"):
-        indexes.open_index(copy, find_embedder(str(wide)))
+        indexes.open_index(copy, str(wide))
 
 
 def test_more_results_than_passages_are_refused(built):

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval import hits_cache
 from mujica_jax.retrieval.corpus import Passage
 from mujica_jax.retrieval.errors import (
     RetrievalError,
@@ -94,6 +95,56 @@ def test_results_are_kept_on_disk_for_the_version_of_the_index(index, tmp_path):
     other = IndexRetriever(index, cache=HitsCache(tmp_path, "version2"))
     asyncio.run(together(other, "a"))
     assert other.statistics.cached == 0
+
+
+def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
+    retriever = IndexRetriever(index, cache=HitsCache(tmp_path, index.version))
+
+    async def play():
+        asked = (retriever.search(query, 1) for query in ("a", "\ud800", "bb"))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    first, second, third = asyncio.run(play())
+    assert (first, third) == ([PASSAGES[1]], [PASSAGES[2]]) and index.batches == [["a", "bb"]]
+    assert isinstance(second, RetrieverRefused) and r"'\ud800' is no text" in second.reason
+    assert (retriever.statistics.queries, retriever.statistics.failed) == (3, 1)
+    assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]] and retriever.statistics.cached == 1
+
+
+def test_a_position_that_the_index_has_not_is_searched_again(index, tmp_path):
+    cache = HitsCache(tmp_path, index.version)
+    cache.put(["a", "bb"], 1, [[(10, 0.5)], [(-1, 0.5)]])
+    retriever = IndexRetriever(index, cache=cache)
+    assert asyncio.run(together(retriever, "a", "bb", k=1)) == [[PASSAGES[1]], [PASSAGES[2]]]
+    assert retriever.statistics.cached == 0 and cache.get("a", 1) == [(1, 1.0)], "and kept"
+
+
+def test_the_cache_is_bounded(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(hits_cache, "MOST_BYTES", 200_000)
+    cache = HitsCache(tmp_path, "version1")
+    long = "a" * (hits_cache.MOST_QUERY_CHARACTERS + 1)
+    cache.put([long, long[1:]], 1, [[(3, 0.5)]] * 2)
+    assert (cache.get(long, 1), cache.get(long[1:], 1)) == (None, [(3, 0.5)])
+    queries = [f"{number} {'b' * 2000}" for number in range(400)]
+    for query in queries:
+        cache.put([query], 1, [[(3, 0.5)]])
+    assert not caplog.records and cache.path.stat().st_size <= 200_000
+    found = [cache.get(query, 1) is not None for query in queries]
+    assert found[-1] and not found[0] and 10 < sum(found) < 100
+    assert found == sorted(found), "the older ones went"
+
+
+def test_where_caches_lie(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert hits_cache.cache_folder() == tmp_path / ".cache" / "mujica_jax" / "searches"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(hits_cache.os, "getuid", lambda: 2**31 - 7)  # nobody's
+    assert hits_cache.cache_folder() == tmp_path / "caches" / "mujica_jax" / "searches"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with pytest.raises(UserError, match=r"no home directory of this user is known: .* XDG_CACHE_HOME"):
+        hits_cache.cache_folder()
 
 
 def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, caplog):

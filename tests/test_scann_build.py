@@ -75,6 +75,15 @@ def test_what_was_learned_for_something_else_or_is_damaged_is_learned_again(embe
         assert len(trained) == expected, change
 
 
+def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
+    """A full disk is an error there, where a mapped page without room would end the process."""
+    rows, path = np.ones((10, 1024), np.int8), tmp_path / "rows.npy"
+    scann_build._put(path, rows, 0, 1000)
+    assert path.stat().st_blocks * 512 >= path.stat().st_size > 1000 * 1024
+    scann_build._put(path, 2 * rows, 10, 1000)
+    np.testing.assert_array_equal(np.load(path)[:30, 0], np.repeat([1, 2, 0], 10))
+
+
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory) -> Path:
     """An index of 1,100 passages, whose embeddings others take."""

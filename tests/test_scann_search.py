@@ -11,11 +11,19 @@ from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import indexes
+from mujica_jax.retrieval import indexes, scann_search
 from mujica_jax.retrieval.dense import best_rows
 from mujica_jax.retrieval.embeddings import Storage, compressed
 from mujica_jax.retrieval.scann_build import write_scann
-from mujica_jax.retrieval.scann_search import ScannParameters, ScannSearch, parameters_for
+from mujica_jax.retrieval.scann_search import (
+    KERNELS,
+    ScannParameters,
+    ScannSearch,
+    kernels_allowed,
+    package,
+    parameters_for,
+    usable_kernels,
+)
 
 pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
 
@@ -63,6 +71,41 @@ def test_the_files_may_be_moved(clustered, tmp_path):
     for ours, theirs in zip(after.search(clustered[1], 7), before.search(clustered[1], 7), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert before.search(clustered[1][:0], 7)[1].shape == (0, 7)
+
+
+def test_the_kernels_that_the_processor_has_are_used_and_find_the_same(clustered, tmp_path, monkeypatch):
+    if not (kernels := usable_kernels()):
+        pytest.skip("this processor has neither AVX2 nor AVX-512")
+    folder = write_scann(compressed(clustered[0], "bfloat16"), PARAMETERS, tmp_path / "scann")
+    allowed = [kernels_allowed(package(), name) for name in kernels]
+    assert all(variable.value for variable in allowed), "ScaNN falls back to SSE4: does it have other variables now?"
+    wide = ScannSearch.load(folder, ROWS, PARAMETERS).search(clustered[1], 10)
+    monkeypatch.setattr(scann_search, "usable_kernels", lambda: [])
+    try:
+        for variable in allowed:
+            variable.value = False
+        narrow = ScannSearch.load(folder, ROWS, PARAMETERS).search(clustered[1], 10)
+    finally:
+        for variable in allowed:
+            variable.value = True
+    np.testing.assert_allclose(wide[0], narrow[0], atol=1e-5)
+    assert (wide[1] == narrow[1]).mean() > 0.99  # what is equally near may change places
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("sse4_1 sse4_2 avx", []),
+        ("avx avx2 fma f16c bmi1 bmi2", ["avx2"]),
+        ("avx avx2 fma f16c bmi1 bmi2 avx512f avx512cd avx512er", ["avx2"]),  # Knights Landing
+        (" ".join(sorted(KERNELS["avx512"])), ["avx2", "avx512"]),
+    ],
+)
+def test_a_processor_gets_only_kernels_that_it_can_run(flags, expected, tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\nbugs\t\t:\n\nprocessor\t: 1\n")
+    assert usable_kernels(cpuinfo) == expected
+    assert usable_kernels(tmp_path / "missing") == []
 
 
 def test_fewer_than_k_in_the_leaves_are_marked(clustered, tmp_path):

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from tiny_embedder import write_corpus
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval import service
 from mujica_jax.retrieval.client import RemoteRetriever, open_remote
 from mujica_jax.retrieval.errors import (
     RetrieverRefused,
@@ -98,6 +100,56 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back():
     assert statuses.count(1) == 1 and remote.statistics.retries >= 1
     assert 'mujica_retrieval_answers_total{status="429"}' in metrics
     assert "mujica_retrieval_encode_seconds_total" in metrics
+
+
+def test_a_request_that_can_never_wait_here_is_told_so_and_the_client_sends_less():
+    searched = RecordingIndex()
+    with served(searched, most_waiting=3) as url:
+        response = httpx.post(f"{url}/search", json={"queries": ["a", "bb", "ccc", "dddd", "a"], "k": 1})
+        assert response.status_code == 413
+        assert "has 4 queries and at most 3 may wait here: send fewer at once" in response.json()["error"]
+        assert httpx.post(f"{url}/search", json={"queries": ["a", "bb", "a", "a"], "k": 1}).status_code == 200
+        found = asyncio.run(together(client(url, concurrency=1), *("x" * n for n in range(7)), k=1))
+        assert found == [[PASSAGES[n]] for n in range(7)]
+
+
+def test_an_answer_that_would_be_too_large_is_asked_for_in_parts(monkeypatch):
+    monkeypatch.setattr(service, "LARGEST_ANSWER_BYTES", 250)
+    with served(RecordingIndex()) as url:
+        remote = client(url)
+        assert asyncio.run(together(remote, "", "a", "bb", "ccc", "dddd")) == [PASSAGES[n : n + 2] for n in range(5)]
+        assert remote.statistics.batches == 3, "of 5 queries 2 and 3, of the 3 1 and 2"
+        with pytest.raises(RetrieverRefused, match="more than 250 bytes: send fewer queries at once, or a smaller k"):
+            asyncio.run(remote.search("a", 8))
+
+
+def test_however_many_ask_for_its_health_one_search_answers_them():
+    searched = RecordingIndex()
+    with served(searched) as url:
+        searched.hold.clear()
+        statuses: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: statuses.append(httpx.get(f"{url}/healthz", timeout=30).status_code))
+            for _ in range(20)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        searched.hold.set()
+        for thread in threads:
+            thread.join(30)
+        assert statuses == [200] * 20 and len(searched.batches) < 20
+        before = len(searched.batches)
+        assert httpx.get(f"{url}/healthz").status_code == 200 and len(searched.batches) == before + 1
+
+
+def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
+    monkeypatch.setattr(service, "LONGEST_READING_SECONDS", 0.2)
+    with served(RecordingIndex()) as url, socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), 10) as half:
+        half.sendall(b'POST /search HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{"queries"')
+        with half.makefile("rb") as answer:
+            said = answer.read()
+    assert said.startswith(b"HTTP/1.1 408") and b"not there within 0.2 s" in said, "and the connection was closed"
 
 
 @pytest.mark.parametrize(
@@ -213,13 +265,7 @@ def test_serve_from_the_command_line_until_sigterm(tmp_path):
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[-1]
-            deadline = time.monotonic() + 30
-            while True:
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{url}/healthz").status_code == 200:
-                        break
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.05)
+            assert httpx.get(f"{url}/healthz", timeout=30).status_code == 200, "whoever has read the line is answered"
             (found,) = asyncio.run(together(open_remote(url, "bm25", 4), "title word3", k=4))
             assert len(found) == 4
             process.send_signal(signal.SIGTERM)

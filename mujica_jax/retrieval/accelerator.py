@@ -19,9 +19,7 @@ from mujica_jax.retrieval.embeddings import Embeddings
 
 ROWS = "rows"  # the one axis of the mesh
 BLOCK_ROWS = 16_384  # scored at once: with 256 queries the scores take 16 MiB
-MOST_QUERIES = (
-    256  # in one call of the program; their number is padded to a power of two, so that few programs are compiled
-)
+MOST_QUERIES = 256  # in one call of the program; their number and k are rounded up to a power of two, so that few programs are compiled
 LANES = 128
 
 
@@ -55,16 +53,21 @@ class AcceleratorSearch:
         """Scores and positions of the k best rows, best first. `k` is at most the number of rows."""
         assert 1 <= k <= self.rows, f"k is {k} of {self.rows} rows"
         scores, positions = np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int32)
-        program = search_program(self.mesh, self._block_rows, k, self._recall_target)
+        program = search_program(self.mesh, self._block_rows, min(_power_of_two(k), self.rows), self._recall_target)
         for start in range(0, len(queries), MOST_QUERIES):
             part = queries[start : start + MOST_QUERIES]
-            padded = np.zeros((1 << (len(part) - 1).bit_length(), queries.shape[1]), np.float32)
+            padded = np.zeros((_power_of_two(len(part)), queries.shape[1]), np.float32)
             padded[: len(part)] = part
             found = program(self._vectors, self._scales, padded, self.rows)
             scores[start : start + len(part)], positions[start : start + len(part)] = (
-                np.asarray(of)[: len(part)] for of in found
+                np.asarray(of)[: len(part), :k] for of in found
             )
         return scores, positions
+
+
+def _power_of_two(number: int) -> int:
+    """The next one: few sizes are few programs."""
+    return 1 << (number - 1).bit_length()
 
 
 def rows_mesh(devices: Any = None) -> Mesh:

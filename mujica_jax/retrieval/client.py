@@ -2,7 +2,8 @@
 
 Queries that arrive together go there as one request, the same query at the same time only once. A request is sent again after faults that
 pass (a busy or failing server, a broken connection, a try without answer, an answer that is no JSON or not the one asked for), with
-pauses that double; one deadline covers all of it. What the service refuses is not sent again.
+pauses that double; one deadline covers all of it. A request that is too large for the service, or whose answer is, is sent in two halves.
+What the service refuses otherwise is not sent again.
 """
 
 import asyncio
@@ -11,10 +12,11 @@ import time
 from typing import Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.endpoint import Endpoint, PassingFault
+from mujica_jax.inference.endpoint import Endpoint, PassingFault, TooMuch
 from mujica_jax.retrieval.corpus import Passage
 from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable
 from mujica_jax.retrieval.retriever import Health, RetrievalStatistics
+from mujica_jax.retrieval.service import LARGEST_ANSWER_BYTES
 from mujica_jax.retrieval.tries import Tries, too_late, until_answered
 
 MOST_QUERIES = 64  # in one request
@@ -40,7 +42,12 @@ class RemoteRetriever:
         """`version` is that of the index; None takes what the first answer says. Another one later is refused: results would change
         in the middle of a run. `timeout_seconds` limits one try and `deadline_seconds` a search with all of its tries."""
         self.url, self.version = url.rstrip("/"), version
-        self._endpoint = Endpoint(f"{self.url}/search", api_key_variable=None, connections=concurrency)
+        self._endpoint = Endpoint(
+            f"{self.url}/search",
+            api_key_variable=None,
+            connections=concurrency,
+            largest_answer_bytes=LARGEST_ANSWER_BYTES + 2**20,  # with commas and brackets
+        )
         self._concurrency = concurrency
         self._limits = Tries(
             timeout_seconds=timeout_seconds,
@@ -148,14 +155,20 @@ class RemoteRetriever:
             self._count(batches=1, search_seconds=time.monotonic() - began)
             return self._read(answer, len(queries), k)
 
-        return await until_answered(
-            attempt,
-            self._limits,
-            url=self.url,
-            advice="check that `python -m mujica_jax.index serve` runs there",
-            draw=self._random,
-            before_another=lambda fault: self._count(retries=1),
-        )
+        try:
+            return await until_answered(
+                attempt,
+                self._limits,
+                url=self.url,
+                advice="check that `python -m mujica_jax.index serve` runs there",
+                draw=self._random,
+                before_another=lambda fault: self._count(retries=1),
+            )
+        except RetrieverRefused as refused:
+            if len(queries) == 1 or not isinstance(refused.__cause__, TooMuch):
+                raise
+        half = len(queries) // 2
+        return [*await self._answer(queries[:half], k), *await self._answer(queries[half:], k)]
 
     def _read(self, answer: dict[str, Any], queries: int, k: int) -> list[list[Passage]]:
         """Raises PassingFault for what is no answer to this request."""

@@ -36,7 +36,8 @@ FAMILIES = (
 class EmbedderFolder:
     """An embedder that was found."""
 
-    name: str
+    name: str  # under which it is found from anywhere: a folder's whole path
+    prefixes: str | None  # that were asked for instead of those that follow from the name
     folder: Path
     config: "EmbedderConfig"
     dimension: int
@@ -76,7 +77,9 @@ def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
     )
     config = embedder_config(folder, prefixes=of_name if prefixes is None else prefixes)
     dimension = encoder_config(read_json(folder / "config.json")).hidden_size
-    return EmbedderFolder(name=name, folder=folder, config=config, dimension=dimension)
+    if Path(name).is_dir():
+        name = str(Path(name).absolute())
+    return EmbedderFolder(name=name, prefixes=prefixes, folder=folder, config=config, dimension=dimension)
 
 
 def find_folder(name: str) -> Path:

@@ -28,8 +28,11 @@ WORDS_SAMPLE = 2000
 CENTROID_ROUNDS = 13  # of ScaNN's clustering, with one that chooses where it begins
 # What ScaNN was seen to hold in memory while an index is built: its training sample in float32 so many times, and while it writes, the
 # codebook once for every partition, with so many bytes a centre.
-SAMPLES_HELD, CHUNKS_HELD, CENTRES_A_BLOCK, CENTRE_BYTES = 4, 3, 16, 300
+SAMPLES_HELD, CHUNKS_HELD, CENTRES_A_BLOCK, CENTRE_BYTES = 4, 3, 16, 320
 FLOAT32_BYTES = 4
+# What an index of words was seen to hold while it is built: a number a word of the corpus, an array a passage, and while scores are
+# computed so many bytes for each passage of each word. The passages themselves are mapped.
+WORD_BYTES, PASSAGE_BYTES, POSTING_BYTES = 4, 100, {"default": 40, "elasticsearch": 60}
 MATRIX = 1024  # rows and columns of the product that is timed
 
 
@@ -48,16 +51,17 @@ def estimate(recipe: Recipe, sample: Sequence[Passage], passages: int) -> Estima
     disk = {"passages": passages * text_bytes // len(sample) + 12 * passages}  # three offsets a row
     if recipe.kind == "bm25":
         words = sample[:WORDS_SAMPLE]
+        Bm25Index(words[:1], recipe.tokeniser)  # imports, once for a corpus of any size
         began = time.monotonic()
         index = Bm25Index(words, recipe.tokeniser)
         seconds = {"indexing words": round((time.monotonic() - began) * passages / len(words), 3)}
         with tempfile.TemporaryDirectory() as folder:
             index.save(Path(folder))
             disk["words"] = sum(path.stat().st_size for path in Path(folder).iterdir()) * passages // len(words)
-        # While it is built, every word of every passage is a Python string or number.
-        building = 2 * disk["words"] + 8 * passages * sum(
-            len(of) for of in index.encode([p.contents for p in words])
-        ) // len(words)
+        found = index.encode([passage.contents for passage in words])
+        postings = sum(len(set(of)) for of in found)
+        held = WORD_BYTES * sum(len(of) for of in found) + POSTING_BYTES[recipe.tokeniser] * postings
+        building = passages * (PASSAGE_BYTES + held // len(words))
         return Estimate(
             passages=passages,
             disk_bytes=disk,

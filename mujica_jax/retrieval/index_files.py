@@ -6,22 +6,45 @@
     INDEX/manifest.json    written last, by rename: every file with its size and checksum, and the version of the whole
 
 A directory without a manifest is half-built and never opened. Opening compares every file with its checksum, about a second a gigabyte.
+A damaged one is never mended in place: it is removed and built again.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mujica_jax.errors import UserError
 
 PLAN, MANIFEST, LOCK = "plan.json", "manifest.json", ".lock"
+VERSION = re.compile("[0-9a-f]{16}")
 FORMAT = 1  # of the directory; another one is refused
-AGAIN = "build the index again"
+# A disk that is full; numpy, RocksDB and ScaNN give no number, so that what they say is all that is known.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
+WHERE = ("embedder", "prefixes")  # said of an embedder so that it is found again; what it is, its version says
+NOT_CONTENT = (*WHERE, "seconds")  # of a manifest: two indexes that differ in these alone are one version
+
+
+class Described(dict[str, Any]):
+    """A JSON object of the directory. A name that it lacks is a damage of its file."""
+
+    def __init__(self, path: Path, value: Mapping[str, Any]) -> None:
+        super().__init__(value)
+        self._path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise UserError(f"{self._path} says nothing of {name!r}: it is damaged, so {again(self._path.parent)}")
+
+
+def again(folder: str | Path) -> str:
+    """What to do about a damaged directory: a build that finds it takes it for what it says it is."""
+    return f"remove {folder} and build the index again"
 
 
 def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
@@ -41,29 +64,40 @@ def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
     manifest = read_json(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise UserError(
-            f"{folder / MANIFEST} is of format {manifest.get('format')!r} and format {FORMAT} is read here: {AGAIN}"
+            f"{folder / MANIFEST} is of format {manifest.get('format')!r} and format {FORMAT} is read here: {again(folder)}"
+        )
+    for name, of in {"kind": str, "version": str, "files": list}.items():
+        if not isinstance(manifest[name], of):
+            raise UserError(f"{folder / MANIFEST} has the {name} {manifest[name]!r}: it is damaged, so {again(folder)}")
+    if not VERSION.fullmatch(manifest["version"]):  # a file of the cache has this name
+        raise UserError(
+            f"{folder / MANIFEST} has the version {manifest['version']!r}: it is damaged, so {again(folder)}"
         )
     for entry in manifest["files"] if check else ():
+        entry = Described(folder / MANIFEST, entry if isinstance(entry, dict) else {})
         path = folder / entry["name"]
         if not path.is_file():
-            raise UserError(f"{path} is missing: {AGAIN}")
+            raise UserError(f"{path} is missing: {again(folder)}")
         if (size := path.stat().st_size) != entry["bytes"]:
-            raise UserError(f"{path} has {size:,} bytes and the manifest says {entry['bytes']:,}: {AGAIN}")
+            raise UserError(f"{path} has {size:,} bytes and the manifest says {entry['bytes']:,}: {again(folder)}")
         if (found := checksum(path)) != entry["sha256"]:
             raise UserError(
-                f"{path} is damaged (its sha256 is {found[:12]}... and the manifest says {entry['sha256'][:12]}...): {AGAIN}"
+                f"{path} is damaged (its sha256 is {found[:12]}... and the manifest says {entry['sha256'][:12]}...): {again(folder)}"
             )
     return manifest
 
 
 @contextlib.contextmanager
 def building(folder: Path, plan: Mapping[str, Any]) -> Iterator[bool]:
-    """Holds the directory for one builder; gives whether the index is finished already. Raises UserError for another plan's directory."""
+    """Holds the directory for one builder; gives whether the index is finished already.
+
+    Raises UserError for another plan's directory, and for what cannot be written while it is held.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make {folder} ({error.strerror}): choose another --out") from error
-    with open(folder / LOCK, "w") as lock:
+    with _written(folder), _lock_file(folder) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -74,13 +108,9 @@ def building(folder: Path, plan: Mapping[str, Any]) -> Iterator[bool]:
             raise UserError(f"{folder} holds {made[0]} and no index: choose another --out")
         if not made:  # of another plan, nothing that could be mixed up: its corpus was refused
             begun = None
-        if begun is not None and begun != plan:
-            name = next(name for name in {**plan, **begun} if plan.get(name) != begun.get(name))
-            raise UserError(
-                f"{folder} was begun with {name} {begun.get(name)!r} and this build has {plan.get(name)!r}: choose another --out or "
-                "remove the directory"
-            )
-        if begun is None:
+        if begun is not None:
+            _compare(folder, begun, plan)
+        else:
             write_json(folder / PLAN, plan)
         yield (folder / MANIFEST).exists()
 
@@ -96,7 +126,8 @@ def commit(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     for name in names:
         _to_disk(folder / name)
         files.append({"name": name, "bytes": (folder / name).stat().st_size, "sha256": checksum(folder / name)})
-    version = hashlib.sha256(json.dumps([about, files], sort_keys=True).encode()).hexdigest()[:16]
+    content = {name: value for name, value in about.items() if name not in NOT_CONTENT}
+    version = hashlib.sha256(json.dumps([content, files], sort_keys=True).encode()).hexdigest()[:16]
     manifest = {"format": FORMAT, "version": version, **about, "files": files}
     write_json(folder / MANIFEST, manifest)
     return manifest
@@ -106,10 +137,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}): it is damaged, so {AGAIN}") from error
+        raise UserError(f"{path} cannot be read ({error}): it is damaged, so {again(path.parent)}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object: it is damaged, so {AGAIN}")
-    return value
+        raise UserError(f"{path} holds no JSON object: it is damaged, so {again(path.parent)}")
+    return Described(path, value)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -124,6 +155,41 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def checksum(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _lock_file(folder: Path) -> IO[str]:
+    try:
+        return open(folder / LOCK, "w")
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise UserError(f"{folder / LOCK} cannot be written ({error.strerror}): choose another --out") from error
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """A disk that is full ends a build with one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise UserError(
+            f"{folder} cannot be written ({reason}): make room where its disk, a quota or a limit (ulimit -f) is used up, and the "
+            "same command goes on where this one was"
+        ) from error
+
+
+def _compare(folder: Path, begun: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+    """Whether a directory was begun for the same index. An embedder may lie elsewhere by now."""
+    differing = [name for name in {**plan, **begun} if plan.get(name) != begun.get(name)]
+    if mistaken := [name for name in differing if name not in WHERE]:
+        name = "embedder" if mistaken[0] == "embedder_version" and "embedder" in differing else mistaken[0]
+        raise UserError(
+            f"{folder} was begun with {name} {begun.get(name)!r} and this build has {plan.get(name)!r}: choose another --out or "
+            "remove the directory"
+        )
 
 
 def _to_disk(path: Path) -> None:

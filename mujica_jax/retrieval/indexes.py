@@ -19,13 +19,15 @@ from mujica_jax.retrieval.corpus import Passage, Skipped, stream_corpus
 from mujica_jax.retrieval.corpus_files import describe_file
 from mujica_jax.retrieval.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
+from mujica_jax.retrieval.index_files import again
 from mujica_jax.retrieval.passages import FILE, PassageFile, write_passages
 
 Kind = Literal["accelerator", "bm25", "scann"]
 Hits = list[tuple[int, float]]  # positions and scores, best first
 
 COUNTS, BM25_FOLDER, SCANN_FOLDER = "corpus.json", "bm25", "scann"
-DENSE_PLAN = ("corpus", "skip", "embedder", "embedder_version", "dimension", "storage")  # what embeddings depend on
+# What embeddings depend on. A manifest without prefixes means those that follow from the embedder's name.
+DENSE_PLAN = ("corpus", "skip", "embedder", "prefixes", "embedder_version", "dimension", "storage")
 
 
 class Index(Protocol):
@@ -75,7 +77,7 @@ class Recipe:
                 raise UserError(
                     f"the index {self.source} is of kind {taken['kind']} and has no embeddings: give a dense one"
                 )
-            return plan | {name: taken[name] for name in DENSE_PLAN}
+            return plan | {"prefixes": None} | {name: taken[name] for name in DENSE_PLAN if name in taken}
         plan |= {
             "corpus": [{"name": Path(path).name, **describe_file(path)} for path in self.corpus],
             "skip": self.skip,
@@ -84,6 +86,7 @@ class Recipe:
             return plan | {"tokeniser": self.tokeniser}
         return plan | {
             "embedder": self.embedder.name,
+            "prefixes": self.embedder.prefixes,
             "embedder_version": self.embedder.version,
             "dimension": self.embedder.dimension,
             "storage": self.storage,
@@ -103,8 +106,8 @@ def build(folder: Path, recipe: Recipe, reporter: Reporter) -> tuple[dict[str, A
         passages = PassageFile(folder / FILE)
         about: dict[str, Any] = {**plan, **counts}
         if recipe.kind == "bm25":
-            with reporter.stage("indexing words", None, "passages"):
-                Bm25Index(passages, recipe.tokeniser).save(folder / BM25_FOLDER)
+            with reporter.stage("indexing words", len(passages), "passages") as done:
+                Bm25Index(passages, recipe.tokeniser, done).save(folder / BM25_FOLDER)
         else:
             embeddings = _embed(folder, passages, plan, recipe, reporter)
             if recipe.kind == "scann":
@@ -113,8 +116,11 @@ def build(folder: Path, recipe: Recipe, reporter: Reporter) -> tuple[dict[str, A
         return index_files.commit(folder, about), False
 
 
-def open_index(folder: str | Path, embedder: EmbedderFolder | None = None, recall_target: float | None = None) -> Index:
-    """An index, every file of it found whole. `embedder` is compared with the one it was built with (None: that one is looked up).
+def open_index(
+    folder: str | Path, embedder: str | None = None, prefixes: str | None = None, recall_target: float | None = None
+) -> Index:
+    """An index, every file of it found whole. Name and prefixes of the embedder are those it was built with where none are given, and
+    it is compared with that one.
 
     `recall_target` below 1 lets the accelerator search approximately.
     """
@@ -125,15 +131,18 @@ def open_index(folder: str | Path, embedder: EmbedderFolder | None = None, recal
     passages = PassageFile(folder / FILE)
     if len(passages) != manifest["passages"]:
         raise UserError(
-            f"{folder / FILE} holds {len(passages):,} passages and the manifest says {manifest['passages']:,}: build the index again"
+            f"{folder / FILE} holds {len(passages):,} passages and the manifest says {manifest['passages']:,}: {again(folder)}"
         )
     if manifest["kind"] == "bm25":
         return Bm25Index.load(folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"])
 
     from mujica_jax.retrieval.dense import DenseIndex
 
-    embedder = find_embedder(manifest["embedder"]) if embedder is None else embedder
-    check_embedder(folder, manifest, embedder)
+    found = find_embedder(
+        manifest["embedder"] if embedder is None else embedder,
+        manifest.get("prefixes") if prefixes is None else prefixes,
+    )
+    check_embedder(folder, manifest, found)
     version = manifest["version"]
     if manifest["kind"] == "scann":
         if recall_target is not None:
@@ -149,7 +158,7 @@ def open_index(folder: str | Path, embedder: EmbedderFolder | None = None, recal
         target = manifest["recall_target"] if recall_target is None else recall_target
         version += "" if recall_target is None else f"-{recall_target}"
         vectors = AcceleratorSearch(_embeddings(folder, manifest), recall_target=target)
-    return DenseIndex(passages, embedder.load(), vectors, version=version)
+    return DenseIndex(passages, found.load(), vectors, version=version)
 
 
 def read_kind(folder: str | Path) -> str:
@@ -164,7 +173,7 @@ def check_embedder(folder: Path, manifest: Mapping[str, Any], embedder: Embedder
             what = name.removeprefix("embedder_")
             raise UserError(
                 f"the index {folder} was built with the embedder {manifest['embedder']} ({what} {manifest[name]}) and the embedder "
-                f"{embedder.name} has {what} {ours}: name the one it was built with, or build it again"
+                f"{embedder.name} has {what} {ours}: name the one it was built with, its prefixes as well, or build it again"
             )
 
 

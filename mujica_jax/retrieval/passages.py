@@ -9,6 +9,7 @@ from typing import overload
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.corpus import Passage
+from mujica_jax.retrieval.index_files import again
 
 FILE = "passages.arrow"
 BATCH_ROWS = 4096  # of every record batch but the last, so that a position says which batch it is in
@@ -24,7 +25,7 @@ class PassageFile(Sequence[Passage]):
             self._reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(
-                f"{path} cannot be read as an Arrow file ({error}): it is damaged, so build the index again"
+                f"{path} cannot be read as an Arrow file ({error}): it is damaged, so {again(path.parent)}"
             ) from error
         batches = self._reader.num_record_batches
         last = self._reader.get_batch(batches - 1).num_rows if batches else 0

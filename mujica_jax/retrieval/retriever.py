@@ -13,6 +13,7 @@ from typing import Protocol
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.corpus import Passage
+from mujica_jax.retrieval.corpus_records import check_text
 from mujica_jax.retrieval.errors import (
     RetrievalError,
     RetrieverOverloaded,
@@ -91,7 +92,7 @@ class IndexRetriever:
     ) -> None:
         self.index = index
         self._cache, self._inline = cache, inline
-        self._deadline_seconds, self._most_waiting = deadline_seconds, most_waiting
+        self._deadline_seconds, self.most_waiting = deadline_seconds, most_waiting
         self._statistics, self._counting = RetrievalStatistics(), threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[tuple[str, int], asyncio.Future[Hits]] = {}
@@ -110,11 +111,15 @@ class IndexRetriever:
         began = time.monotonic()
         self._count(queries=1)
         try:
-            found = self._cache.get(query, k) if self._cache is not None else None
+            check_text(query)  # in a batch it would fail the others too
+            found = self._cached(query, k)
             if found is not None:
                 self._count(cached=1)
                 return found
             return await self._asked(query, k)
+        except UserError as error:
+            self._count(failed=1)
+            raise RetrieverRefused(str(error)) from error
         except RetrievalError:
             self._count(failed=1)
             raise
@@ -139,9 +144,9 @@ class IndexRetriever:
         if future is not None:
             self._count(shared=1)
         else:
-            if len(self._waiting) >= self._most_waiting:
+            if len(self._waiting) >= self.most_waiting:
                 raise RetrieverOverloaded(
-                    f"{len(self._waiting)} searches wait, of at most {self._most_waiting}: come back later, or send fewer at once"
+                    f"{len(self._waiting)} searches wait, of at most {self.most_waiting}: come back later, or send fewer at once"
                 )
             future = loop.create_future()
             future.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard even if nobody waits
@@ -172,6 +177,13 @@ class IndexRetriever:
                     future.set_exception(error)
             finally:
                 self._under_way = {}
+
+    def _cached(self, query: str, k: int) -> Hits | None:
+        """None for a position that the index has not: a file that somebody changed is searched again."""
+        found = self._cache.get(query, k) if self._cache is not None else None
+        if found is not None and all(0 <= position < len(self.index.passages) for position, _ in found):
+            return found
+        return None
 
     def _answer(self, queries: Sequence[str], k: int, *, keep: bool = True) -> list[Hits]:
         began = time.monotonic()

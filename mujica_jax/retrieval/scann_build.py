@@ -14,6 +14,7 @@ The most memory is taken by the sample, a few times in float32.
 """
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ def write_scann(
             _train(embeddings, parameters, trained)
         else:
             made = package().builder(embeddings.float32(), 1, "dot_product").score_brute_force()
-            made.build().serialize(str(trained), relative_path=True)
+            _serialize(made.build(), trained)
         sums = {path.name: checksum(path) for path in sorted(trained.iterdir())}
         write_json(folder / "trained.json", {"about": about, "files": sums})
     if parameters.leaves:
@@ -97,7 +98,7 @@ def _train(embeddings: Embeddings, parameters: ScannParameters, folder: Path) ->
         anisotropic_quantization_threshold=parameters.anisotropic_threshold,
         training_sample_size=len(sample),
     )
-    made.reorder(parameters.reordered, quantize=True).build().serialize(str(folder), relative_path=True)
+    _serialize(made.reorder(parameters.reordered, quantize=True).build(), folder)
     for name in (HASHES, PARTITIONS, EIGHT_BITS):  # of the sample
         (folder / name).unlink()
     largest[largest == 0] = LARGEST_INTEGER
@@ -124,15 +125,26 @@ def _hashed(rows: np.ndarray, folder: Path) -> dict[str, np.ndarray]:
     made.mkdir()
     np.save(given, rows)
     searcher = package().ScannSearcher(package().scann_pybind.ScannNumpy(str(given.parent), CHUNK_ASSETS))
-    searcher.serialize(str(made), relative_path=True)
+    _serialize(searcher, made)
     found = {name: np.load(made / name) for name in (HASHES, PARTITIONS)}
     given.unlink()
     shutil.rmtree(made)
     return found
 
 
+def _serialize(searcher: Any, folder: Path) -> None:
+    """Raises OSError where ScaNN cannot write."""
+    try:
+        searcher.serialize(str(folder), relative_path=True)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
 def _put(path: Path, rows: np.ndarray, start: int, of: int) -> None:
-    """Some rows of a .npy file, which has its full size from the first ones on."""
+    """Some rows of a .npy file, which has its full size on the disk from the first ones on. Raises OSError where that is full."""
     file = np.lib.format.open_memmap(path, "r+" if start else "w+", rows.dtype, (of, *rows.shape[1:]))
+    if not start:  # a page that is written and has no place on the disk would end the process by a signal
+        with open(path, "r+b") as opened:
+            os.posix_fallocate(opened.fileno(), 0, path.stat().st_size)
     file[start : start + len(rows)] = rows
     file.flush()

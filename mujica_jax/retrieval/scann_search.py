@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.index_files import again
 
 LEAST_ROWS = 1024  # below, training a tree and hashes on so little would cost recall and save nothing
 # Questions lie apart from passages: of 6,119 passages 1,900 scored rows cost 3.1 points of recall@5, 3,100 rows cost 0.3.
@@ -25,6 +26,13 @@ SHARE_SEARCHED = 0.3  # of the partitions
 # At least; sample and partitions are what takes memory while an index is built.
 TRAINING_ROWS, TRAINING_ROWS_A_LEAF = 50_000, 64
 REORDERED_OF_K = 10  # candidates of a search for each result
+# What ScaNN's kernels for vector instructions are compiled for, as Linux names it. Two variables tell ScaNN which of them it may use. Its
+# start sets them by what the processor has, but in the wheels of 1.4 the answer is always no: they use SSE4 everywhere, and a search
+# takes 1.6 to 2 times as long. So they are set here.
+KERNELS = {
+    "avx2": {"avx2", "fma", "f16c", "bmi1", "bmi2"},
+    "avx512": {"avx2", "fma", "f16c", "bmi1", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512cd", "avx512vl"},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +83,7 @@ class ScannSearch:
             searcher = scann.ScannSearcher(scann.scann_pybind.ScannNumpy(str(folder), assets))
             searcher.set_num_threads(len(os.sched_getaffinity(0)))
         except (RuntimeError, ValueError, OSError) as error:
-            raise UserError(f"{folder} cannot be loaded by ScaNN ({error}): build the index again") from error
+            raise UserError(f"{folder} cannot be loaded by ScaNN ({error}): {again(folder.parent)}") from error
         ctypes.CDLL(None).malloc_trim(0)  # what loading needed stays with the allocator otherwise: 4% of the index
         return cls(searcher, rows, parameters)
 
@@ -101,4 +109,26 @@ def package() -> Any:
         raise UserError(
             f"ScaNN cannot be imported ({error}); it has wheels for Linux on x86-64: use an index of kind accelerator elsewhere"
         ) from error
+    for kernels in usable_kernels():
+        kernels_allowed(scann_ops_pybind, kernels).value = True
     return scann_ops_pybind
+
+
+def kernels_allowed(scann: Any, kernels: str) -> ctypes.c_bool:
+    """ScaNN's own variable, read at every search and when rows are laid out in memory. A ScaNN that has none gets one that nobody reads."""
+    name = f"should_use_{kernels}"
+    try:
+        library = ctypes.CDLL(scann.scann_pybind.__file__)
+        return ctypes.c_bool.in_dll(library, f"_ZN14research_scann14flags_internal{len(name)}{name}E")
+    except ValueError:
+        return ctypes.c_bool()
+
+
+def usable_kernels(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Of KERNELS, those that processor and system can run."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return []
+    has = set(next((line for line in lines if line.startswith("flags")), "").split())
+    return [kernels for kernels, needed in KERNELS.items() if needed <= has]

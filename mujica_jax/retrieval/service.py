@@ -12,8 +12,9 @@ together are encoded together.
 import asyncio
 import dataclasses
 import json
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mujica_jax.errors import UserError
@@ -23,7 +24,8 @@ from mujica_jax.retrieval.errors import (
     RetrieverRefused,
     RetrieverTimeout,
 )
-from mujica_jax.retrieval.retriever import IndexRetriever, RetrievalStatistics
+from mujica_jax.retrieval.indexes import Hits, Index
+from mujica_jax.retrieval.retriever import Health, IndexRetriever, RetrievalStatistics
 
 if TYPE_CHECKING:
     import fastapi
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 MOST_QUERIES = 256  # of a request
 MOST_RESULTS = 1000  # of a query
 LARGEST_REQUEST_BYTES = 4 * 2**20
-RETRY_AFTER_SECONDS = 1
+LONGEST_READING_SECONDS = 20.0  # until all of a request is there
+LARGEST_ANSWER_BYTES = 64 * 2**20
+HEADERS = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}}  # by status
 PREFIX = "mujica_retrieval_"
 MEANINGS = {
     "queries": "Queries that arrived",
@@ -81,32 +85,43 @@ class Metrics:
 def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
     """The service of one retriever; `kind` is the index's."""
     import fastapi
-    from fastapi.responses import JSONResponse, PlainTextResponse
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response
     from prometheus_client import CollectorRegistry, generate_latest
 
     app = fastapi.FastAPI(title="mujica_jax retrieval", docs_url=None, redoc_url=None, openapi_url=None)
     metrics, registry = Metrics(retriever), CollectorRegistry()
+    reading = asyncio.Lock()  # of the passages: their file is read by one thread at a time
     registry.register(metrics)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
 
-    async def answered(request: "fastapi.Request") -> tuple[int, dict[str, Any]]:
+    async def answered(request: "fastapi.Request") -> tuple[int, str | bytes]:
         try:
             queries, k = _read(await read_body(request), len(retriever.index.passages))
+            if (different := len(set(queries))) > retriever.most_waiting:
+                raise BadRequest(
+                    f"the request has {different} queries and at most {retriever.most_waiting} may wait here: send fewer at once",
+                    413,
+                )
             found = await asyncio.gather(*(retriever.hits(query, k) for query in queries))
+            async with reading:
+                return 200, await asyncio.to_thread(_answer, retriever.index, found)
         except BadRequest as error:
-            return error.status, {"error": str(error)}
+            return error.status, json.dumps({"error": str(error)})
         except RetrievalError as error:
-            return status_of(error), {"error": error.reason}
-        return 200, {"version": retriever.index.version, "results": [_shown(retriever, hits) for hits in found]}
+            return status_of(error), json.dumps({"error": error.reason})
 
-    async def search(request: fastapi.Request) -> JSONResponse:
+    async def search(request: fastapi.Request) -> Response:
         status, content = await answered(request)
         metrics.answers[status] = metrics.answers.get(status, 0) + 1
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == 429 else None
-        return JSONResponse(content, status, headers)
+        return Response(content, status, HEADERS.get(status), "application/json")
+
+    checking: asyncio.Task[Health] | None = None
 
     async def healthz() -> JSONResponse:
+        nonlocal checking  # who asks while one search is under way hears of that one: however many ask, searches wait for one
+        if checking is None or checking.done():
+            checking = asyncio.create_task(retriever.health())
         try:
-            health = await retriever.health()
+            health = await asyncio.shield(checking)
         except RetrievalError as error:
             return JSONResponse({"error": error.reason}, 503)
         return JSONResponse(dataclasses.asdict(dataclasses.replace(health, kind=kind)))
@@ -138,6 +153,21 @@ def address_of(opened: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def serve_until_told(app: "fastapi.FastAPI", opened: socket.socket, told: str) -> None:
+    """Prints `told` once the port answers. SIGTERM and SIGINT end it from then on: requests under way are answered first."""
+    server = make_server(app)
+    # The server takes the signals over, and sends those that it got on when it has ended; until then and meanwhile they come here.
+    before = {
+        number: signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    opened.listen(server.config.backlog)
+    print(told, flush=True)
+    server.run(sockets=[opened])
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def make_server(app: "fastapi.FastAPI") -> "uvicorn.Server":
     """`run(sockets=[...])` serves until SIGTERM or SIGINT; requests under way are answered first."""
     import uvicorn
@@ -146,13 +176,25 @@ def make_server(app: "fastapi.FastAPI") -> "uvicorn.Server":
 
 
 async def read_body(request: "fastapi.Request") -> bytes:
+    from starlette.requests import ClientDisconnect
+
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > LARGEST_REQUEST_BYTES:
-            raise BadRequest(
-                f"the request has more than {LARGEST_REQUEST_BYTES:,} bytes: send fewer queries at once", 413
-            )
+    try:
+        async with asyncio.timeout(LONGEST_READING_SECONDS) as timer:
+            async for part in request.stream():
+                body += part
+                if len(body) > LARGEST_REQUEST_BYTES:
+                    raise BadRequest(
+                        f"the request has more than {LARGEST_REQUEST_BYTES:,} bytes: send fewer queries at once", 413
+                    )
+    except ClientDisconnect as error:
+        raise BadRequest("the request broke off") from error
+    except TimeoutError as error:
+        if not timer.expired():
+            raise
+        raise BadRequest(
+            f"the request was not there within {LONGEST_READING_SECONDS:g} s: send it again", 408
+        ) from error
     return bytes(body)
 
 
@@ -176,10 +218,23 @@ def _read(body: bytes, passages: int) -> tuple[list[str], int]:
     return queries, k
 
 
-def _shown(retriever: IndexRetriever, hits: list[tuple[int, float]]) -> list[dict[str, Any]]:
-    return [
-        dataclasses.asdict(retriever.index.passages[position]) | {"score": round(score, 6)} for position, score in hits
-    ]
+def _answer(index: Index, found: Sequence[Hits]) -> bytes:
+    """Raises BadRequest where it would be too large."""
+    results, size = [], 0
+    for hits in found:
+        shown = []
+        for position, score in hits:
+            passage = index.passages[position]
+            hit = {"id": passage.id, "title": passage.title, "text": passage.text, "score": round(score, 6)}
+            shown.append(json.dumps(hit, ensure_ascii=False).encode())
+            size += len(shown[-1])
+            if size > LARGEST_ANSWER_BYTES:
+                raise BadRequest(
+                    f"the answer would have more than {LARGEST_ANSWER_BYTES:,} bytes: send fewer queries at once, or a smaller k",
+                    413,
+                )
+        results.append(b"[" + b",".join(shown) + b"]")
+    return b'{"version":%b,"results":[%b]}' % (json.dumps(index.version).encode(), b",".join(results))
 
 
 def status_of(error: RetrievalError) -> int:
