@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")  # one of them is there where a TPU is
 USER_ERROR = 2
+LEFT, KNOWS = "watch/left/", "watch/knows/"  # in the job's store: who ended by itself, who has read that somebody did
+SECONDS_A_LOOK = 0.05
+BEATS_TO_A_VERDICT = 4  # two in which the store does not answer, the look at its address, and half a one of the judge's
 LEAVE_SECONDS = 8.0  # after a preemption's grace time of 20 s; platforms kill 30 s after the notice
 Result = TypeVar("Result")
 
@@ -179,9 +182,11 @@ def leave(sentence: str, status: int) -> None:
     # Where process 0 is gone this call may hang, and the watch no longer ends it.
     _at_the_latest(LEAVE_SECONDS, lambda: os._exit(status))
     try:
-        _client().key_value_set(f"watch/left/{_job.process}", json.dumps([status, sentence]))
-        if is_first():  # the store ends with this process: everybody is to read it before
-            time.sleep(3 * _job.watch.interval_seconds)
+        _client().key_value_set(f"{LEFT}{_job.process}", json.dumps([status, sentence]))
+        if is_first():  # the store ends with this process: everybody is to read it before, and to have ended
+            while not _all_know():
+                time.sleep(SECONDS_A_LOOK)
+            time.sleep(_job.watch.seconds_to_end)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -193,6 +198,17 @@ def wait_for_watch() -> None:
     """An operation over all hosts failed: if one of them is lost, the watch says so and ends this process within its deadline."""
     if _job.watch is not None:
         time.sleep(_job.deadline_seconds)
+
+
+def wait_for_farewell(error: Exception) -> None:
+    """Where `error` is how JAX shows that another process has ended, and that one said why, the watch ends this process in here."""
+    from jax.errors import JaxRuntimeError
+
+    chain: BaseException | None = error
+    while chain is not None and not isinstance(chain, JaxRuntimeError):
+        chain = chain.__cause__ or chain.__context__
+    if _job.watch is not None and chain is not None:
+        time.sleep(BEATS_TO_A_VERDICT * _job.watch.interval_seconds)
 
 
 def _pod_processes() -> int:
@@ -265,7 +281,9 @@ def _begin_watch(job: Job, preemption: "Preemption") -> None:
         deadline_seconds=job.deadline_seconds,
         exchange=exchange,
         joint_stop=joint_stop,
-        farewells=lambda: {number: tuple(json.loads(said)) for number, said in _by_process("watch/left/")},
+        farewells=lambda: {number: tuple(json.loads(said)) for number, said in _by_process(LEFT)},
+        confirm=lambda: client.key_value_set(f"{KNOWS}{job.process}", "", allow_overwrite=True),
+        all_know=_all_know,
         store_is_gone=lambda: address is not None and not listens(address, 1.0),
     )
     job.watch.start()
@@ -293,6 +311,13 @@ def _client() -> Any:
 
 def _by_process(folder: str) -> list[tuple[int, str]]:
     return [(int(place.rpartition("/")[2]), value) for place, value in _client().key_value_dir_get(folder)]
+
+
+def _all_know() -> bool:
+    """Whether every other process has ended, or has read that one did."""
+    return (
+        len({_job.process, *(number for folder in (LEFT, KNOWS) for number, _ in _by_process(folder))}) == processes()
+    )
 
 
 def _key(name: str) -> str:

@@ -7,9 +7,13 @@ is lost. Ending in the middle is allowed: what was saved is on disk, whole.
 
     beat thread   writes and reads the counts, and passes on who was asked to end (`joint_stop`); may hang in a call of JAX's client
     judge thread  calls nothing of JAX, so that nothing keeps it from printing the sentence
+
+A process that ends by itself leaves a farewell in the store, and every other one ends when it has read it. The store ends with process 0,
+so that this one ends last: every process confirms that it has read of an end, and process 0 waits for that.
 """
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -24,12 +28,14 @@ LOST = 75  # exit status: EX_TEMPFAIL, the same command may work again
 MOST_SECONDS_A_BEAT = 1.0
 BEATS_A_DEADLINE = 10
 SECONDS_A_NEAR_BEAT = 0.05  # while the processes agree where to stop
+MOST_SECONDS_FOR_ALL_TO_KNOW = 6.0  # one that is lost confirms nothing
 GO_ON = "what was saved is in the run directory, and the same command on all hosts goes on from it"
 
 
 class Watch:
     """Watches from `start` to `stop`. `exchange(count)` writes this process's count and returns those of all, by process number;
-    `farewells()` exit status and closing sentence of those that ended by themselves; `store_is_gone()` whether process 0 certainly is.
+    `farewells()` exit status and closing sentence of those that ended by themselves, `confirm()` writes that this process has read one
+    and `all_know()` says whether all have; `store_is_gone()` whether process 0 certainly is.
     """
 
     def __init__(
@@ -40,12 +46,15 @@ class Watch:
         deadline_seconds: float,
         exchange: Callable[[int], Mapping[int, int]],
         farewells: Callable[[], Mapping[int, tuple[int, str]]],
+        confirm: Callable[[], object],
+        all_know: Callable[[], bool],
         joint_stop: JointStop,
         store_is_gone: Callable[[], bool],
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self._hosts, self._process, self._deadline = hosts, process, deadline_seconds
         self._exchange, self._farewells, self._store_is_gone, self._end = exchange, farewells, store_is_gone, end
+        self._confirm, self._all_know = confirm, all_know
         self._joint_stop = joint_stop
         self._interval = min(MOST_SECONDS_A_BEAT, deadline_seconds / BEATS_A_DEADLINE)
         # From a last beat to the sentence: this, then at most a beat until it is read and half a beat until it is judged.
@@ -53,12 +62,18 @@ class Watch:
         self._counts = dict.fromkeys(range(len(hosts)), 0)
         self._changed = dict.fromkeys(range(len(hosts)), time.monotonic())
         self._heard = time.monotonic()  # when the store answered last
-        self._ended: dict[int, tuple[int, str]] = {}
+        self._ended: dict[int, tuple[int, str]] = {}  # the others
+        self._end_from = math.inf  # when this process may end after them
         self._stopped = threading.Event()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._beats, self._judges)]
 
     @property
     def interval_seconds(self) -> float:
+        return self._interval
+
+    @property
+    def seconds_to_end(self) -> float:
+        """From the moment when a process has confirmed an end until it has ended: the judge looks twice a beat."""
         return self._interval
 
     def start(self) -> None:
@@ -72,19 +87,31 @@ class Watch:
 
     def beat(self, count: int) -> None:
         """One round of the beat thread."""
-        counts, ended = self._exchange(count), self._farewells()
+        counts = self._exchange(count)
+        ended = {process: said for process, said in self._farewells().items() if process != self._process}
         self._joint_stop.beat()
         now = time.monotonic()
         for process, value in counts.items():
             if value != self._counts[process]:
                 self._counts[process], self._changed[process] = value, now
-        self._ended, self._heard = dict(ended), now
+        self._heard = now
+        if not ended:
+            return
+        if not self._ended:
+            self._ended, self._end_from = ended, now + MOST_SECONDS_FOR_ALL_TO_KNOW
+        self._confirm()
+        if self._process:
+            self._end_from = now
+        elif self._all_know():
+            self._end_from = min(self._end_from, now + self.seconds_to_end)
 
     def verdict(self) -> tuple[int, str] | None:
         """With which status and why this process must end, or None."""
-        for process, (status, sentence) in self._ended.items():
-            if process != self._process:
-                return status, f"{self._name(process)} ended: {sentence}"
+        if self._ended:
+            if time.monotonic() < self._end_from:
+                return None
+            process, (status, sentence) = next(iter(self._ended.items()))
+            return status, f"{self._name(process)} ended: {sentence}"
         unheard = time.monotonic() - self._heard
         if self._process and unheard > self._silence:
             return self._lost([0], unheard)

@@ -42,8 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"\n{ended}", file=sys.stderr)
             distributed.leave(str(ended), preemption.status)
             return preemption.status
-        except Exception:
+        except Exception as error:
             if distributed.processes() > 1:
+                distributed.wait_for_farewell(error)
                 traceback.print_exc()
                 distributed.wait_for_watch()
                 distributed.leave("an error of the program, which its output shows", 1)

@@ -14,7 +14,7 @@ import pytest
 from mujica_jax import distributed, train
 from mujica_jax.config import DistributedConfig
 from mujica_jax.errors import UserError
-from mujica_jax.host_watch import LOST, Watch
+from mujica_jax.host_watch import LOST, MOST_SECONDS_FOR_ALL_TO_KNOW, Watch
 from mujica_jax.joint_stop import JointStop
 from mujica_jax.methods import start
 from mujica_jax.preemption import Preemption
@@ -142,6 +142,8 @@ class Others:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.silent: set[int] = set()
         self.left: dict[int, tuple[int, str]] = {}
+        self.confirmed: set[int] = set()
+        self.all_know = True
         self.counts = dict.fromkeys(range(3), 0)
         self.watch = Watch(
             ("a", "b", "c"),
@@ -149,6 +151,8 @@ class Others:
             deadline_seconds=DEADLINE,
             exchange=self.exchange,
             farewells=lambda: self.left,
+            confirm=lambda: self.confirmed.add(me),
+            all_know=lambda: self.all_know,
             joint_stop=JointStop(3, read=lambda what: {}, write=lambda what, value: None),
             store_is_gone=lambda: gone,
         )
@@ -209,10 +213,49 @@ def test_the_watch_names_the_process_that_holds_the_store(monkeypatch, gone, lea
 
 def test_the_watch_passes_on_how_another_one_ended(monkeypatch):
     others = Others(monkeypatch, 0)
-    others.left = {1: (2, "the disk is full")}
-    assert others.until_a_verdict(3)[1] == (2, "process 1 on b ended: the disk is full")
     others.left = {0: (2, "its own sentence")}
     assert others.until_a_verdict(3)[1] is None
+    others.left[1] = (2, "the disk is full")
+    assert others.until_a_verdict(3)[1] == (2, "process 1 on b ended: the disk is full")
+
+
+def test_a_process_confirms_that_it_has_read_of_an_end_and_ends(monkeypatch):
+    others = Others(monkeypatch, 1)
+    assert others.until_a_verdict(3)[1] is None and not others.confirmed
+    others.left = {2: (0, "preempted")}
+    others.all_know = False  # for process 0 alone to wait for
+    seconds, verdict = others.until_a_verdict(DEADLINE)
+    assert verdict == (0, "process 2 on c ended: preempted") and seconds == others.watch.interval_seconds
+    assert others.confirmed == {1}
+
+
+def test_the_process_that_holds_the_store_ends_when_all_know_and_had_time_to_end(monkeypatch):
+    others = Others(monkeypatch, 0)
+    others.left, others.all_know = {1: (0, "preempted")}, False
+    assert others.until_a_verdict(3)[1] is None
+    others.all_know = True
+    others.watch.beat(1)
+    assert others.watch.verdict() is None
+    assert others.until_a_verdict(3) == (others.watch.seconds_to_end, (0, "process 1 on b ended: preempted"))
+
+
+def test_the_process_that_holds_the_store_does_not_wait_for_one_that_is_lost(monkeypatch):
+    others = Others(monkeypatch, 0)
+    others.left, others.all_know, others.silent = {1: (0, "preempted")}, False, {2}
+    seconds, verdict = others.until_a_verdict(DEADLINE)
+    assert verdict == (0, "process 1 on b ended: preempted")
+    assert seconds <= MOST_SECONDS_FOR_ALL_TO_KNOW + 2 * others.watch.interval_seconds
+
+
+def test_an_end_that_cannot_be_confirmed_is_one_all_the_same(monkeypatch):
+    others = Others(monkeypatch, 1)
+
+    def fails() -> None:
+        raise ConnectionError("the store is gone")
+
+    others.watch._confirm = fails
+    others.left = {2: (0, "preempted")}
+    assert others.until_a_verdict(DEADLINE)[1] == (0, "process 2 on c ended: preempted")
 
 
 def test_the_watch_ends_the_process_once_and_says_why(capsys):
@@ -229,6 +272,8 @@ def test_the_watch_ends_the_process_once_and_says_why(capsys):
         deadline_seconds=1.0,
         exchange=lambda count: {0: count, 1: 0},
         farewells=dict,
+        confirm=lambda: None,
+        all_know=lambda: True,
         joint_stop=JointStop(2, read=lambda what: {}, write=lambda what, value: None),
         store_is_gone=lambda: False,
         end=end,

@@ -68,6 +68,27 @@ with Preemption() as preemption:
         distributed.leave(str(ended), 0)
 """
 
+THREE_PROCESSES = """
+import os, signal, sys, time
+from mujica_jax import distributed
+from mujica_jax.config import DistributedConfig
+from mujica_jax.host_watch import Watch
+from mujica_jax.preemption import Preempted, Preemption
+
+process, leaver = int(sys.argv[1]), int(sys.argv[3])
+beat = Watch.beat
+if process == 2:
+    Watch.beat = lambda watch, count: (time.sleep(4.0), beat(watch, count))
+with Preemption() as preemption:
+    job = DistributedConfig(coordinator=sys.argv[2], processes=3, process=process, deadline_seconds=30)
+    distributed.start(job, preemption)
+    preemption.enter("round 1: waiting")
+    distributed.meet("the beginning")
+    if process == leaver:
+        distributed.leave("preempted", 0)
+    distributed.meet("where one never comes")
+"""
+
 
 def until(holds: Callable[[], bool]) -> bool:
     """Whether it comes true: a thread of its own hears the signal."""
@@ -357,6 +378,22 @@ def test_the_processes_of_a_run_end_together(free_port, where):
         assert "preempted in round 1" in second
         assert first == second or f"ended: preempted in round 1: {where}" in reasons
     assert not any("Traceback" in messages for _, messages in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_all_read_of_an_end_before_the_process_that_holds_the_store_is_gone(free_port, leaver):
+    """Also one that reads it seconds later: a machine may be that busy."""
+    running = [program(THREE_PROCESSES, str(process), f"localhost:{free_port}", str(leaver)) for process in range(3)]
+    try:
+        said = [process.communicate(timeout=SECONDS)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0, 0], said
+    for process, messages in enumerate(said):
+        assert (f"process {leaver} on" in messages and "ended: preempted" in messages) == (process != leaver), said
+    assert not any("Traceback" in messages for messages in said), said
 
 
 @pytest.fixture

@@ -136,7 +136,9 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
             assert steps[0] == steps[1] and int(steps[0].split()[1]) >= 40
         seconds = ended[which].seconds_after_signal
         assert seconds is not None and seconds < MOST_SECONDS, phase
-        assert not any("Traceback" in process.messages for process in ended), phase
+        assert not any("Traceback" in process.messages for process in ended), (
+            f"{phase}: {ended[0].messages}{ended[1].messages}"
+        )
         assert "\nphase " not in ended[0].output, "it had not ended"
     assert (first.status, second.status) == (0, 0), first.messages + second.messages
     assert numbers(directory) == numbers(alone)
