@@ -174,7 +174,7 @@ def test_a_bucket_that_hangs_for_ever_is_one_sentence_within_the_deadline(
     ) as said:
         store.create("x", b"")
     assert "start the same command again" in str(said.value) and "\n" not in str(said.value)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 10
 
 
 def test_repetitions_are_in_the_costs_and_many_on_the_console(

@@ -60,7 +60,7 @@ def test_the_roll_call_names_who_does_not_come():
 def test_a_coordinator_that_nobody_serves_is_one_sentence_within_the_deadline():
     began = time.monotonic()
     (answer,) = called((2, 1), deadline=1.0)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     assert str(answer).startswith(
         "process 1 on host 1 did not reach process 0 at distributed.coordinator ADDRESS within 1 s"
     )

