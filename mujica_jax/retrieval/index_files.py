@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -23,12 +22,12 @@ from typing import IO, Any
 from mujica_jax.errors import UserError
 
 PLAN, MANIFEST, LOCK = "plan.json", "manifest.json", ".lock"
-VERSION = re.compile("[0-9a-f]{16}")
 FORMAT = 1  # of the directory; another one is refused
 # A disk that is full; numpy, RocksDB and ScaNN give no number, so that what they say is all that is known.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
 WHERE = ("embedder", "prefixes")  # said of an embedder so that it is found again; what it is, its version says
 NOT_CONTENT = (*WHERE, "seconds")  # of a manifest: two indexes that differ in these alone are one version
+ABOUT_CONTENT = ("format", "version", "files")
 
 
 class Described(dict[str, Any]):
@@ -66,15 +65,15 @@ def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
         raise UserError(
             f"{folder / MANIFEST} is of format {manifest.get('format')!r} and format {FORMAT} is read here: {again(folder)}"
         )
-    for name, of in {"kind": str, "version": str, "files": list}.items():
-        if not isinstance(manifest[name], of):
-            raise UserError(f"{folder / MANIFEST} has the {name} {manifest[name]!r}: it is damaged, so {again(folder)}")
-    if not VERSION.fullmatch(manifest["version"]):  # a file of the cache has this name
+    content = {name: value for name, value in manifest.items() if name not in (*ABOUT_CONTENT, *NOT_CONTENT)}
+    if manifest["version"] != (found := _version(content, manifest["files"])):
         raise UserError(
-            f"{folder / MANIFEST} has the version {manifest['version']!r}: it is damaged, so {again(folder)}"
+            f"{folder / MANIFEST} is damaged (its version is {manifest['version']!r} and what it says makes {found!r}): {again(folder)}"
         )
+    for name in WHERE:
+        if not isinstance(value := manifest.get(name), str | None):
+            raise UserError(f"{folder / MANIFEST} has the {name} {value!r} and a name is meant: {again(folder)}")
     for entry in manifest["files"] if check else ():
-        entry = Described(folder / MANIFEST, entry if isinstance(entry, dict) else {})
         path = folder / entry["name"]
         if not path.is_file():
             raise UserError(f"{path} is missing: {again(folder)}")
@@ -127,8 +126,7 @@ def commit(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
         _to_disk(folder / name)
         files.append({"name": name, "bytes": (folder / name).stat().st_size, "sha256": checksum(folder / name)})
     content = {name: value for name, value in about.items() if name not in NOT_CONTENT}
-    version = hashlib.sha256(json.dumps([content, files], sort_keys=True).encode()).hexdigest()[:16]
-    manifest = {"format": FORMAT, "version": version, **about, "files": files}
+    manifest = {"format": FORMAT, "version": _version(content, files), **about, "files": files}
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -136,7 +134,7 @@ def commit(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise UserError(f"{path} cannot be read ({error}): it is damaged, so {again(path.parent)}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object: it is damaged, so {again(path.parent)}")
@@ -190,6 +188,10 @@ def _compare(folder: Path, begun: Mapping[str, Any], plan: Mapping[str, Any]) ->
             f"{folder} was begun with {name} {begun.get(name)!r} and this build has {plan.get(name)!r}: choose another --out or "
             "remove the directory"
         )
+
+
+def _version(content: Mapping[str, Any], files: Any) -> str:
+    return hashlib.sha256(json.dumps([content, files], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _to_disk(path: Path) -> None:
