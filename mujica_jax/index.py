@@ -112,14 +112,14 @@ def estimate(given: argparse.Namespace) -> None:
         embedder=find_embedder(given.embedder or DEFAULT_EMBEDDER, given.prefixes) if given.kind != "bm25" else None,
         storage=given.storage or "bfloat16",
     )
-    sample, passages = estimates.count_and_sample(
-        stream_corpus(recipe.corpus, Skipped() if given.skip else None), given.passages
-    )
+    skipped = Skipped() if given.skip else None
+    sample, passages = estimates.count_and_sample(stream_corpus(recipe.corpus, skipped), given.passages)
     if not sample or passages < 1:
         raise UserError(
             f"{', '.join(recipe.corpus)}: {len(sample)} passages were read and {passages} are asked for: give at least one"
         )
-    print(json.dumps(dataclasses.asdict(estimates.estimate(recipe, sample, passages))))
+    left_out = {} if skipped is None else {"skipped": skipped.count}
+    print(json.dumps(dataclasses.asdict(estimates.estimate(recipe, sample, passages)) | left_out))
 
 
 def recall(given: argparse.Namespace) -> None:

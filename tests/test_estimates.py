@@ -116,3 +116,14 @@ def test_a_number_of_passages_takes_the_place_of_counting(folder, capsys):
     assert index.main(["estimate", *words(folder, "accelerator"), "--passages", "0"]) == 2
     (folder / "empty.json").write_text("[]")
     assert index.main(["estimate", "--corpus", str(folder / "empty.json"), "--kind", "bm25"]) == 2
+
+
+def test_an_estimate_counts_what_a_build_would_leave_out(folder, capsys, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    good = {"title": "a title", "text": "a text"}
+    corpus.write_text(
+        "".join(json.dumps(passage) + "\n" for passage in (good, {"title": "no text"}, good | {"text": "b"}))
+    )
+    assert index.main(["estimate", "--kind", "bm25", "--corpus", str(corpus), "--skip"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["passages"], said["skipped"]) == (2, 1)
