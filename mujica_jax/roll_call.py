@@ -142,7 +142,7 @@ def _line(connection: socket.socket, seconds: float) -> dict[str, Any] | None:
     try:
         with connection.makefile("rb") as file:
             value = json.loads(file.readline(LINE_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

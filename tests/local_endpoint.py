@@ -45,6 +45,8 @@ class LocalEndpoint:
             def do_POST(self) -> None:
                 outer._serve(self)
 
+            do_GET = do_POST
+
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
@@ -52,8 +54,8 @@ class LocalEndpoint:
         self.base_url = f"http://127.0.0.1:{self._server.server_port}/v1"
 
     def _serve(self, handler: http.server.BaseHTTPRequestHandler) -> None:
-        content = handler.rfile.read(int(handler.headers["Content-Length"]))
-        is_form = handler.headers["Content-Type"] == "application/x-www-form-urlencoded"
+        content = handler.rfile.read(int(handler.headers.get("Content-Length") or 0)) or b"null"
+        is_form = handler.headers.get("Content-Type") == "application/x-www-form-urlencoded"
         body = dict(urllib.parse.parse_qsl(content.decode())) if is_form else json.loads(content)
         request = Request(path=handler.path, headers=dict(handler.headers), body=body)
         with self._lock:

@@ -238,6 +238,16 @@ def test_the_client_gives_up_with_a_type():
         client(endpoint.base_url).check()
 
 
+@pytest.mark.parametrize("said", [b"[" * 100_000, b"<html>", [], {"version": "v"}, "well"])
+def test_a_health_that_is_none_is_a_typed_error(said):
+    with (
+        serving(lambda *_: Answer(content=said)) as endpoint,
+        pytest.raises(RetrieverUnavailable, match="gives no health"),
+    ):
+        client(endpoint.base_url).check()
+    assert [request.path for request in endpoint.requests] == ["/v1/healthz"]
+
+
 def test_another_version_of_the_index_in_the_middle_of_a_run_is_refused():
     with serving(lambda _, before: Answer(content={"version": f"v{before}", "results": [[HIT]]})) as endpoint:
         remote = client(endpoint.base_url)

@@ -92,7 +92,7 @@ class RemoteRetriever:
             health = Health(
                 version=said["version"], passages=said["passages"], seconds=said["seconds"], kind=said["kind"]
             )
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        except (httpx.HTTPError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise RetrieverUnavailable(
                 f"{self.url} gives no health ({type(error).__name__}: {error}): check the address and that "
                 "`python -m mujica_jax.index serve` runs there"
