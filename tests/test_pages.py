@@ -131,6 +131,7 @@ class PagesMachine(RuleBasedStateMachine):
     def every_page_is_in_one_place(self):
         if not hasattr(self, "pages"):
             return
+        self.unlearn()
         stale = {id(node): node.page for one in self.running for node in one.lease.shared if node.parent is None}
         places = collections.Counter([*self.pages._free, *self.pages.cached(), *stale.values()])
         for one in self.running:
@@ -166,17 +167,22 @@ class PagesMachine(RuleBasedStateMachine):
             self.memory[page][n % self.size] = tokens[: n + 1]
         one.written = tokens
 
+    def unlearn(self) -> None:
+        cached = set(self.pages.cached())
+        self.known = {page: held for page, held in self.known.items() if page in cached}
+
     def learn(self, one: Running) -> None:
+        """What a page in the tree holds does not change: a sequence that ends in the middle of one says nothing new of it."""
+        self.unlearn()
+        new = set(self.pages.cached()) - set(self.known)
         for index in range(-(-len(one.written) // self.size)):
             until = min((index + 1) * self.size, len(one.written))
-            for page in self.pages.cached():
+            for page in new:
                 if self.memory[page][(until - 1) % self.size] == one.written[:until]:
                     self.known[page] = one.written[:until]
 
     def known_of_tree(self) -> dict[int, tuple[int, ...]]:
-        cached = set(self.pages.cached())
-        self.known = {page: held for page, held in self.known.items() if page in cached}
-        assert set(self.known) == cached, "the tree holds what was computed and nothing else"
+        assert set(self.known) == set(self.pages.cached()), "the tree holds what was computed and nothing else"
         return self.known
 
     def snapshot(self) -> tuple:
