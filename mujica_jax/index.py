@@ -191,7 +191,8 @@ def query(given: argparse.Namespace) -> None:
 
 def serve(given: argparse.Namespace) -> None:
     from mujica_jax import index_graph
-    from mujica_jax.retrieval.hits_cache import HitsCache, cache_folder
+    from mujica_jax.cache_folders import cache_folder
+    from mujica_jax.retrieval.hits_cache import HitsCache
     from mujica_jax.retrieval.indexes import read_kind
     from mujica_jax.retrieval.retriever import IndexRetriever
     from mujica_jax.retrieval.service import address_of, make_app, open_port, serve_until_told
@@ -210,7 +211,7 @@ def serve(given: argparse.Namespace) -> None:
         index = _opened(given)
         retriever = IndexRetriever(
             index,
-            cache=None if kind == "bm25" else HitsCache(cache_folder(), index.version),
+            cache=None if kind == "bm25" else HitsCache(cache_folder("searches"), index.version),
             most_waiting=given.most_waiting,
             deadline_seconds=given.deadline_seconds,
         )

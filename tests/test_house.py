@@ -22,6 +22,7 @@ FLOORS = (  # from the ground up; a room is a folder or a file of the package
         "records",
         "metrics",
         "errors",
+        "cache_folders",
         "joint_stop",
         "preemption",
         "roll_call",

@@ -134,19 +134,6 @@ def test_the_cache_is_bounded(tmp_path, monkeypatch, caplog):
     assert found == sorted(found), "the older ones went"
 
 
-def test_where_caches_lie(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert hits_cache.cache_folder() == tmp_path / ".cache" / "mujica_jax" / "searches"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(hits_cache.os, "getuid", lambda: 2**31 - 7)  # nobody's
-    assert hits_cache.cache_folder() == tmp_path / "caches" / "mujica_jax" / "searches"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    with pytest.raises(UserError, match=r"no home directory of this user is known: .* XDG_CACHE_HOME"):
-        hits_cache.cache_folder()
-
-
 def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, caplog):
     (tmp_path / "version1.sqlite").write_bytes(b"this is no database, and longer than its header" * 10)
     cache = HitsCache(tmp_path, index.version)

@@ -2,13 +2,13 @@
 
 import functools
 import inspect
-import os
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
+
+from mujica_jax.cache_folders import cache_folder
 
 # Parameters of JAX's own function.
 READ = ("backend", "executable_devices", "host_callbacks", "module_name", "cache_key")
@@ -20,8 +20,7 @@ def use_compilation_cache() -> None:
     down by process 0 alone.
     """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] - made at run time
-        home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        jax.config.update("jax_compilation_cache_dir", str(home / "mujica_jax" / "compiled"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder("compiled")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     _keep_own_programs()
 

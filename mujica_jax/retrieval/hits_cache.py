@@ -5,13 +5,10 @@ A cache that cannot be read or written costs time and no results: it is left alo
 
 import json
 import logging
-import os
 import sqlite3
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-
-from mujica_jax.errors import UserError
 
 MOST_BYTES = 2**30  # of a file; then the older half of it goes. Twenty hits take some 700 bytes
 MOST_QUERY_CHARACTERS = 2**14  # longer ones are searched each time
@@ -97,17 +94,6 @@ class HitsCache(AnswerCache):
 
     def put(self, queries: Sequence[str], k: int, found: Sequence[Sequence[tuple[int, float]]]) -> None:
         self.write([(query, k, json.dumps(hits)) for query, hits in zip(queries, found, strict=True)])
-
-
-def cache_folder() -> Path:
-    """Where caches of this user lie."""
-    named = os.environ.get("XDG_CACHE_HOME")  # one that is empty counts as none
-    try:
-        return (Path(named) if named else Path.home() / ".cache") / "mujica_jax" / "searches"
-    except RuntimeError as error:
-        raise UserError(
-            "no home directory of this user is known: give a folder for caches in XDG_CACHE_HOME"
-        ) from error
 
 
 def _insert(database: sqlite3.Connection, rows: Sequence[tuple[str, int, str]]) -> None:

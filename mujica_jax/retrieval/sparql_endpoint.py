@@ -16,11 +16,12 @@ import urllib.parse
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from mujica_jax import __version__
+from mujica_jax.cache_folders import cache_folder
 from mujica_jax.errors import UserError
 from mujica_jax.inference.endpoint import Endpoint, PassingFault
 from mujica_jax.retrieval import sparql
 from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable
-from mujica_jax.retrieval.hits_cache import AnswerCache, cache_folder
+from mujica_jax.retrieval.hits_cache import AnswerCache
 from mujica_jax.retrieval.knowledge_graph import KnowledgeGraph, Read
 from mujica_jax.retrieval.tries import Tries, too_late, until_answered
 
@@ -162,7 +163,7 @@ def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_S
     """An endpoint that answers, with what it ever answered on this machine. For the start of a run, before there is an event loop. Raises
     UserError."""
     name = hashlib.sha256(address.removeprefix(SCHEME).encode()).hexdigest()[:16]
-    cache = AnswerCache(cache_folder(), f"sparql-{name}")
+    cache = AnswerCache(cache_folder("searches"), f"sparql-{name}")
     endpoint = SparqlEndpoint(address, cache=cache, queries_per_second=queries_per_second)
     try:
         asyncio.run(endpoint.check())

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mujica_jax.cache_folders import cache_folder
 from mujica_jax.config import TwoWikiConfig
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.bm25 import Bm25Index
@@ -10,7 +11,7 @@ from mujica_jax.retrieval.corpus import Passage, read_corpus
 from mujica_jax.retrieval.dense import nearest
 from mujica_jax.retrieval.embedders import find_embedder
 from mujica_jax.retrieval.graph_index import KIND, open_graph
-from mujica_jax.retrieval.hits_cache import HitsCache, cache_folder
+from mujica_jax.retrieval.hits_cache import HitsCache
 from mujica_jax.retrieval.indexes import Index, open_index, read_kind
 from mujica_jax.retrieval.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.retriever import IndexRetriever, Retriever
@@ -29,7 +30,7 @@ def open_passages(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
         return open_remote(config.index, config.retriever, config.top_k), _corpus(config)
     index = _index(config)
     in_memory = config.index is None
-    cache = None if in_memory else HitsCache(cache_folder(), index.version)
+    cache = None if in_memory else HitsCache(cache_folder("searches"), index.version)
     return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
 
 

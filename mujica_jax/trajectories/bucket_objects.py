@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax.bucket import BUCKET_NAME, open_bucket
+from mujica_jax.cache_folders import cache_folder
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.trajectories.objects import (
     COMMITTED,
@@ -84,7 +85,7 @@ class BucketObjects:
 
     def folder(self, name: str, files: Sequence[Mapping[str, Any]]) -> Path:
         """A local copy of the folder with the files that COMMITTED lists. Raises StoreError naming what is missing or damaged."""
-        local = _cache() / self.root.bucket_name / self._whole(name)
+        local = cache_folder("buckets") / self.root.bucket_name / self._whole(name)
         for expected in files:
             path, shown = local / expected["name"], self.root / name / expected["name"]
             with explained(path):
@@ -120,8 +121,3 @@ def check_address(address: str) -> None:
             f"{address} is neither a local directory nor gs://BUCKET/NAME with a bucket's name of 3 to 63 small letters, digits, "
             "dots, dashes and underscores; choose another --run directory"
         )
-
-
-def _cache() -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return home / "mujica_jax" / "buckets"

@@ -1,0 +1,20 @@
+"""Where caches lie, for whoever has a home directory and whoever has none."""
+
+import pytest
+
+from mujica_jax import cache_folders
+from mujica_jax.cache_folders import cache_folder
+from mujica_jax.errors import UserError
+
+
+def test_where_caches_lie(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_folder("searches") == tmp_path / ".cache" / "mujica_jax" / "searches"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(cache_folders.os, "getuid", lambda: 2**31 - 7)  # nobody's
+    assert cache_folder("compiled") == tmp_path / "caches" / "mujica_jax" / "compiled"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with pytest.raises(UserError, match=r"no home directory of this user is known: .* XDG_CACHE_HOME"):
+        cache_folder("buckets")
