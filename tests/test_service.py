@@ -213,12 +213,9 @@ MISBEHAVIOUR = {
 def test_the_client_survives_what_passes(fault):
     good = Answer(content={"version": "v", "results": [[HIT]]})
     with serving(lambda request, before: fault if before < 2 else good) as endpoint:
-        late = fault.after_seconds > 0
-        remote = client(endpoint.base_url, timeout_seconds=0.3 if late else 20.0)
+        remote = client(endpoint.base_url, timeout_seconds=1.0 if fault.after_seconds else 20.0)
         assert asyncio.run(remote.search("a", 2)) == [PASSAGES[1]]
-        assert len(endpoint.requests) == remote.statistics.retries + 1
-        # Where a try may take 0.3 s, one more than these may be late on a machine that is busy enough.
-        assert remote.statistics.retries == 2 or (late and remote.statistics.retries > 2)
+        assert len(endpoint.requests) == 3 and remote.statistics.retries == 2
         assert endpoint.requests[0].body == {"queries": ["a"], "k": 2}
 
 
