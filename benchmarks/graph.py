@@ -21,9 +21,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mujica_jax.retrieval.graph import TripleGraph, read_triples
-from mujica_jax.retrieval.graph_index import open_graph
-from mujica_jax.retrieval.graph_store import GraphStore
+from mujica_jax.retrieval.graph.index import open_graph
+from mujica_jax.retrieval.graph.store import GraphStore
+from mujica_jax.retrieval.graph.triples import TripleGraph, read_triples
 
 WD, WDT = "http://www.wikidata.org/entity/", "http://www.wikidata.org/prop/direct/"
 LABEL = "<http://www.w3.org/2000/01/rdf-schema#label>"

@@ -138,9 +138,9 @@ def engine(given: argparse.Namespace) -> None:
     """One of ours, as peers/vector_search.py is one of theirs."""
     import dataclasses
 
-    from mujica_jax.retrieval.embeddings import open_embeddings
-    from mujica_jax.retrieval.scann_build import write_scann
-    from mujica_jax.retrieval.scann_search import ScannSearch, package, parameters_for
+    from mujica_jax.retrieval.text.embeddings import open_embeddings
+    from mujica_jax.retrieval.text.scann_build import write_scann
+    from mujica_jax.retrieval.text.scann_search import ScannSearch, package, parameters_for
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: given.threads]))
@@ -161,7 +161,7 @@ def engine(given: argparse.Namespace) -> None:
     else:
         import jax
 
-        from mujica_jax.retrieval.accelerator import AcceleratorSearch
+        from mujica_jax.retrieval.text.exact import AcceleratorSearch
 
         jax.devices()
         before = anonymous_bytes()
@@ -199,8 +199,8 @@ def anonymous_bytes() -> int:
 
 
 def encode(given: argparse.Namespace) -> None:
-    from mujica_jax.retrieval.corpus import read_corpus
-    from mujica_jax.retrieval.embedders import find_embedder
+    from mujica_jax.retrieval.text.corpus import read_corpus
+    from mujica_jax.retrieval.text.embedders import find_embedder
 
     passages = [passage.contents for passage in read_corpus([given.corpus])]
     chosen = np.random.default_rng(0).choice(len(passages), min(given.passages, len(passages)), replace=False)

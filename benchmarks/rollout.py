@@ -27,16 +27,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mujica_jax.config import EngineConfig
+from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
-from mujica_jax.inference.engines import make_engine
-from mujica_jax.inference.generator import BatchedGenerator, GeneratorStatistics
+from mujica_jax.inference.engine.factory import make_engine
 from mujica_jax.inference.requests import SamplingParams
-from mujica_jax.methods.compiled_programs import use_compilation_cache
+from mujica_jax.inference.scheduler import BatchedGenerator, GeneratorStatistics
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.host_memory import keep_freed_memory
 from mujica_jax.models.layers import block_weights
 from mujica_jax.models.weights import load_checkpoint
+from mujica_jax.runtime.compilation_cache import use_compilation_cache
+from mujica_jax.runtime.host_memory import keep_freed_memory
 
 SYSTEM_TOKENS, QUESTION_TOKENS, OBSERVED_TOKENS = 384, 24, 40
 LEAST_GENERATED, MOST_GENERATED = 12, 64  # the most is not reached

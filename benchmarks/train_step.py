@@ -4,7 +4,7 @@
 
 DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. The rows are packed from
 conversations of uneven length of which a third is trained, as an agent's are. The floating-point operations of a step are counted by the
-formula of `mujica_jax/models/operations.py`, so the share falls with padding, with attention across conversations, and with everything that
+formula of `mujica_jax/models/flops.py`, so the share falls with padding, with attention across conversations, and with everything that
 is no matrix product.
 """
 
@@ -19,17 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mujica_jax.config import TrainerConfig
+from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.models.chips import measured_operations
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.host_memory import keep_freed_memory
-from mujica_jax.models.operations import attended_pairs, training_operations
+from mujica_jax.models.flops import attended_pairs, training_operations
 from mujica_jax.models.weights import load_config
 from mujica_jax.records import Conversation, Turn
+from mujica_jax.runtime.chips import measured_operations
+from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.trajectories.packing import pack
 
 

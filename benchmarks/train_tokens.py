@@ -50,11 +50,11 @@ def ours(checkpoint: str, given: dict[str, np.ndarray], *, rows: int, seconds: f
     """Measured in this process."""
     import jax.numpy as jnp
 
-    from mujica_jax.config import TrainerConfig
+    from mujica_jax.config.schema import TrainerConfig
     from mujica_jax.learning.optimizer import schedule
     from mujica_jax.learning.trainer import Trainer
-    from mujica_jax.models.host_memory import keep_freed_memory
     from mujica_jax.models.weights import load_checkpoint
+    from mujica_jax.runtime.host_memory import keep_freed_memory
     from mujica_jax.trajectories.batches import Batches
     from mujica_jax.trajectories.packing import pack
 

@@ -6,7 +6,7 @@ A decoder of 0.3 million parameters reads generated text, is shown a few hundred
 questions of which it only knows the answers.
 """
 
-from mujica_jax.config import (
+from mujica_jax.config.schema import (
     AgentConfig,
     Config,
     EngineConfig,

@@ -5,7 +5,7 @@
 DIR holds the official records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). Questions are held out by a hash of their id.
 """
 
-from mujica_jax.config import (
+from mujica_jax.config.schema import (
     AgentConfig,
     Config,
     EngineConfig,

@@ -10,8 +10,8 @@ Qwen2.5-7B (`two_wiki_text_v5e.py`). The `model` section is not read with --init
 import dataclasses
 from pathlib import Path
 
-from mujica_jax.config import Config
-from mujica_jax.config_files import load_config
+from mujica_jax.config.files import load_config
+from mujica_jax.config.schema import Config
 
 
 def get_config() -> Config:

@@ -8,7 +8,7 @@ The training step compiles for this topology and fits, and so does the engine on
 paper, and so is the embedder, bge-large-en-v1.5. The `model` section is not read with --init.
 """
 
-from mujica_jax.config import (
+from mujica_jax.config.schema import (
     AgentConfig,
     Config,
     EngineConfig,

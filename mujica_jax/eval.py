@@ -21,18 +21,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mujica_jax.config import AgentConfig, Config, EngineConfig, EvalConfig, RemoteConfig, TaskConfig, TwoWikiConfig
-from mujica_jax.config_checks import check, check_remote
-from mujica_jax.config_files import from_dict, load_config, override, take_file
+from mujica_jax.config.checks import check, check_remote
+from mujica_jax.config.files import from_dict, load_config, override, take_file
+from mujica_jax.config.schema import (
+    AgentConfig,
+    Config,
+    EngineConfig,
+    EvalConfig,
+    RemoteConfig,
+    TaskConfig,
+    TwoWikiConfig,
+)
 from mujica_jax.errors import UserError
 from mujica_jax.methods.remote import Endpoint, open_endpoint
-from mujica_jax.preemption import Preempted, Preemption
-from mujica_jax.trajectories.run_directory import run_path
+from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.storage.run_directory import run_path
 
 if TYPE_CHECKING:
-    from mujica_jax.methods.scoring import ScoredGenerator
+    from mujica_jax.methods.evaluation import ScoredGenerator
     from mujica_jax.models.tokenizer import Tokenizer
-    from mujica_jax.trajectories.run_directory import RunPath
+    from mujica_jax.storage.run_directory import RunPath
 
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
 WANTED = "give --checkpoint a run directory or a Hugging Face directory"
@@ -72,7 +80,7 @@ class Checkpoint:
         from flax import nnx
 
         from mujica_jax.methods.run import make_generator, use_weights
-        from mujica_jax.methods.start import load_model
+        from mujica_jax.methods.setup import load_model
 
         tokenizer, decoder = load_model(self.model, config)
         generator = make_generator(decoder, config, tokenizer)
@@ -179,15 +187,15 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     """Score, print, and write the two files."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.inference.counters import LiveCounters
-    from mujica_jax.inference.generator import BatchedGenerator
-    from mujica_jax.methods.compiled_programs import use_compilation_cache
+    from mujica_jax.inference.scheduler import BatchedGenerator
+    from mujica_jax.methods.evaluation import score_policy
     from mujica_jax.methods.run import make_agent
-    from mujica_jax.methods.scoring import score_policy
-    from mujica_jax.methods.start import build_task, check_dtypes, require_packages
-    from mujica_jax.models.host_memory import keep_freed_memory
+    from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
     from mujica_jax.report import Progress, score_table
+    from mujica_jax.runtime.compilation_cache import use_compilation_cache
+    from mujica_jax.runtime.host_memory import keep_freed_memory
+    from mujica_jax.storage.run_directory import write_over
     from mujica_jax.tasks.environment import KnowledgeGraphEnvironment, TextEnvironment
-    from mujica_jax.trajectories.run_directory import write_over
 
     _require_writable(policy.out)
     require_packages(config)

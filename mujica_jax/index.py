@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mujica_jax.config import DEFAULT_EMBEDDER
+from mujica_jax.config.schema import DEFAULT_EMBEDDER
 from mujica_jax.errors import UserError
 
 if TYPE_CHECKING:
     from mujica_jax.report import Progress
-    from mujica_jax.retrieval.indexes import Index
+    from mujica_jax.retrieval.text.index import Index
 
 PROGRAM = "python -m mujica_jax.index"
 GRAPH = "graph"  # the kind of index that holds triples
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build(given: argparse.Namespace) -> None:
     from mujica_jax import index_graph
     from mujica_jax.report import Progress
-    from mujica_jax.retrieval import indexes
-    from mujica_jax.retrieval.embedders import find_embedder
+    from mujica_jax.retrieval.text import index as indexes
+    from mujica_jax.retrieval.text.embedders import find_embedder
 
     if "://" in given.out:
         raise UserError(
@@ -95,9 +95,10 @@ def build(given: argparse.Namespace) -> None:
 
 def estimate(given: argparse.Namespace) -> None:
     from mujica_jax import index_graph
-    from mujica_jax.retrieval import estimates, indexes
-    from mujica_jax.retrieval.corpus import Skipped, stream_corpus
-    from mujica_jax.retrieval.embedders import find_embedder
+    from mujica_jax.retrieval.text import estimates
+    from mujica_jax.retrieval.text import index as indexes
+    from mujica_jax.retrieval.text.corpus import Skipped, stream_corpus
+    from mujica_jax.retrieval.text.embedders import find_embedder
 
     _refuse_unread(given, given.kind)
     if given.kind == GRAPH:
@@ -123,9 +124,9 @@ def estimate(given: argparse.Namespace) -> None:
 
 
 def recall(given: argparse.Namespace) -> None:
-    from mujica_jax.retrieval.corpus_records import read_records
-    from mujica_jax.retrieval.indexes import read_kind
-    from mujica_jax.retrieval.passages import PassageFile
+    from mujica_jax.retrieval.text.corpus_records import read_records
+    from mujica_jax.retrieval.text.index import read_kind
+    from mujica_jax.retrieval.text.passages import PassageFile
 
     questions = list(_questions(read_records(given.questions), given.questions))
     if not questions:
@@ -165,8 +166,8 @@ def recall(given: argparse.Namespace) -> None:
 
 def query(given: argparse.Namespace) -> None:
     from mujica_jax import index_graph
-    from mujica_jax.retrieval.corpus_records import check_text
-    from mujica_jax.retrieval.indexes import read_kind
+    from mujica_jax.retrieval.text.corpus_records import check_text
+    from mujica_jax.retrieval.text.index import read_kind
 
     check_text(given.text)
     kind = GRAPH if given.index.startswith("sparql+") else read_kind(given.index)
@@ -191,11 +192,11 @@ def query(given: argparse.Namespace) -> None:
 
 def serve(given: argparse.Namespace) -> None:
     from mujica_jax import index_graph
-    from mujica_jax.cache_folders import cache_folder
-    from mujica_jax.retrieval.hits_cache import HitsCache
-    from mujica_jax.retrieval.indexes import read_kind
     from mujica_jax.retrieval.retriever import IndexRetriever
+    from mujica_jax.retrieval.search_cache import HitsCache
     from mujica_jax.retrieval.service import address_of, make_app, open_port, serve_until_told
+    from mujica_jax.retrieval.text.index import read_kind
+    from mujica_jax.runtime.cache_folders import cache_folder
 
     if given.most_waiting < 1:
         raise UserError(f"--most-waiting is {given.most_waiting}: give at least 1, or nobody is answered")
@@ -255,14 +256,14 @@ def _refuse_unread(given: argparse.Namespace, kind: str) -> None:
 
 
 def _opened(given: argparse.Namespace) -> "Index":
-    from mujica_jax.retrieval.indexes import open_index
+    from mujica_jax.retrieval.text.index import open_index
 
     return open_index(given.index, given.embedder, given.prefixes, given.recall_target)
 
 
 def _questions(records: Iterator[tuple[int, object]], file: str) -> Iterator[tuple[str, set[str]]]:
     """Text and gold titles of each question; official records name a sentence with each title."""
-    from mujica_jax.retrieval.corpus_records import check_text
+    from mujica_jax.retrieval.text.corpus_records import check_text
 
     for line, record in records:
         text = record.get("question") if isinstance(record, dict) else None

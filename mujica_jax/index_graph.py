@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import sparql
 from mujica_jax.retrieval.errors import RetrievalError
-from mujica_jax.retrieval.graph_files import Choice
-from mujica_jax.retrieval.graph_index import GraphRecipe, build, open_graph
-from mujica_jax.retrieval.sparql_endpoint import SCHEME, open_endpoint
+from mujica_jax.retrieval.graph import sparql
+from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
+from mujica_jax.retrieval.graph.files import Choice
+from mujica_jax.retrieval.graph.index import GraphRecipe, build, open_graph
 
 if TYPE_CHECKING:
     from mujica_jax.report import Progress
-    from mujica_jax.retrieval.indexes import Reporter
-    from mujica_jax.retrieval.knowledge_graph import KnowledgeGraph
+    from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
+    from mujica_jax.retrieval.text.index import Reporter
 
 MOST_NAMED = 5  # other entities of one name that are told of
 
@@ -44,7 +44,7 @@ def build_graph(given: argparse.Namespace, progress: "Progress", reporter: "Repo
 
 
 def estimate_graph(given: argparse.Namespace) -> None:
-    from mujica_jax.retrieval import graph_estimates
+    from mujica_jax.retrieval.graph import estimates as graph_estimates
 
     print(json.dumps(dataclasses.asdict(graph_estimates.estimate_graph(recipe(given)))))
 
@@ -58,9 +58,9 @@ def query_graph(given: argparse.Namespace) -> None:
 
 
 def serve_graph(given: argparse.Namespace) -> None:
-    from mujica_jax.retrieval.graph_index import STORE
-    from mujica_jax.retrieval.graph_readers import GraphReaders
-    from mujica_jax.retrieval.graph_service import GraphQueries, make_graph_app
+    from mujica_jax.retrieval.graph.index import STORE
+    from mujica_jax.retrieval.graph.query_pool import GraphReaders
+    from mujica_jax.retrieval.graph.service import GraphQueries, make_graph_app
     from mujica_jax.retrieval.service import address_of, open_port, serve_until_told
 
     opened = open_port(given.host, given.port)

@@ -10,12 +10,12 @@ import sys
 import time
 import traceback
 
-from mujica_jax import distributed
-from mujica_jax.config import Config
-from mujica_jax.config_checks import check
-from mujica_jax.config_files import command_line
+from mujica_jax.config.checks import check
+from mujica_jax.config.files import command_line
+from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
-from mujica_jax.preemption import Preempted, Preemption
+from mujica_jax.runtime import distributed
+from mujica_jax.runtime.preemption import Preempted, Preemption
 
 DEFAULT_CONFIG = "tiny_world"
 USER_ERROR = 2
@@ -57,10 +57,10 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.methods.control import run_control
     from mujica_jax.methods.mygo import run_mygo
-    from mujica_jax.methods.start import open_training
-    from mujica_jax.methods.warmup import warm_up
+    from mujica_jax.methods.setup import open_training
+    from mujica_jax.methods.supervised import warm_up
     from mujica_jax.report import Summary, closing_table, question_tree, summary_dict
-    from mujica_jax.trajectories.run_directory import run_path
+    from mujica_jax.storage.run_directory import run_path
 
     with open_training(config, run_path(directory), preemption) as run:
         state, warmed, demonstrations = warm_up(run)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from tiny_engine import MODEL
 
-from mujica_jax.inference.engine import Decoded, Engine, FlushRow, PrefillRow, SlotState
+from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState
 from mujica_jax.inference.requests import SamplingParams
 
 UNWRITTEN = -1

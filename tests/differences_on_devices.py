@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from packed_rows import MODEL, SHORT_SCHEDULE, TRAINER, random_conversations, tiny_decoder
 
-from mujica_jax.inference.generator import BatchedGenerator
+from mujica_jax.inference.engine.contiguous import ResidentEngine
 from mujica_jax.inference.requests import SamplingParams
-from mujica_jax.inference.resident import ResidentEngine
+from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models import attention
 from mujica_jax.models.encoder import Encoder, EncoderConfig, _program

@@ -32,7 +32,7 @@ from typing import Any, Literal
 import google_crc32c
 import pytest
 
-from mujica_jax import bucket as requests
+from mujica_jax.storage import gcs as requests
 
 Fault = Literal["503", "429", "hang", "cut upload", "cut download", "lost answer"]
 HANG_SECONDS = 30.0

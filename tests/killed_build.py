@@ -1,6 +1,6 @@
 """A build of an index that is killed by SIGKILL at a chosen moment.
 
-    kill_at("embeddings.write_json", 2, ["build", ...])      before the second call of mujica_jax.retrieval.embeddings.write_json
+    kill_at("embeddings.write_json", 2, ["build", ...])      before the second call of mujica_jax.retrieval.text.embeddings.write_json
 
 As a program it is the build: it says when the moment has come and waits there for its end. Chunks are small ones.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mujica_jax.retrieval import embeddings, scann_build
+from mujica_jax.retrieval.text import embeddings, scann_build
 
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED_ROWS, HASHED_ROWS = 20, 500

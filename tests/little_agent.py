@@ -8,7 +8,7 @@ from typing import Literal
 
 from mujica_jax.agents.mujica import Attempt, Mujica, PlannerView, WorkerView
 from mujica_jax.agents.scripted import sample_text
-from mujica_jax.config import AgentConfig
+from mujica_jax.config.schema import AgentConfig
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Question, Trajectory

@@ -3,7 +3,7 @@
 import numpy as np
 from flax import nnx
 
-from mujica_jax.config import TrainerConfig
+from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig

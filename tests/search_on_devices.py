@@ -1,13 +1,13 @@
-"""Exact and approximate search over eight virtual devices beside numpy; prints JSON. Started by `test_accelerator.py`."""
+"""Exact and approximate search over eight virtual devices beside numpy; prints JSON. Started by `test_exact.py`."""
 
 import json
 
 import jax
 import numpy as np
 
-from mujica_jax.retrieval import accelerator
-from mujica_jax.retrieval.dense import best_rows
-from mujica_jax.retrieval.embeddings import compressed
+from mujica_jax.retrieval.text import exact as accelerator
+from mujica_jax.retrieval.text.dense import best_rows
+from mujica_jax.retrieval.text.embeddings import compressed
 
 
 def main() -> None:

@@ -22,22 +22,23 @@ from tiny_models import filled_decoder
 
 from mujica_jax import eval as evaluation
 from mujica_jax import train
-from mujica_jax.config import Config
-from mujica_jax.config_checks import check
-from mujica_jax.config_files import load_config
+from mujica_jax.config.checks import check
+from mujica_jax.config.files import load_config
+from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
-from mujica_jax.inference import engines
-from mujica_jax.methods import start, warmup
+from mujica_jax.inference.engine import factory as engines
+from mujica_jax.methods import setup as start
+from mujica_jax.methods import supervised as warmup
 from mujica_jax.methods.run import make_agent
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import MESH_AXES
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
-from mujica_jax.preemption import Preemption
 from mujica_jax.records import Conversation, Turn
 from mujica_jax.report import MetricsLog
-from mujica_jax.trajectories import run_directory
-from mujica_jax.trajectories.objects import require_space
+from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.storage import run_directory
+from mujica_jax.storage.objects import require_space
 from mujica_jax.trajectories.store import Store, open_run
 
 ROOT = Path(__file__).resolve().parents[1]

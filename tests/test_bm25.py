@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_data import TWO_WIKI, needs_data
 
-from mujica_jax.retrieval import bm25
-from mujica_jax.retrieval.bm25 import Bm25Index, lucene_length, unicode_words
-from mujica_jax.retrieval.corpus import Passage, read_corpus
-from mujica_jax.retrieval.corpus_records import read_records
+from mujica_jax.retrieval.text import bm25
+from mujica_jax.retrieval.text.bm25 import Bm25Index, lucene_length, unicode_words
+from mujica_jax.retrieval.text.corpus import Passage, read_corpus
+from mujica_jax.retrieval.text.corpus_records import read_records
 
 ANIMALS = [
     Passage(id="0", title="Cat", text="The cat purrs and the cat sleeps."),

@@ -15,9 +15,10 @@ from fake_bucket import FakeBucket, Request, use
 
 from mujica_jax import index
 from mujica_jax.errors import StoreUnavailable, UserError
-from mujica_jax.retrieval import corpus_files, indexes
-from mujica_jax.retrieval.corpus import read_corpus
-from mujica_jax.retrieval.graph_files import pieces
+from mujica_jax.retrieval.graph.files import pieces
+from mujica_jax.retrieval.text import corpus_files
+from mujica_jax.retrieval.text import index as indexes
+from mujica_jax.retrieval.text.corpus import read_corpus
 
 RECORDS = [{"title": f"title {n}", "text": f"of number {n}, é"} for n in range(200)]
 LINES = "\n".join(map(json.dumps, RECORDS)).encode()

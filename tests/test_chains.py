@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mujica_jax.records import Evidence, Question
-from mujica_jax.tasks.chains import (
+from mujica_jax.tasks.two_wiki.chains import (
     MONTHS,
     answer_from_evidence,
     compare_dates,

@@ -16,7 +16,7 @@ from flax import nnx
 from mujica_jax.errors import StoreUnavailable, UserError
 from mujica_jax.learning import checkpoints as checkpoints_module
 from mujica_jax.learning.checkpoints import COMMITTED, Checkpoints
-from mujica_jax.trajectories.run_directory import RunPath, run_path
+from mujica_jax.storage.run_directory import RunPath, run_path
 
 
 class State(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import pytest
 
-from mujica_jax.models import chips
-from mujica_jax.models.chips import CHIPS, chip_of, chip_of_topology, measured_operations, peak_operations
+from mujica_jax.runtime import chips
+from mujica_jax.runtime.chips import CHIPS, chip_of, chip_of_topology, measured_operations, peak_operations
 
 
 def devices(kind: str, platform: str, count: int, processes: int = 1) -> list[Any]:

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from test_tpu_compile import CONFIGS
 
-from mujica_jax.config_files import CONFIG_FOLDER, load_config
-from mujica_jax.models.collectives import Collective, collectives
+from mujica_jax.config.files import CONFIG_FOLDER, load_config
+from mujica_jax.runtime.collectives import Collective, collectives
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from jax._src import compiler
 
-from mujica_jax.methods.compiled_programs import _keep_own_programs, has_own_key
+from mujica_jax.runtime.compilation_cache import _keep_own_programs, has_own_key
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import jax, jax.numpy as jnp
-from mujica_jax.methods.compiled_programs import use_compilation_cache
+from mujica_jax.runtime.compilation_cache import use_compilation_cache
 
 use_compilation_cache()
 print(jax.jit(lambda x: (x @ x).sum())(jnp.ones((8, 8))))

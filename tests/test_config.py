@@ -18,8 +18,10 @@ import pytest
 from flax import nnx
 from packed_rows import MODEL, TRAINER, tiny_decoder
 
-from mujica_jax import config as config_module
-from mujica_jax.config import (
+from mujica_jax.config import schema as config_module
+from mujica_jax.config.checks import check
+from mujica_jax.config.files import CONFIG_FOLDER, command_line, from_dict, load_config
+from mujica_jax.config.schema import (
     AgentConfig,
     Config,
     DistributedConfig,
@@ -36,18 +38,19 @@ from mujica_jax.config import (
     TwoWikiConfig,
     WarmupConfig,
 )
-from mujica_jax.config_checks import check
-from mujica_jax.config_files import CONFIG_FOLDER, command_line, from_dict, load_config
 from mujica_jax.errors import UserError
-from mujica_jax.inference import engines
+from mujica_jax.inference.engine import factory as engines
 from mujica_jax.learning.optimizer import adamw
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods import mygo, run, scoring, start, warmup
+from mujica_jax.methods import evaluation as scoring
+from mujica_jax.methods import mygo, run
+from mujica_jax.methods import setup as start
+from mujica_jax.methods import supervised as warmup
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.preemption import Preemption
 from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
 from mujica_jax.report import StageClock
+from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store
 
@@ -341,7 +344,7 @@ def test_every_choice_of_recomputation_is_another_program():
 
 
 def test_what_counts_as_a_spike_is_part_of_the_program():
-    """How many may follow one another is read with the metrics: `test_spikes.py`."""
+    """How many may follow one another is read with the metrics: `test_spike_guard.py`."""
 
     def program(**fields: Any) -> str:
         return Trainer(MODEL, dataclasses.replace(TRAINER, **fields)).lower_step().as_text()

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import corpus, corpus_records
-from mujica_jax.retrieval.corpus import Passage, Skipped, read_corpus, stream_corpus
-from mujica_jax.retrieval.corpus_records import open_text, read_records
+from mujica_jax.retrieval.text import corpus, corpus_records
+from mujica_jax.retrieval.text.corpus import Passage, Skipped, read_corpus, stream_corpus
+from mujica_jax.retrieval.text.corpus_records import open_text, read_records
 
 CAT = {"title": "Cat", "text": "Cats purr."}
 DOG = {"title": "Dog", "text": "Dogs bark."}

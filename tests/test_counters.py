@@ -7,7 +7,7 @@ import pytest
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters, between, exposition, serve_metrics
-from mujica_jax.inference.generator import GeneratorStatistics
+from mujica_jax.inference.scheduler import GeneratorStatistics
 
 NONE = GeneratorStatistics(
     requests=3,

@@ -19,11 +19,11 @@ import pytest
 from flax import nnx
 from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 
-from mujica_jax.host_watch import LOST
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import Trainer, TrainState, fit
 from mujica_jax.models.weights import load_checkpoint
+from mujica_jax.runtime.heartbeat import LOST
 from mujica_jax.trajectories.batches import rows_of_step
 from mujica_jax.trajectories.packing import pack
 

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax import distributed, train
-from mujica_jax.config import DistributedConfig
+from mujica_jax import train
+from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError
-from mujica_jax.host_watch import LOST, MOST_SECONDS_FOR_ALL_TO_KNOW, Watch
-from mujica_jax.joint_stop import JointStop
-from mujica_jax.methods import start
-from mujica_jax.preemption import Preemption
-from mujica_jax.roll_call import call_roll, listens
+from mujica_jax.methods import setup as start
+from mujica_jax.runtime import distributed
+from mujica_jax.runtime.heartbeat import LOST, MOST_SECONDS_FOR_ALL_TO_KNOW, Watch
+from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.runtime.preemption_sync import JointStop
+from mujica_jax.runtime.rendezvous import call_roll, listens
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 10.0
@@ -301,10 +302,10 @@ def test_a_job_of_one_process_waits_for_nobody_and_keeps_all_the_work():
 
 def test_a_job_of_one_process_imports_nothing():
     program = (
-        "import sys\nfrom mujica_jax import distributed\nfrom mujica_jax.config import DistributedConfig\n"
-        "from mujica_jax.preemption import Preemption\n"
+        "import sys\nfrom mujica_jax import distributed\nfrom mujica_jax.config.schema import DistributedConfig\n"
+        "from mujica_jax.runtime.preemption import Preemption\n"
         "distributed.start(DistributedConfig(), Preemption()); distributed.meet('x'); distributed.finish()\n"
-        "print([name for name in ('jax', 'mujica_jax.host_watch') if name in sys.modules])"
+        "print([name for name in ('jax', 'mujica_jax.runtime.heartbeat') if name in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

@@ -12,7 +12,7 @@ from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.encoder import Embedder, embedder_config, encoder_config, load_encoder
-from mujica_jax.retrieval.corpus import read_corpus
+from mujica_jax.retrieval.text.corpus import read_corpus
 
 torch = pytest.importorskip("torch", reason="torch is not installed: parity needs it")
 transformers = pytest.importorskip("transformers")

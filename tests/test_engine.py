@@ -24,13 +24,13 @@ from tiny_engine import (
     random_tokens,
 )
 
-from mujica_jax.inference import resident_programs
-from mujica_jax.inference.engine import Engine, FlushRow, PrefillRow, SlotState, advance, bucket, narrowed
-from mujica_jax.inference.resident_programs import Places, Tiles
-from mujica_jax.inference.resident_programs import decode as decode_program
-from mujica_jax.inference.resident_programs import prefill as prefill_program
+from mujica_jax.inference.engine import contiguous_programs as resident_programs
+from mujica_jax.inference.engine.base import Engine, FlushRow, PrefillRow, SlotState, advance, bucket, narrowed
+from mujica_jax.inference.engine.contiguous_programs import Places, Tiles
+from mujica_jax.inference.engine.contiguous_programs import decode as decode_program
+from mujica_jax.inference.engine.contiguous_programs import prefill as prefill_program
 from mujica_jax.inference.sampling import sample, uniforms
-from mujica_jax.learning.losses import token_log_probs
+from mujica_jax.learning.losses.mle import token_log_probs
 from mujica_jax.trajectories.packing import pack
 
 SEQUENCE = random_tokens(40)

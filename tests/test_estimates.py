@@ -10,8 +10,8 @@ import pytest
 from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
-from mujica_jax.retrieval import estimates
-from mujica_jax.retrieval.bm25 import Bm25Index
+from mujica_jax.retrieval.text import estimates
+from mujica_jax.retrieval.text.bm25 import Bm25Index
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSAGES = 1500
@@ -71,11 +71,11 @@ def test_what_is_imported_once_is_not_counted_for_every_passage(folder, capsys, 
 PEAK = """
 import dataclasses, sys
 from pathlib import Path
-from mujica_jax.retrieval.bm25 import Bm25Index
-from mujica_jax.retrieval.corpus import Passage, stream_corpus
-from mujica_jax.retrieval.estimates import count_and_sample, estimate
-from mujica_jax.retrieval.indexes import Recipe
-from mujica_jax.retrieval.passages import PassageFile, write_passages
+from mujica_jax.retrieval.text.bm25 import Bm25Index
+from mujica_jax.retrieval.text.corpus import Passage, stream_corpus
+from mujica_jax.retrieval.text.estimates import count_and_sample, estimate
+from mujica_jax.retrieval.text.index import Recipe
+from mujica_jax.retrieval.text.passages import PassageFile, write_passages
 
 def kibibytes(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))

@@ -12,8 +12,8 @@ import pytest
 from local_endpoint import Answer, Request, serving
 
 from mujica_jax import eval as evaluation
-from mujica_jax.config_files import load_config
-from mujica_jax.methods.start import build_task
+from mujica_jax.config.files import load_config
+from mujica_jax.methods.setup import build_task
 from mujica_jax.models.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

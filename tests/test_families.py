@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mujica_jax.config import TrainerConfig
+from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import Trainer

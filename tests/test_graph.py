@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
+from mujica_jax.retrieval.graph.triples import Triple, TripleGraph, read_triples
 
 HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
 

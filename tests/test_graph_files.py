@@ -7,8 +7,8 @@ import pytest
 from little_graph import LINES, WD, WDT, write_dump
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import graph_files
-from mujica_jax.retrieval.graph_index import GraphRecipe, Loaded, graph_in_memory, load
+from mujica_jax.retrieval.graph import files as graph_files
+from mujica_jax.retrieval.graph.index import GraphRecipe, Loaded, graph_in_memory, load
 
 TABLE = "subject\trelation\tobject\tsubject_qid\tobject_qid\nIlse Vand\tborn in\tGhent\tQ2\tQ3\n"
 

@@ -19,10 +19,14 @@ from test_bucket_corpus import every
 from test_indexes import Silent
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import corpus_files, graph_files, graph_index, index_files, indexes
-from mujica_jax.retrieval.graph_estimates import estimate_graph
-from mujica_jax.retrieval.graph_files import Choice, pieces
-from mujica_jax.retrieval.graph_index import GraphRecipe, build, graph_in_memory, open_graph
+from mujica_jax.retrieval import manifest as index_files
+from mujica_jax.retrieval.graph import files as graph_files
+from mujica_jax.retrieval.graph import index as graph_index
+from mujica_jax.retrieval.graph.estimates import estimate_graph
+from mujica_jax.retrieval.graph.files import Choice, pieces
+from mujica_jax.retrieval.graph.index import GraphRecipe, build, graph_in_memory, open_graph
+from mujica_jax.retrieval.text import corpus_files
+from mujica_jax.retrieval.text import index as indexes
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
@@ -270,7 +274,10 @@ def many(tmp_path) -> tuple[Path, Path]:
 KILLED = """
 import sys, time
 from mujica_jax import index
-from mujica_jax.retrieval import graph_dumps, graph_files, graph_index, graph_tables
+from mujica_jax.retrieval.graph import dumps as graph_dumps
+from mujica_jax.retrieval.graph import files as graph_files
+from mujica_jax.retrieval.graph import index as graph_index
+from mujica_jax.retrieval.graph import tables as graph_tables
 graph_files.READ_BYTES, graph_index.CHUNK_BYTES, graph_index.TABLE_CHUNK_BYTES = 1000, 3000, 2000
 where = sys.argv.pop(1)
 def slowly(of, name, wait=0.03):

@@ -15,11 +15,11 @@ from little_graph import DIRECTOR, FILM, texts, write_dump
 from served_app import app_served
 
 from mujica_jax import index
-from mujica_jax.retrieval.graph_index import STORE, open_graph
-from mujica_jax.retrieval.graph_readers import MODULE, GraphReaders
-from mujica_jax.retrieval.graph_service import GraphQueries, asks_others, make_graph_app
-from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint
-from mujica_jax.retrieval.tries import Tries
+from mujica_jax.http.retry import Tries
+from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint
+from mujica_jax.retrieval.graph.index import STORE, open_graph
+from mujica_jax.retrieval.graph.query_pool import MODULE, GraphReaders
+from mujica_jax.retrieval.graph.service import GraphQueries, asks_others, make_graph_app
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = "SELECT * WHERE { ?s ?p ?o }"

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-from mujica_jax.models.host_memory import keep_freed_memory
+from mujica_jax.runtime.host_memory import keep_freed_memory
 
 print(keep_freed_memory())
 import jax.numpy as jnp

@@ -148,7 +148,7 @@ def test_only_a_build_goes_on_where_it_was(folder, capsys, monkeypatch):
 
 
 def test_an_interrupted_build_says_that_it_goes_on(folder, capsys, tmp_path, monkeypatch):
-    from mujica_jax.retrieval import indexes
+    from mujica_jax.retrieval.text import index as indexes
 
     def interrupted(*_):
         raise KeyboardInterrupt

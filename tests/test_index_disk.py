@@ -10,7 +10,8 @@ import pytest
 from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
-from mujica_jax.retrieval import index_files, indexes
+from mujica_jax.retrieval import manifest as index_files
+from mujica_jax.retrieval.text import index as indexes
 
 PASSAGES = 1100  # so many that ScaNN learns partitions
 

@@ -10,7 +10,7 @@ from local_endpoint import Answer, serving
 from test_index import printed, refused
 
 from mujica_jax import index
-from mujica_jax.retrieval.graph_index import graph_in_memory
+from mujica_jax.retrieval.graph.index import graph_in_memory
 
 
 @pytest.fixture(scope="module")

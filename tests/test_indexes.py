@@ -12,13 +12,14 @@ from killed_build import kill_at, small_chunks
 from tiny_embedder import WORDS, tiny_embedder, write_corpus
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import embeddings as embeddings_module
-from mujica_jax.retrieval import index_files, indexes
-from mujica_jax.retrieval.corpus import read_corpus
-from mujica_jax.retrieval.dense import DenseIndex, best_rows, nearest
-from mujica_jax.retrieval.embedders import find_embedder
-from mujica_jax.retrieval.embeddings import compressed, encoded_rows, open_embeddings
-from mujica_jax.retrieval.passages import PassageFile, write_passages
+from mujica_jax.retrieval import manifest as index_files
+from mujica_jax.retrieval.text import embeddings as embeddings_module
+from mujica_jax.retrieval.text import index as indexes
+from mujica_jax.retrieval.text.corpus import read_corpus
+from mujica_jax.retrieval.text.dense import DenseIndex, best_rows, nearest
+from mujica_jax.retrieval.text.embedders import find_embedder
+from mujica_jax.retrieval.text.embeddings import compressed, encoded_rows, open_embeddings
+from mujica_jax.retrieval.text.passages import PassageFile, write_passages
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSAGES = 90
@@ -260,8 +261,8 @@ def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, corpus, embedder, mo
 PEAK = """
 import sys
 from pathlib import Path
-from mujica_jax.retrieval.corpus import stream_corpus
-from mujica_jax.retrieval.passages import PassageFile, write_passages
+from mujica_jax.retrieval.text.corpus import stream_corpus
+from mujica_jax.retrieval.text.passages import PassageFile, write_passages
 
 def kibibytes(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
@@ -301,7 +302,7 @@ def test_two_builders_of_one_directory(tmp_path, corpus, embedder):
 
 
 def test_passages_are_mapped_and_found_by_position_and_title(tmp_path, monkeypatch):
-    from mujica_jax.retrieval import passages as module
+    from mujica_jax.retrieval.text import passages as module
 
     monkeypatch.setattr(module, "BATCH_ROWS", 7)
     corpus = read_corpus([write_corpus(tmp_path / "corpus.jsonl", 30)])

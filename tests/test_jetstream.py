@@ -15,7 +15,7 @@ import pytest
 from countable_engine import UNWRITTEN, CountableEngine
 from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, decoder, log_probs_of, make_engine, next_token_logits, random_tokens
 
-from mujica_jax.inference.engine import Engine
+from mujica_jax.inference.engine.base import Engine
 from mujica_jax.inference.jetstream import NO_TOKEN, DecodeState, JetStreamEngine, JetStreamTokenizer, Prefix
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer

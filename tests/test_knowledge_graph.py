@@ -11,13 +11,13 @@ from little_graph import ALIAS, DIRECTOR, FILM, LABEL, LINES, XSD, fact, label, 
 from local_endpoint import Answer, serving
 from shared_data import TWO_WIKI, needs_data
 
-from mujica_jax.retrieval import knowledge_graph, sparql
 from mujica_jax.retrieval.errors import RetrieverTimeout, RetrieverUnavailable
-from mujica_jax.retrieval.graph import LITERAL_RELATIONS, TripleGraph, normalise_label, read_triples
-from mujica_jax.retrieval.graph_files import Choice
-from mujica_jax.retrieval.graph_index import graph_in_memory
-from mujica_jax.retrieval.graph_store import GraphStore
-from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint
+from mujica_jax.retrieval.graph import knowledge_graph, sparql
+from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint
+from mujica_jax.retrieval.graph.files import Choice
+from mujica_jax.retrieval.graph.index import graph_in_memory
+from mujica_jax.retrieval.graph.store import GraphStore
+from mujica_jax.retrieval.graph.triples import LITERAL_RELATIONS, TripleGraph, normalise_label, read_triples
 
 HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
 HOSTILE = [

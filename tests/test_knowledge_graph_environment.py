@@ -18,15 +18,15 @@ from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
+from mujica_jax.http.retry import Tries
 from mujica_jax.records import Entity, StopReason
 from mujica_jax.retrieval.errors import RetrievalError, RetrieverUnavailable
-from mujica_jax.retrieval.graph_dumps import claim_quads
-from mujica_jax.retrieval.graph_index import graph_in_memory
-from mujica_jax.retrieval.graph_store import GraphStore
-from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint
-from mujica_jax.retrieval.tries import Tries
-from mujica_jax.tasks import two_wiki
+from mujica_jax.retrieval.graph.dumps import claim_quads
+from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint
+from mujica_jax.retrieval.graph.index import graph_in_memory
+from mujica_jax.retrieval.graph.store import GraphStore
 from mujica_jax.tasks.environment import GraphEnvironment, KnowledgeGraphEnvironment
+from mujica_jax.tasks.two_wiki import task as two_wiki
 
 BRICK = Entity(id="Q21", label="a lego brickumentary")
 ROWS = [

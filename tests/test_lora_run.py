@@ -13,15 +13,15 @@ from packed_rows import MODEL, random_conversations
 from tiny_models import filled_decoder
 
 from mujica_jax.agents.mujica import Attempt
-from mujica_jax.config import Config
-from mujica_jax.config_files import load_config
-from mujica_jax.learning.losses import token_log_probs
-from mujica_jax.methods import start
+from mujica_jax.config.files import load_config
+from mujica_jax.config.schema import Config
+from mujica_jax.learning.losses.mle import token_log_probs
+from mujica_jax.methods import setup as start
 from mujica_jax.methods.run import Run
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint, save_checkpoint
-from mujica_jax.preemption import Preemption
+from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.trajectories.packing import pack
 
 SMOKE = Path(__file__).parent / "loops" / "smoke_config.py"

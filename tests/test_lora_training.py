@@ -13,7 +13,7 @@ from packed_rows import TRAINER, random_conversations, tiny_decoder
 
 from mujica_jax.errors import UserError
 from mujica_jax.learning.checkpoints import Checkpoints
-from mujica_jax.learning.losses import mle_loss, token_log_probs
+from mujica_jax.learning.losses.mle import mle_loss, token_log_probs
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import FitResult, Trainer, TrainState, fit
 from mujica_jax.models.layers import projections

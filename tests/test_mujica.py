@@ -31,8 +31,8 @@ from mujica_jax.agents import mujica
 from mujica_jax.agents.mujica import EnginePolicy, PlannerView, WorkerView, run_episodes
 from mujica_jax.agents.protocol import NOTHING_FOUND
 from mujica_jax.inference.requests import SamplingParams
-from mujica_jax.preemption import Preempted
 from mujica_jax.records import Entity, StopReason, Trajectory
+from mujica_jax.runtime.preemption import Preempted
 from mujica_jax.tasks.task import Material
 
 WHO, BORN = "Who is the director of Amber Tide?", "Where was Ilse Vand born?"

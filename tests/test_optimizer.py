@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from packed_rows import MODEL, TRAINER
 
-from mujica_jax.config_files import load_config
+from mujica_jax.config.files import load_config
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import adamw, decayed, learning_rate, moved, schedule
 from mujica_jax.models.decoder import Decoder

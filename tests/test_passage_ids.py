@@ -5,7 +5,7 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mujica_jax.retrieval.passage_ids import PassageIds
+from mujica_jax.retrieval.text.passage_ids import PassageIds
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 12).map(str), st.sampled_from(["00", "07", "x", "", "-1", "²"]))))

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax.joint_stop import ASKED, BEGUN, JointStop
-from mujica_jax.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption_sync import ASKED, BEGUN, JointStop
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 60.0  # far more than anything here takes
 COMPILING = """
 import sys
 import jax, jax.numpy as jnp
-from mujica_jax.preemption import Preemption
+from mujica_jax.runtime.preemption import Preemption
 
 def deep(x):
     for _ in range(4000):
@@ -37,9 +37,9 @@ with Preemption(grace_seconds=0.5) as preemption:
 """
 TWO_PROCESSES = """
 import os, signal, sys, time
-from mujica_jax import distributed
-from mujica_jax.config import DistributedConfig
-from mujica_jax.preemption import Preempted, Preemption
+from mujica_jax.runtime import distributed
+from mujica_jax.config.schema import DistributedConfig
+from mujica_jax.runtime.preemption import Preempted, Preemption
 
 process, where = int(sys.argv[1]), sys.argv[3]
 with Preemption() as preemption:
@@ -70,10 +70,10 @@ with Preemption() as preemption:
 
 THREE_PROCESSES = """
 import os, signal, sys, time
-from mujica_jax import distributed
-from mujica_jax.config import DistributedConfig
-from mujica_jax.host_watch import Watch
-from mujica_jax.preemption import Preempted, Preemption
+from mujica_jax.runtime import distributed
+from mujica_jax.config.schema import DistributedConfig
+from mujica_jax.runtime.heartbeat import Watch
+from mujica_jax.runtime.preemption import Preempted, Preemption
 
 process, leaver = int(sys.argv[1]), int(sys.argv[3])
 beat = Watch.beat

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from packed_rows import random_conversations
 
-from mujica_jax.learning.preference_loss import Pairs, dpo_loss
+from mujica_jax.learning.losses.preference import Pairs, dpo_loss
 from mujica_jax.trajectories.packing import pack
 
 # One conversation of three trained tokens in the first row, two of one in the second.

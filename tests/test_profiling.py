@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mujica_jax.config import ProfileConfig
-from mujica_jax.config_checks import check_profile
+from mujica_jax.config.checks import check_profile
+from mujica_jax.config.schema import ProfileConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning import profiling
 from mujica_jax.learning.profiling import ProfileWindow

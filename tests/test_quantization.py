@@ -12,7 +12,7 @@ from flax import nnx
 from tiny_engine import MODEL, SLOTS, decoded, decoder, make_engine, next_token_logits, pages_of_slot, random_tokens
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.engine import PrefillRow, SlotState
+from mujica_jax.inference.engine.base import PrefillRow, SlotState
 from mujica_jax.models.layers import projections
 from mujica_jax.models.quantization import engine_weights
 

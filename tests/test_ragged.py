@@ -15,11 +15,11 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 from tiny_engine import MODEL, NO_STOP, decoded, decoder, log_probs_of, make_engine, random_tokens
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference import ragged
-from mujica_jax.inference.engine import PrefillRow, SlotState, page_bytes
-from mujica_jax.inference.generator import BatchedGenerator
-from mujica_jax.inference.ragged import RaggedEngine, check_tiles
+from mujica_jax.inference.engine import ragged
+from mujica_jax.inference.engine.base import PrefillRow, SlotState, page_bytes
+from mujica_jax.inference.engine.ragged import RaggedEngine, check_tiles
 from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.inference.scheduler import BatchedGenerator
 
 SLOTS, POSITIONS, PAGE_TOKENS = 3, 64, 8
 PAGES_A_SLOT = POSITIONS // PAGE_TOKENS

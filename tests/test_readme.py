@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from shared_data import TWO_WIKI
 
-from mujica_jax.config import Config
-from mujica_jax.config_checks import check
-from mujica_jax.config_files import command_line
+from mujica_jax.config.checks import check
+from mujica_jax.config.files import command_line
+from mujica_jax.config.schema import Config
 from mujica_jax.train import DEFAULT_CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent

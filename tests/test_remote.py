@@ -10,10 +10,10 @@ from local_endpoint import Answer, LocalEndpoint, Request, serving
 from test_remote_formats import END, PROMPT, TOKENIZER, WORDS, generator, openai, params, vllm
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference import endpoint as endpoint_module
-from mujica_jax.inference.remote import RemoteGenerator
+from mujica_jax.http import client as endpoint_module
+from mujica_jax.inference.priority_queue import WaitingLine
+from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import DeadlineError, OverloadError, RequestError
-from mujica_jax.inference.waiting_line import WaitingLine
 
 GOOD = Answer(content=vllm([*WORDS, END]))
 KEY = "sk-secret-0123456789"

@@ -6,8 +6,8 @@ import json
 import pytest
 from local_endpoint import Answer, LocalEndpoint, serving
 
-from mujica_jax.inference.remote import RemoteGenerator
-from mujica_jax.inference.remote_formats import ReplyError
+from mujica_jax.inference.remote.formats import ReplyError
+from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import Completion, RequestError, SamplingParams, check_params, check_prompt
 from mujica_jax.models.tokenizer import Tokenizer
 

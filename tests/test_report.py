@@ -10,7 +10,7 @@ import time
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from mujica_jax.config import MetricsConfig
+from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.errors import StoreError
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory
 from mujica_jax.report import (

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import hits_cache
-from mujica_jax.retrieval.corpus import Passage
+from mujica_jax.retrieval import search_cache as hits_cache
 from mujica_jax.retrieval.errors import (
     RetrievalError,
     RetrieverOverloaded,
@@ -17,8 +16,9 @@ from mujica_jax.retrieval.errors import (
     RetrieverTimeout,
     RetrieverUnavailable,
 )
-from mujica_jax.retrieval.hits_cache import HitsCache
 from mujica_jax.retrieval.retriever import IndexRetriever
+from mujica_jax.retrieval.search_cache import HitsCache
+from mujica_jax.retrieval.text.corpus import Passage
 
 PASSAGES = [Passage(id=str(n), title=f"title {n}", text="text") for n in range(10)]
 

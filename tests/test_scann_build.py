@@ -14,10 +14,11 @@ from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import indexes, scann_build
-from mujica_jax.retrieval.embeddings import Embeddings, compressed
-from mujica_jax.retrieval.estimates import scann_building_bytes
-from mujica_jax.retrieval.scann_search import ScannParameters, package
+from mujica_jax.retrieval.text import index as indexes
+from mujica_jax.retrieval.text import scann_build
+from mujica_jax.retrieval.text.embeddings import Embeddings, compressed
+from mujica_jax.retrieval.text.estimates import scann_building_bytes
+from mujica_jax.retrieval.text.scann_search import ScannParameters, package
 
 pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
 
@@ -132,10 +133,10 @@ PEAK = """
 import sys
 from pathlib import Path
 import numpy as np
-from mujica_jax.retrieval.embeddings import open_embeddings
-from mujica_jax.retrieval.scann_build import write_scann
-from mujica_jax.retrieval.estimates import scann_building_bytes
-from mujica_jax.retrieval.scann_search import ScannParameters, package
+from mujica_jax.retrieval.text.embeddings import open_embeddings
+from mujica_jax.retrieval.text.scann_build import write_scann
+from mujica_jax.retrieval.text.estimates import scann_building_bytes
+from mujica_jax.retrieval.text.scann_search import ScannParameters, package
 
 def kibibytes(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))

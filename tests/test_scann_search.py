@@ -11,11 +11,12 @@ from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import indexes, scann_search
-from mujica_jax.retrieval.dense import best_rows
-from mujica_jax.retrieval.embeddings import Storage, compressed
-from mujica_jax.retrieval.scann_build import write_scann
-from mujica_jax.retrieval.scann_search import (
+from mujica_jax.retrieval.text import index as indexes
+from mujica_jax.retrieval.text import scann_search
+from mujica_jax.retrieval.text.dense import best_rows
+from mujica_jax.retrieval.text.embeddings import Storage, compressed
+from mujica_jax.retrieval.text.scann_build import write_scann
+from mujica_jax.retrieval.text.scann_search import (
     KERNELS,
     ScannParameters,
     ScannSearch,

@@ -7,12 +7,12 @@ from little_agent import CONFIG, LittleWorld, agent, attempt, tokenizer
 
 from mujica_jax.agents.protocol import SearchCall, parse_planner, parse_worker
 from mujica_jax.agents.scripted import ScriptedPolicy, query_of
-from mujica_jax.config import TinyWorldConfig
+from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.records import Entity, Evidence, Question, StopReason, Trajectory
-from mujica_jax.tasks import tiny_world
 from mujica_jax.tasks.task import Material
-from mujica_jax.tasks.tiny_questions import KIND_SHARES
-from mujica_jax.tasks.tiny_world import TinyWorld
+from mujica_jax.tasks.tiny_world import world as tiny_world
+from mujica_jax.tasks.tiny_world.questions import KIND_SHARES
+from mujica_jax.tasks.tiny_world.world import TinyWorld
 from mujica_jax.trajectories.packing import pack
 
 # The little tokenizer spells names byte by byte.

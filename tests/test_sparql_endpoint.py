@@ -10,11 +10,11 @@ from little_graph import FILM, texts, write_dump
 from local_endpoint import Answer, serving
 
 from mujica_jax.errors import UserError
+from mujica_jax.http.retry import Tries
 from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
-from mujica_jax.retrieval.graph_index import graph_in_memory
-from mujica_jax.retrieval.hits_cache import AnswerCache
-from mujica_jax.retrieval.sparql_endpoint import SparqlEndpoint, _table, open_endpoint
-from mujica_jax.retrieval.tries import Tries
+from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint, _table, open_endpoint
+from mujica_jax.retrieval.graph.index import graph_in_memory
+from mujica_jax.retrieval.search_cache import AnswerCache
 
 QUICK = Tries(timeout_seconds=1.0, deadline_seconds=20.0, first_wait_seconds=0.01)
 PATIENT = Tries(timeout_seconds=20.0, deadline_seconds=20.0, first_wait_seconds=0.01)

@@ -18,8 +18,10 @@ from fake_bucket import use
 
 from mujica_jax.errors import RunMismatch, StoreError, UserError
 from mujica_jax.records import Conversation, Search, StopReason, Trajectory, Turn
-from mujica_jax.trajectories import objects, provenance, shards
-from mujica_jax.trajectories.run_directory import RunPath, run_path
+from mujica_jax.runtime import provenance
+from mujica_jax.storage import objects
+from mujica_jax.storage.run_directory import RunPath, run_path
+from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.store import RoundSummary, Store, open_run, shard_name
 
 
@@ -128,7 +130,7 @@ def test_of_many_writers_exactly_one_wins(store: Store) -> None:
 def test_a_writer_killed_in_the_middle_leaves_no_object(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal\n"
-        "from mujica_jax.trajectories.objects import Objects\n"
+        "from mujica_jax.storage.objects import Objects\n"
         "os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"Objects(pathlib.Path({str(tmp_path)!r})).create('x', b'never whole')\n"
     )

@@ -8,16 +8,16 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from mujica_jax.config import TinyWorldConfig
+from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import score
 from mujica_jax.records import Entity, Question
-from mujica_jax.tasks.chains import follows_from_evidence
 from mujica_jax.tasks.task import Task
-from mujica_jax.tasks.tiny_facts import WorldPart
-from mujica_jax.tasks.tiny_names import LEARNING_SHARES, SHARES, Part
-from mujica_jax.tasks.tiny_questions import KIND_SHARES, TEMPLATES
-from mujica_jax.tasks.tiny_world import FIRST_KEY, TinyWorld, build
+from mujica_jax.tasks.tiny_world.facts import WorldPart
+from mujica_jax.tasks.tiny_world.names import LEARNING_SHARES, SHARES, Part
+from mujica_jax.tasks.tiny_world.questions import KIND_SHARES, TEMPLATES
+from mujica_jax.tasks.tiny_world.world import FIRST_KEY, TinyWorld, build
+from mujica_jax.tasks.two_wiki.chains import follows_from_evidence
 
 CONFIG = TinyWorldConfig(
     train_questions=300, demonstrations=200, test_questions=150, facts_per_entity=8, distractor_names=0.3

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax.models.chips import chip_of_topology
+from mujica_jax.runtime.chips import chip_of_topology
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = ROOT / ".venv" / "tpu"

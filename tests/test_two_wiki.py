@@ -16,17 +16,17 @@ from shared_data import TWO_WIKI, needs_data
 from tiny_embedder import tiny_embedder
 
 from mujica_jax import index
-from mujica_jax.config import TwoWikiConfig
+from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import Entity
-from mujica_jax.retrieval.embedders import find_embedder
 from mujica_jax.retrieval.errors import RetrievalError
-from mujica_jax.retrieval.graph import Triple, TripleGraph, read_triples
-from mujica_jax.tasks import two_wiki
-from mujica_jax.tasks.chains import follows_from_evidence, parse_date
+from mujica_jax.retrieval.graph.triples import Triple, TripleGraph, read_triples
+from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.tasks.environment import GraphEnvironment
-from mujica_jax.tasks.renaming import KEPT_WORDS
-from mujica_jax.tasks.two_wiki_records import QUESTION_FILES, data_files, mentions, read_questions, with_known_ids
+from mujica_jax.tasks.two_wiki import task as two_wiki
+from mujica_jax.tasks.two_wiki.augmentation import KEPT_WORDS
+from mujica_jax.tasks.two_wiki.chains import follows_from_evidence, parse_date
+from mujica_jax.tasks.two_wiki.records import QUESTION_FILES, data_files, mentions, read_questions, with_known_ids
 
 # Three questions with everything that makes the real records hard: a bridge under two names, Q-ids that only `entity_ids` gives, and
 # evidences whose ids are listed in another order.

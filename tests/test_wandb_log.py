@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax.config import MetricsConfig
+from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.errors import UserError
 from mujica_jax.report.wandb_log import import_wandb
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITE = """
 import pathlib, sys
-from mujica_jax.config import MetricsConfig
+from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.report import MetricsLog
 config = MetricsConfig(wandb="offline", wandb_project="somewhere")
 with MetricsLog(pathlib.Path(sys.argv[1]), config=config, about={"seed": 5}) as log:

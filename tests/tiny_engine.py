@@ -12,8 +12,8 @@ from flax import nnx
 from packed_rows import MODEL as ONE_LAYER
 from tiny_models import filled_decoder
 
-from mujica_jax.inference.engine import Engine, SlotState
-from mujica_jax.inference.resident import ResidentEngine
+from mujica_jax.inference.engine.base import Engine, SlotState
+from mujica_jax.inference.engine.contiguous import ResidentEngine
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig

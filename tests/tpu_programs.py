@@ -23,18 +23,18 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from test_families import LLAMA3_1_8B, QWEN2_5_7B, QWEN3_8B
 
-from mujica_jax.config_files import load_config
-from mujica_jax.inference.engine import page_bytes
-from mujica_jax.inference.engines import CACHE_DTYPES
-from mujica_jax.inference.ragged import RaggedEngine
+from mujica_jax.config.files import load_config
+from mujica_jax.inference.engine.base import page_bytes
+from mujica_jax.inference.engine.factory import CACHE_DTYPES
+from mujica_jax.inference.engine.ragged import RaggedEngine
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.models.collectives import collectives
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import from_hugging_face
 from mujica_jax.models.layers import projections
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
-from mujica_jax.retrieval.accelerator import MOST_QUERIES, ROWS, layout, rows_mesh, search_program
+from mujica_jax.retrieval.text.exact import MOST_QUERIES, ROWS, layout, rows_mesh, search_program
+from mujica_jax.runtime.collectives import collectives
 
 PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from countable_engine import CountableEngine
 
-from mujica_jax.inference.engine import Engine
-from mujica_jax.inference.generator import BatchedGenerator
+from mujica_jax.inference.engine.base import Engine
 from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.inference.scheduler import BatchedGenerator
 
 PATIENCE_SECONDS = 90.0  # a request that is forgotten would wait for ever
 

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.dialogue import Dialogue
-from mujica_jax.config import AgentConfig
+from mujica_jax.config.schema import AgentConfig
 from mujica_jax.inference.requests import Completion, Generator, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import Conversation, Entity, Question, Search, StopReason, Trajectory

@@ -17,8 +17,8 @@ from mujica_jax.agents.mujica import PlannerView, WorkerView
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Evidence, Question
-from mujica_jax.tasks.chains import chain_ends, compare_dates, parse_date
 from mujica_jax.tasks.task import Material
+from mujica_jax.tasks.two_wiki.chains import chain_ends, compare_dates, parse_date
 
 PERSON_RELATIONS = frozenset(
     "director father mother spouse performer composer sibling child creator producer editor presenter screenwriter".split()

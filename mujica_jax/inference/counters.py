@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.generator import GeneratorStatistics
+from mujica_jax.inference.scheduler import GeneratorStatistics
 
 WINDOW_SECONDS = 10.0  # tokens a second are counted over this time, or since the reading before it
 PREFIX = "mujica_"

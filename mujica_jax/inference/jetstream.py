@@ -28,8 +28,8 @@ from flax import nnx
 from jaxtyping import Int, Num
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 
-from mujica_jax.inference.engine import Engine, FlushRow, PrefillRow, SlotState
-from mujica_jax.inference.pages import Lease, Pages
+from mujica_jax.inference.engine.base import Engine, FlushRow, PrefillRow, SlotState
+from mujica_jax.inference.paging import Lease, Pages
 from mujica_jax.inference.requests import RequestError, SamplingParams, check_params, check_prompt
 from mujica_jax.models.tokenizer import Tokenizer
 

@@ -27,12 +27,12 @@ from typing import Any, TypeVar
 
 import jax
 
-from mujica_jax import distributed
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import path_name
-from mujica_jax.trajectories.costs import Costs
-from mujica_jax.trajectories.objects import COMMITTED, explained, file_description, require_space, sync
-from mujica_jax.trajectories.run_directory import RunPath, run_path
+from mujica_jax.runtime import distributed
+from mujica_jax.storage.io_statistics import Costs
+from mujica_jax.storage.objects import COMMITTED, explained, file_description, require_space, sync
+from mujica_jax.storage.run_directory import RunPath, run_path
 
 FILES_BYTES = 500_000  # what the small files of a checkpoint take on disk at most
 State = TypeVar("State")
@@ -192,7 +192,7 @@ def _flatten(state: Any) -> dict[str, Any]:
 def _absolute(directory: RunPath) -> RunPath:
     if isinstance(directory, Path):
         return directory.absolute()
-    from mujica_jax.trajectories.bucket_path import limit_tensorstore
+    from mujica_jax.storage.gcs_path import limit_tensorstore
 
     limit_tensorstore()
     return directory
@@ -205,7 +205,7 @@ def _explained(folder: RunPath) -> Iterator[None]:
         with explained(folder):
             yield
         return
-    from mujica_jax.trajectories.bucket_path import tensorstore_explained
+    from mujica_jax.storage.gcs_path import tensorstore_explained
 
     with tensorstore_explained(folder):
         yield

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from mujica_jax.config import TrainerConfig
+from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from mujica_jax.config import ProfileConfig
-from mujica_jax.trajectories.run_directory import RunPath
+from mujica_jax.config.schema import ProfileConfig
+from mujica_jax.storage.run_directory import RunPath
 
 FOLDER = "profile"
 

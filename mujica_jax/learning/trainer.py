@@ -34,12 +34,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mujica_jax.config import TrainerConfig
-from mujica_jax.config_checks import check_rows
+from mujica_jax.config.checks import check_rows
+from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
-from mujica_jax.learning.losses import mle_loss, token_log_probs
+from mujica_jax.learning.losses.mle import mle_loss, token_log_probs
 from mujica_jax.learning.optimizer import Schedule, adamw, in_float32, learning_rate, moved, schedule
-from mujica_jax.learning.spikes import judged, no_spikes, refuse_many, unless
+from mujica_jax.learning.spike_guard import judged, no_spikes, refuse_many, unless
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig

@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mujica_jax import distributed
 from mujica_jax.agents.mujica import Attempt
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
 from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, PhaseResult, Run, tokens_of
 from mujica_jax.methods.shares import play_share
-from mujica_jax.methods.warmup import fitting
+from mujica_jax.methods.supervised import fitting
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.rewards import BEST_REWARD
+from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.packing import PackedRows, pack, too_long
 from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, select, threshold, training_rows
 from mujica_jax.trajectories.store import ShardEntry

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from mujica_jax.config import Config, RemoteConfig
+from mujica_jax.config.schema import Config, RemoteConfig
 
 if TYPE_CHECKING:
-    from mujica_jax.inference.remote import RemoteGenerator
+    from mujica_jax.inference.remote.generator import RemoteGenerator
     from mujica_jax.models.tokenizer import Tokenizer
-    from mujica_jax.trajectories.run_directory import RunPath
+    from mujica_jax.storage.run_directory import RunPath
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Endpoint:
 
 def open_endpoint(remote: RemoteConfig, config: Config, out: "RunPath") -> Endpoint:
     """Tokenizer and generator of an endpoint that `config_checks.check_remote` found whole. Nothing is asked of it yet."""
-    from mujica_jax.inference.remote import RemoteGenerator
+    from mujica_jax.inference.remote.generator import RemoteGenerator
     from mujica_jax.models.tokenizer import Tokenizer
 
     assert remote.base_url and remote.model and remote.mode and remote.tokenizer, "the endpoint was checked to be whole"

@@ -15,30 +15,30 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mujica_jax import distributed
 from mujica_jax.agents.mujica import Attempt, EnginePolicy, Mujica, run_episodes
-from mujica_jax.config import Config
+from mujica_jax.config.schema import Config
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
-from mujica_jax.inference.engines import make_engine
-from mujica_jax.inference.generator import BatchedGenerator
+from mujica_jax.inference.engine.factory import make_engine
+from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
-from mujica_jax.learning.step_figures import StepFigures
+from mujica_jax.learning.throughput import StepFigures
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
-from mujica_jax.methods.agreement import compared
-from mujica_jax.methods.scoring import Scores, score_policy
+from mujica_jax.methods.evaluation import Scores, score_policy
+from mujica_jax.methods.mismatch import compared
 from mujica_jax.methods.shares import gather
-from mujica_jax.models.compilations import compilations
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
-from mujica_jax.preemption import Preemption
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import MetricsLog, NoMetrics, Phase, Progress, StageClock
 from mujica_jax.rewards import f1_reward
+from mujica_jax.runtime import distributed
+from mujica_jax.runtime.compile_counter import compilations
+from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.environment import KnowledgeGraphEnvironment, TextEnvironment
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards

@@ -7,9 +7,9 @@ one process nothing of this happens.
 import itertools
 from collections.abc import Callable, Sequence
 
-from mujica_jax import distributed
 from mujica_jax.records import Trajectory
 from mujica_jax.report import Progress
+from mujica_jax.runtime import distributed
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.store import Store
 

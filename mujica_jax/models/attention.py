@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mujica_jax.config_checks import SPLASH_LANES
+from mujica_jax.config.checks import SPLASH_LANES
 from mujica_jax.errors import UserError
 from mujica_jax.models.layers import Attend
 from mujica_jax.models.sharding import RULES

@@ -28,9 +28,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.attention import MASKED_SCORE, softmax_mix
-from mujica_jax.models.beginnings import encode_beginnings
 from mujica_jax.models.layers import Weight
 from mujica_jax.models.tensors import Tensors, read_json
+from mujica_jax.models.truncation import encode_beginnings
 
 Pooling = Literal["cls", "mean"]
 Role = Literal["query", "passage"]

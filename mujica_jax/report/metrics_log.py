@@ -11,12 +11,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from mujica_jax.config import MetricsConfig
+from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.errors import StoreError, StoreUnavailable
 from mujica_jax.report.wandb_log import WandbLog
-from mujica_jax.trajectories.costs import Costs
-from mujica_jax.trajectories.objects import explained
-from mujica_jax.trajectories.run_directory import AppendedObject, RunPath, open_to_append
+from mujica_jax.storage.io_statistics import Costs
+from mujica_jax.storage.objects import explained
+from mujica_jax.storage.run_directory import AppendedObject, RunPath, open_to_append
 
 KEYS = {"phase", "step", "time"}
 TENSORBOARD_SUFFIX = ".metrics"  # tells this file from those of other writers in the same directory

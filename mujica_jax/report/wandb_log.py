@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mujica_jax.config import MetricsConfig
+from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.errors import UserError
-from mujica_jax.trajectories.run_directory import RunPath
+from mujica_jax.storage.run_directory import RunPath
 
 FOLDER = "wandb"
 MODE = "WANDB_MODE"  # wandb's own variable, which goes before the configuration

@@ -12,12 +12,12 @@ import time
 from typing import Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.endpoint import Endpoint, PassingFault, TooMuch
-from mujica_jax.retrieval.corpus import Passage
+from mujica_jax.http.client import Endpoint, PassingFault, TooMuch
+from mujica_jax.http.retry import Tries, too_late, until_answered
 from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable
 from mujica_jax.retrieval.retriever import Health, RetrievalStatistics
 from mujica_jax.retrieval.service import LARGEST_ANSWER_BYTES
-from mujica_jax.retrieval.tries import Tries, too_late, until_answered
+from mujica_jax.retrieval.text.corpus import Passage
 
 MOST_QUERIES = 64  # in one request
 HEALTH_SECONDS = 30.0

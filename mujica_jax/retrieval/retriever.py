@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.corpus import Passage
-from mujica_jax.retrieval.corpus_records import check_text
 from mujica_jax.retrieval.errors import (
     RetrievalError,
     RetrieverOverloaded,
@@ -21,8 +19,10 @@ from mujica_jax.retrieval.errors import (
     RetrieverTimeout,
     RetrieverUnavailable,
 )
-from mujica_jax.retrieval.hits_cache import HitsCache
-from mujica_jax.retrieval.indexes import Hits, Index
+from mujica_jax.retrieval.search_cache import HitsCache
+from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.retrieval.text.corpus_records import check_text
+from mujica_jax.retrieval.text.index import Hits, Index
 
 MOST_QUERIES = 256  # in one batch
 HEALTH_QUERY = "health"

@@ -24,8 +24,8 @@ from mujica_jax.retrieval.errors import (
     RetrieverRefused,
     RetrieverTimeout,
 )
-from mujica_jax.retrieval.indexes import Hits, Index
 from mujica_jax.retrieval.retriever import Health, IndexRetriever, RetrievalStatistics
+from mujica_jax.retrieval.text.index import Hits, Index
 
 if TYPE_CHECKING:
     import fastapi

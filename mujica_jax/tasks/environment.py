@@ -6,8 +6,8 @@ from typing import Literal
 
 from mujica_jax.records import Entity
 from mujica_jax.retrieval.errors import RetrievalError
-from mujica_jax.retrieval.graph import Triple, TripleGraph
-from mujica_jax.retrieval.knowledge_graph import KnowledgeGraph
+from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
+from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.retriever import RetrievalStatistics, Retriever
 from mujica_jax.tasks.task import Material
 

@@ -25,9 +25,10 @@ from typing import Any
 
 from mujica_jax.errors import RunMismatch, StoreError
 from mujica_jax.records import Trajectory
-from mujica_jax.trajectories import provenance, shards
-from mujica_jax.trajectories.objects import COMMITTED
-from mujica_jax.trajectories.run_directory import RunDirectory, RunPath
+from mujica_jax.runtime import provenance
+from mujica_jax.storage.objects import COMMITTED
+from mujica_jax.storage.run_directory import RunDirectory, RunPath
+from mujica_jax.trajectories import shards
 
 CONFIG = "config.json"
 DONE = "DONE.json"

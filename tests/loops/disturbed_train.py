@@ -42,12 +42,13 @@ import transformers
 import mujica_jax
 from mujica_jax import train
 from mujica_jax.agents.mujica import Mujica
-from mujica_jax.config_files import load_config
+from mujica_jax.config.files import load_config
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods import run, start
-from mujica_jax.preemption import Preemption
+from mujica_jax.methods import run
+from mujica_jax.methods import setup as start
 from mujica_jax.records import Trajectory
 from mujica_jax.report.progress import Stage
+from mujica_jax.runtime.preemption import Preemption
 
 SECONDS_TO_SAVE = 60.0
 NOTED = "MUJICA_SIGNALLED"  # names the file that holds when the signal came

@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from mujica_jax.config import Config, TwoWikiConfig
-from mujica_jax.config_files import load_config
+from mujica_jax.config.files import load_config
+from mujica_jax.config.schema import Config, TwoWikiConfig
 
 
 def get_config() -> Config:

@@ -1,0 +1,215 @@
+"""Whether a configuration agrees with itself: everything that can be known before the task is read or a device is asked.
+
+Both entry points call `check` first, so a mistake is answered in a second and before a run directory exists. What only the machine, the
+task or a checkpoint can tell (devices, files, sizes of a checkpoint) is checked where these are opened.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
+from mujica_jax.errors import UserError
+
+LEAST: Mapping[str, int | float] = {  # smallest value of a field
+    "model.hidden_size": 1,
+    "model.intermediate_size": 1,
+    "model.num_layers": 1,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 2,
+    "agent.max_iterations": 1,
+    "agent.max_searches_per_turn": 1,
+    "agent.max_turn_tokens": 1,
+    "agent.max_trajectory_tokens": 1,
+    "agent.max_observation_tokens": 1,
+    "engine.slots": 1,
+    "engine.decode_steps_per_call": 1,
+    "engine.prefill_tokens": 1,
+    "engine.page_tokens": 8,
+    "engine.cache_gigabytes": 0,
+    "engine.tensor": 1,
+    "trainer.row_tokens": 2,
+    "trainer.rows_per_step": 1,
+    "trainer.weight_decay": 0,
+    "trainer.spike_deviations": 0,
+    "trainer.spike_window_steps": 2,
+    "trainer.most_skips_in_a_row": 1,
+    "trainer.accumulation_steps": 1,
+    "trainer.z_loss": 0,
+    "trainer.keep_checkpoints": 1,
+    "trainer.lora_rank": 0,
+    "trainer.data": 1,
+    "trainer.fsdp": 1,
+    "trainer.tensor": 1,
+    "reading.documents": 0,
+    "reading.steps": 0,
+    "warmup.steps": 0,
+    "warmup.reading_share": 0,
+    "warmup.few_shot_trajectories": 1,
+    "warmup.few_shot_attempts": 1,
+    "mygo.rounds": 0,
+    "mygo.questions_per_round": 1,
+    "mygo.max_attempts": 1,
+    "mygo.keep_per_question": 1,
+    "mygo.shard_questions": 1,
+    "mygo.epochs": 1,
+    "mygo.replay": 0,
+    "eval.questions": 1,
+    "distributed.processes": 1,
+    "distributed.process": 0,
+    "distributed.deadline_seconds": 1,
+    "distributed.barrier_seconds": 1,
+    "metrics.every_steps": 1,
+    "metrics.compared_conversations": 0,
+    "metrics.port": 0,
+    "seed": 0,
+}
+ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "trainer.lora_alpha", "mygo.temperature", "eval.temperature")
+BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.oversight")  # and at least 0: shares
+SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
+LARGEST_PORT = 65535
+LARGEST_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
+
+
+def check(config: Config) -> None:
+    """Raises UserError naming the first field that cannot be, its value, and what could."""
+    for name, least in LEAST.items():
+        _require(config, name, lambda value, least=least: value >= least, f"at least {least}")
+    for name in ABOVE_ZERO:
+        _require(config, name, lambda value: value > 0, "above 0")
+    for name in BELOW_ONE:
+        _require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+    _require(config, "seed", lambda value: value <= LARGEST_SEED, f"at most {LARGEST_SEED}")
+    _require(config, "metrics.port", lambda value: value <= LARGEST_PORT, f"at most {LARGEST_PORT}")
+    check_profile(config.profile)
+    for section, steps in (("reading", config.reading.steps), ("warmup", config.warmup.steps), ("mygo", 1)):
+        if steps:
+            _check_rates(config, section)
+    if config.init is None and config.reading.documents == 0 and (config.reading.steps or config.warmup.reading_share):
+        raise UserError(
+            f"reading.documents is 0, and reading.steps {config.reading.steps} and warmup.reading_share "
+            f"{config.warmup.reading_share} read some: give documents, or set both to 0"
+        )
+    if config.trainer.lora_rank and config.init is None:
+        raise UserError(
+            f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a model that has learnt something, "
+            "so name its checkpoint with --init, or leave the rank at 0"
+        )
+    _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
+    check_limits(config.agent)
+    check_rows(config.trainer)
+    check_distributed(config.distributed)
+
+
+def check_limits(agent: AgentConfig) -> None:
+    """A worker's conversation holds its prompt, the observation and one turn."""
+    needed = agent.max_observation_tokens + agent.max_turn_tokens
+    if needed >= agent.max_trajectory_tokens:
+        raise UserError(
+            f"agent.max_observation_tokens {agent.max_observation_tokens} and agent.max_turn_tokens {agent.max_turn_tokens} are "
+            f"{needed} tokens together and leave no room for a prompt in agent.max_trajectory_tokens {agent.max_trajectory_tokens}: "
+            "lower one of the two or raise the last"
+        )
+
+
+def check_rows(trainer: TrainerConfig) -> None:
+    """Every device of data x fsdp gets as many rows of each part of a batch, and rows have a length that the attention kernel takes."""
+    row_parts = trainer.data * trainer.fsdp
+    if trainer.rows_per_step % row_parts:
+        raise UserError(
+            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split over data x fsdp = {row_parts} devices: "
+            f"use a multiple of {row_parts}"
+        )
+    if trainer.rows_per_step % (row_parts * trainer.accumulation_steps):
+        raise UserError(
+            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split into trainer.accumulation_steps "
+            f"{trainer.accumulation_steps} parts of as many rows on data x fsdp = {row_parts} devices: "
+            f"use a multiple of {row_parts * trainer.accumulation_steps}"
+        )
+    if trainer.attention == "splash" and trainer.row_tokens % SPLASH_LANES:
+        raise UserError(
+            f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and trainer.row_tokens is {trainer.row_tokens}: "
+            f"use {SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)}, or trainer.attention auto"
+        )
+
+
+def check_distributed(distributed: DistributedConfig) -> None:
+    """A job is described wholly, or not at all. (A wrong address is answered when it is used, by `roll_call`.)"""
+    count, number = distributed.processes, distributed.process
+    if distributed.coordinator is None and (count > 1 or number > 0):
+        raise UserError(
+            f"distributed.processes is {count}, distributed.process {number} and there is no coordinator: give "
+            "--distributed.coordinator host:port of process 0 too, or none of them (a TPU pod needs none)"
+        )
+    if distributed.coordinator is not None and count < 2:
+        raise UserError(
+            f"distributed.coordinator is {distributed.coordinator} and distributed.processes is {count}: a job has at least 2, "
+            "and one process needs no coordinator"
+        )
+    if number >= count:
+        raise UserError(
+            f"distributed.process is {number} and distributed.processes {count}: number the processes from 0 to {count - 1}"
+        )
+
+
+def check_profile(profile: ProfileConfig) -> None:
+    """The window begins at a step and does not end before it."""
+    if profile.steps is None:
+        if profile.phase is not None:
+            raise UserError(
+                f"profile.phase is {profile.phase} and profile.steps is not given: give it too, as in --profile.steps 20 25"
+            )
+        return
+    first, last = profile.steps
+    if not 1 <= first <= last:
+        raise UserError(
+            f"profile.steps is {first} {last}: give the first step, from 1, and a last one that is not before it"
+        )
+
+
+def check_remote(remote: RemoteConfig) -> None:
+    """An endpoint is described wholly, or not at all."""
+    if remote.base_url is None:
+        for field in dataclasses.fields(remote):
+            if getattr(remote, field.name) != field.default:
+                name = _flag(f"remote.{field.name}")
+                raise UserError(
+                    f"{name} is {getattr(remote, field.name)} and there is no endpoint: give --remote.base-url too"
+                )
+        return
+    for name in ("model", "mode", "tokenizer"):
+        if not getattr(remote, name):
+            raise UserError(
+                f"--remote.base-url is {remote.base_url} and --remote.{name} is not given: an endpoint needs both"
+            )
+    for name, least in (("concurrency", 1), ("timeout_seconds", 0), ("deadline_seconds", 0)):
+        value = getattr(remote, name)
+        if not (math.isfinite(value) and value >= least and value > 0):
+            raise UserError(f"{_flag(f'remote.{name}')} is {value} and must be {'at least 1' if least else 'above 0'}")
+
+
+def _check_rates(config: Config, section: str) -> None:
+    _require(config, f"{section}.learning_rate", lambda value: value > 0, "above 0")
+    peak = _value(config, f"{section}.learning_rate")
+    _require(
+        config,
+        f"{section}.learning_rate_floor",
+        lambda value: 0 <= value <= peak,
+        f"between 0 and {section}.learning_rate {peak}",
+    )
+
+
+def _require(config: Config, name: str, holds: Callable[[float], bool], what: str) -> None:
+    value = _value(config, name)
+    if not (isinstance(value, int | float) and math.isfinite(value) and holds(value)):
+        raise UserError(f"{name} is {value!r} and must be {what}: change it in the configuration or pass {_flag(name)}")
+
+
+def _value(config: Config, name: str) -> int | float:
+    section, _, field = name.rpartition(".")
+    return getattr(getattr(config, section) if section else config, field)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

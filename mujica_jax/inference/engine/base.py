@@ -1,0 +1,242 @@
+"""The device side of sampling: KV memory in pages, one program that reads prompts and one that decodes several steps for all slots.
+
+An engine holds arrays and no policy. Which request sits in which slot, and which pages it has, is decided in `generator.py` with
+`pages.py`; an engine is told. There are two, with the same results:
+
+- `resident.ResidentEngine`, XLA on CPU and GPU: running requests have rows of contiguous memory beside the pages, what many of them
+  begin with is kept once and read by all of them together;
+- `ragged.RaggedEngine`, TPU: the ragged paged attention kernel reads and the programs write the pages themselves.
+
+Shapes are bounded, so the number of compiled programs is a few dozen whatever the traffic; `compiled_programs` counts them.
+"""
+
+import abc
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
+
+from mujica_jax.errors import UserError
+from mujica_jax.inference import sampling
+from mujica_jax.inference.engine.kv_quantization import LEVELS, CacheScales, calibrated
+from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.weight_sync import handed_over
+
+
+class SlotState(NamedTuple):
+    """What decoding needs to know of each slot."""
+
+    token: Int[np.ndarray | Array, " slots"]  # last token, whose keys and values are not in memory yet
+    position: Int[np.ndarray | Array, " slots"]  # its position: tokens before it are in memory
+    remaining: Int[np.ndarray | Array, " slots"]  # tokens the request may still generate; 0 = nothing runs here
+    temperature: Float[np.ndarray | Array, " slots"]
+    seed: UInt32[np.ndarray | Array, " slots"]
+    top_k: Int[np.ndarray | Array, " slots"]  # 0 = all
+    top_p: Float[np.ndarray | Array, " slots"]  # 1 = all
+    min_p: Float[np.ndarray | Array, " slots"]  # 0 = all
+
+    @classmethod
+    def idle(cls, slots: int) -> "SlotState":
+        """Nothing runs; the arrays are numpy's and may be written."""
+        whole, real = np.zeros(slots, np.int32), np.zeros(slots, np.float32)
+        return cls(
+            token=whole,
+            position=whole.copy(),
+            remaining=whole.copy(),
+            temperature=real,
+            seed=np.zeros(slots, np.uint32),
+            top_k=whole.copy(),
+            top_p=np.ones(slots, np.float32),
+            min_p=real.copy(),
+        )
+
+
+class PrefillRow(NamedTuple):
+    """Tokens of one request that are to be computed: those from position `start`, in `slot`."""
+
+    slot: int
+    pages: Sequence[int]  # all pages of the request; those before `start` hold its beginning
+    start: int
+    tokens: Sequence[int] | Int[np.ndarray, " uncached"]
+
+
+class FlushRow(NamedTuple):
+    """What a slot computed and its pages must hold: tokens from position `start` to before `stop`."""
+
+    slot: int
+    pages: Sequence[int]
+    start: int
+    stop: int
+
+
+class Decoded(NamedTuple):
+    """What a decode call generated, [steps, slots]; where `valid` is False nothing was."""
+
+    tokens: Int[np.ndarray | Array, "steps slots"]
+    logprobs: Float[np.ndarray | Array, "steps slots"]  # under the unmodified policy
+    sampling_logprobs: Float[np.ndarray | Array, "steps slots"]  # under the distribution drawn from
+    valid: Bool[np.ndarray | Array, "steps slots"]
+
+
+class Engine(abc.ABC):
+    """Weights, memory and compiled programs. Single-threaded: every call takes the memory over and gives it back."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        slots: int,
+        positions: int,
+        page_tokens: int,
+        num_pages: int,
+        prefill_tokens: int,
+        decode_steps: int,
+        stop_token_ids: Sequence[int],
+        mesh: Mesh | None = None,
+        cache_dtype: DTypeLike | None = None,
+    ) -> None:
+        """With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys and values are kept in the compute type
+        unless `cache_dtype` says otherwise; they are computed with in the compute type."""
+        if mesh is not None:
+            check_heads(decoder.config, mesh)
+        self.config = decoder.config
+        self.slots, self.positions = slots, positions
+        self.page_tokens, self.num_pages = page_tokens, num_pages
+        self.prefill_tokens, self.decode_steps = prefill_tokens, decode_steps
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self._stops = jnp.asarray(sorted(stop_token_ids), jnp.int32)
+        self.mesh = mesh
+        self._graph, weights = nnx.split(decoder)
+        self._dtype = jnp.dtype(decoder.dtype if cache_dtype is None else cache_dtype)
+        self._use(weights)
+        self._programs: set[tuple] = set()
+
+    @property
+    def compiled_programs(self) -> int:
+        return len(self._programs)
+
+    @property
+    def weights(self) -> nnx.State:
+        """The policy."""
+        return self._weights
+
+    def set_weights(self, weights: nnx.State) -> None:
+        """Replace the policy; returns when its weights are on the engine's devices. What the memory holds is stale afterwards: the caller
+        forgets it."""
+        self._use(weights)
+        jax.block_until_ready(self._weights)
+        self.forget()
+
+    def _use(self, weights: nnx.State) -> None:
+        self._weights = self._placed(weights)
+        self._scales: CacheScales | None = None
+        if jnp.issubdtype(self._dtype, jnp.integer):
+            calibrate = functools.partial(calibrated, self._graph)
+            with self._over_mesh():
+                abstract = is_abstract(self._weights)
+                self._scales = jax.eval_shape(calibrate, self._weights) if abstract else calibrate(self._weights)
+
+    def _placed(self, weights: nnx.State) -> nnx.State:
+        return weights if is_abstract(weights) else handed_over(weights, self.mesh)
+
+    def _over_mesh(self) -> Any:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Nothing runs and no page holds anything that will be read."""
+
+    @abc.abstractmethod
+    def choose(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
+        """The free slot in which a request with these pages starts soonest."""
+
+    @abc.abstractmethod
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (from, to), in the order of their leases: a page may be copied from and then copied to, never the other way."""
+
+    @abc.abstractmethod
+    def prefill(self, rows: Sequence[PrefillRow]) -> None:
+        """Compute keys and values of these tokens. The last token of a request is not among them: decode takes it."""
+
+    @abc.abstractmethod
+    def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
+        """Up to `decode_steps` tokens for every running slot. All results are numpy's."""
+
+    @abc.abstractmethod
+    def flush(self, rows: Sequence[FlushRow]) -> None:
+        """Write what slots computed to their pages, where that has not happened yet."""
+
+    @abc.abstractmethod
+    def retire(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
+        """The slot's request is over. `broken_pages` hold values that are not finite: masked positions weigh 0, and 0 x NaN is NaN
+        for whoever comes next, so they and the slot are emptied."""
+
+
+def advance(
+    logits: Float[Array, "slots vocab"], state: SlotState, stops: Int[Array, " stops"], filters: sampling.Filters | None
+) -> tuple[SlotState, Decoded]:
+    """Draw the next token of every running slot. [slots] instead of [steps, slots]."""
+    running = state.remaining > 0
+    drawn = sampling.sample(logits, state.temperature, sampling.uniforms(state.seed, state.position), filters)
+    token = jnp.where(running, drawn.token, state.token)
+    stopped = jnp.any(token[:, None] == stops[None, :], axis=-1)
+    remaining = jnp.where(stopped, 0, state.remaining - 1)
+    state = state._replace(
+        token=token,
+        position=jnp.where(running, state.position + 1, state.position),
+        remaining=jnp.where(running, remaining, 0),
+    )
+    return state, Decoded(token, drawn.logprob, drawn.sampling_logprob, running)
+
+
+def is_abstract(tree: Any) -> bool:
+    """Whether it has shapes and no arrays: then programs can be lowered, and none runs."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def filtered(state: SlotState) -> bool:
+    """Whether a running slot draws from a part of the vocabulary: then everything is sorted."""
+    return bool(np.any((state.remaining > 0) & ((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0))))
+
+
+def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*shape"]:
+    """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its range would become NaN; and int8
+    would wrap round."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.clip(jnp.round(values), -LEVELS, LEVELS).astype(dtype)
+    if jnp.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        values = jnp.clip(values, -largest, largest)
+    return values.astype(dtype)
+
+
+def bucket(needed: int, smallest: int, largest: int) -> int:
+    """The least of `smallest` x 1, 1.5, 2, 3, 4, 6, ... that holds `needed`, at most `largest`."""
+    size = smallest
+    while size < needed:
+        size = size * 3 // 2 if size * 3 // 2 >= needed else size * 2
+    return min(size, largest)
+
+
+def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
+    """Every device has key and value heads of its own."""
+    if config.num_kv_heads % mesh.shape["tensor"]:
+        raise UserError(
+            f"{config.num_kv_heads} key and value heads cannot be split over engine.tensor {mesh.shape['tensor']}: "
+            f"use a divisor of {config.num_kv_heads}"
+        )
+
+
+def page_bytes(config: DecoderConfig, page_tokens: int, dtype: DTypeLike, lanes: int = 1) -> int:
+    """Keys and values of one page, all layers; heads are filled up to a multiple of `lanes`."""
+    head_dim = -(-config.head_dim // lanes) * lanes
+    return 2 * config.num_layers * page_tokens * config.num_kv_heads * head_dim * jnp.dtype(dtype).itemsize

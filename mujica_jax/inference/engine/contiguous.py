@@ -1,0 +1,428 @@
+"""The engine on XLA, for CPU and GPU: every running request has a row of contiguous memory, the pages are where it comes from and goes.
+
+Gathering pages anew at every step would cost as much memory traffic as the step itself. So a request's pages are loaded into its slot's
+row once, decoding goes on in the row, and what was computed is written back to the pages when it is to be shared. A row remembers which
+pages it holds, so a conversation that comes back to its slot loads nothing.
+
+What several rows begin with (a system prompt, worked examples) is held once, as a group: its scores are one matrix product for all rows
+instead of a read for each, and the rows hold only what follows. With a shared prompt of 384 tokens this reads a third of the memory
+(prefix sharing as in Hydragen, arXiv 2402.05099, section 3). Rows are as wide as the longest of them needs, in steps of 1, 1.5, 2, 3, ...,
+and there are as many as run: all slots, half or a quarter of them.
+
+Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim], where n counts pages, rows or groups:
+both products then run along what lies together (on CPU a fifth to a half faster with 48 rows than keys laid out like values, and as fast
+with 256). Token t of a sequence lies at t - offset of its row, where offset is the length of its group.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from mujica_jax.inference.engine import contiguous_memory as memory
+from mujica_jax.inference.engine import contiguous_programs as programs
+from mujica_jax.inference.engine.base import (
+    Decoded,
+    Engine,
+    FlushRow,
+    PrefillRow,
+    SlotState,
+    bucket,
+    filtered,
+)
+from mujica_jax.models.decoder import Decoder
+
+SMALLEST_WIDTH_TOKENS = 128
+GROUPS = 2  # planner and worker have one beginning each
+SMALLEST_GROUP_TOKENS, SMALLEST_GROUP_ROWS = 64, 4  # below, a product of its own costs more than it saves
+# A prefill call is cut into tiles of one request each: the padding is less than one tile a request.
+TILE_TOKENS = {"cpu": 16}
+OTHER_TILE_TOKENS = 64
+CALL_TILES = (4, 16, 64, 256)  # tiles in one prefill call: few programs, and with two or three calls little is padded
+ROW_LEVELS = (1, 2, 4)  # rows there may be: slots divided by one of these
+CALLS_BEFORE_FEWER_ROWS = 2  # few requests in this many decode calls: not only between a turn and the next
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Held:
+    """What a slot has in a row."""
+
+    row: int = -1  # -1: nothing
+    # (page, its version) of the request, from the front
+    pages: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    tokens: int = 0  # of the sequence, computed or loaded
+    offset: int = 0
+    group: int = -1
+    active: bool = False
+    last_used: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    pages: list[tuple[int, int]]
+    tokens: int
+
+
+class ResidentEngine(Engine):
+    """See `Engine`."""
+
+    def __init__(self, decoder: Decoder, **settings: Any) -> None:
+        super().__init__(decoder, **settings)
+        self._tile_tokens = TILE_TOKENS.get(jax.default_backend(), OTHER_TILE_TOKENS)
+        self._smallest_width = max(SMALLEST_WIDTH_TOKENS, 2 * self.page_tokens)
+        self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
+        self._row_levels = sorted({-(-self.slots // level) for level in ROW_LEVELS})
+        self._version = np.zeros(self.num_pages, np.int64)  # counts what was written into a page
+        self._clock = 0
+        self._start(self._empty(self.num_pages, self.page_tokens))
+
+    def forget(self) -> None:
+        pages = self._memory.pages
+        if any(layer.is_deleted() for layer in jax.tree.leaves(pages)):  # a call that took the memory over failed
+            pages = self._empty(self.num_pages, self.page_tokens)
+        self._start(pages)
+
+    def _start(self, pages: memory.KeysValues) -> None:
+        """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of one that was never killed."""
+        rows = self._empty(self._row_levels[0], min(self._smallest_width, self._largest_width))
+        self._memory = memory.Memory(pages, rows, self._empty(1, 0))
+        self._held = [_Held() for _ in range(self.slots)]
+        self._slot_of_row = [-1] * self._row_levels[0]
+        self._groups: list[_Group | None] = []
+        self._calls_with_few = 0
+
+    def choose(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
+        if cached_tokens:
+            # A page stands for all that comes before it: if a row holds the last one, it holds the others.
+            index = (cached_tokens - 1) // self.page_tokens
+            last = (pages[index], int(self._version[pages[index]]))
+            for slot in free:
+                held = self._held[slot]
+                if held.tokens >= cached_tokens and len(held.pages) > index and held.pages[index] == last:
+                    return slot
+        return min(free, key=lambda slot: self._held[slot].last_used)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for some in _parts(pairs):
+            sources, targets = _padded(some, (0, self.num_pages))
+            self._count("copy", len(sources))
+            self._memory = memory.copy_pages(self._memory, sources, targets)
+        for _, target in pairs:
+            self._version[target] += 1
+
+    def prefill(self, rows: Sequence[PrefillRow]) -> None:
+        self._clock += 1
+        self._bring(rows)
+        self._widen(max(row.start + len(row.tokens) - self._held[row.slot].offset for row in rows))
+        tiles = [tile for row in rows for tile in self._tiles(row)]
+        while tiles:
+            size = _call_tiles(len(tiles))
+            self._prefill_tiles(tiles[:size], size)
+            tiles = tiles[size:]
+        for row in rows:
+            self._held[row.slot].tokens = row.start + len(row.tokens)
+
+    def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
+        slots = np.flatnonzero(state.remaining)
+        self._give_up_rows(len(slots))
+        rows = np.asarray([self._held[slot].row for slot in slots])
+        held = [self._held[slot] for slot in slots]
+        places = programs.Places(np.zeros(self._num_rows, np.int32), np.full(self._num_rows, -1, np.int32))
+        places.offset[rows] = [one.offset for one in held]
+        places.group[rows] = [one.group for one in held]
+        in_rows = SlotState.idle(self._num_rows)
+        for all_rows, all_slots in zip(in_rows, state, strict=True):
+            all_rows[rows] = all_slots[slots]
+        written = in_rows.position + np.minimum(in_rows.remaining, self.decode_steps) - places.offset
+        self._widen(int(written[rows].max(initial=1)))
+        self._count("decode", filtered(state))
+        with self._over_mesh():
+            self._memory, after, found = programs.decode(
+                self._graph,
+                self._weights,
+                self._scales,
+                self._memory,
+                in_rows,
+                places,
+                self._group_lengths(),
+                self._stops,
+                steps=self.decode_steps,
+                filtered=filtered(state),
+            )
+        state = SlotState(*map(np.array, state))
+        for all_slots, all_rows in zip(state, after, strict=True):
+            all_slots[slots] = np.asarray(all_rows)[rows]
+        decoded = Decoded(*(np.zeros((self.decode_steps, self.slots), array.dtype) for array in found))
+        for all_slots, all_rows in zip(decoded, found, strict=True):
+            all_slots[:, slots] = np.asarray(all_rows)[:, rows]
+        for slot, one in zip(slots, held, strict=True):
+            one.tokens = int(state.position[slot])
+        return state, decoded
+
+    def flush(self, rows: Sequence[FlushRow]) -> None:
+        moves = []
+        for flushed in rows:
+            held = self._held[flushed.slot]
+            held.pages = held.pages[: flushed.start // self.page_tokens]
+            for index in range(len(held.pages), -(-flushed.stop // self.page_tokens)):
+                page = flushed.pages[index]
+                moves.append((held.row, index - held.offset // self.page_tokens, page))
+                self._version[page] += 1
+                held.pages.append((page, int(self._version[page])))
+        for some in _parts(moves):
+            places, indices, pages = _padded(some, (0, 0, self.num_pages))
+            self._count("flush", len(places))
+            self._memory = memory.store_pages(self._memory, places, indices, pages)
+
+    def retire(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
+        held = self._held[slot]
+        held.active, held.last_used = False, self._clock
+        if broken_pages:
+            # A request that was given up before its prompt was read has no row; -1 would be the last one, which is somebody else's.
+            row = held.row if held.row >= 0 else self._num_rows
+            for some in _parts([(page,) for page in broken_pages]):
+                (pages,) = _padded(some, (self.num_pages,))
+                self._count("clear", len(pages))
+                self._memory = memory.clear(self._memory, np.int32(row), pages)
+            self._lose(held)
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self._slot_of_row)
+
+    def _lose(self, held: _Held) -> None:
+        """What a slot had in a row is there no more."""
+        if held.row >= 0:
+            self._slot_of_row[held.row] = -1
+        held.row, held.pages, held.tokens, held.group, held.offset = -1, [], 0, -1, 0
+
+    def _bring(self, rows: Sequence[PrefillRow]) -> None:
+        """Make every row hold what its request has in pages."""
+        fresh = [row for row in rows if not self._holds(row)]
+        to_load = {row.slot for row in fresh}
+        for row in fresh:
+            held = self._held[row.slot]
+            held.pages, held.tokens, held.group, held.offset = [], 0, -1, 0
+        self._make_rows(rows)
+        self._form_group(fresh)
+        moves = []
+        for row in rows:
+            held = self._held[row.slot]
+            pages = self._versions(row.pages)
+            if row.slot in to_load:
+                group = self._best_group(pages, row.start)
+                offset = 0 if group < 0 else self._groups[group].tokens  # pyright: ignore[reportOptionalMemberAccess]
+                held.group, held.offset = group, offset
+                first, last = offset // self.page_tokens, -(-row.start // self.page_tokens)
+                moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]
+            held.pages, held.tokens = pages, row.start
+        if not moves:
+            return
+        self._widen((1 + max(index for _, index, _ in moves)) * self.page_tokens)
+        for some in _parts(moves):
+            places, indices, pages = _padded(some, (self._num_rows, 0, 0))
+            self._count("load", len(places))
+            self._memory = memory.load_pages(self._memory, places, indices, pages)
+
+    def _holds(self, row: PrefillRow) -> bool:
+        held, count = self._held[row.slot], -(-row.start // self.page_tokens)
+        if held.row < 0 or held.tokens < row.start or row.start < held.offset or len(held.pages) < count:
+            return False
+        return held.pages[:count] == self._versions(row.pages[:count])
+
+    def _make_rows(self, rows: Sequence[PrefillRow]) -> None:
+        """A row for every request: a free one, that of an idle slot, or a new one."""
+        for row in rows:
+            self._held[row.slot].active = True
+        needed = sum(held.active for held in self._held)
+        if needed > self._num_rows:
+            count = next(level for level in self._row_levels if level >= needed)
+            self._count("more rows", count)
+            self._memory = self._memory._replace(
+                rows=memory.larger(self._memory.rows, count, self._memory.rows.shape[1])
+            )
+            self._slot_of_row += [-1] * (count - self._num_rows)
+        without = [row.slot for row in rows if self._held[row.slot].row < 0]
+        free = [place for place, slot in enumerate(self._slot_of_row) if slot < 0]
+        idle = sorted(
+            (held for held in self._held if held.row >= 0 and not held.active), key=lambda held: -held.last_used
+        )
+        for slot in without:
+            if not free:
+                free.append(idle[-1].row)
+                self._lose(idle.pop())
+            self._held[slot].row = free.pop(0)
+            self._slot_of_row[self._held[slot].row] = slot
+
+    def _give_up_rows(self, running: int) -> None:
+        """Go on with fewer rows where few requests run: a step costs what its rows cost, whether they run or not."""
+        active = sum(held.active for held in self._held)
+        assert running <= active, "what decodes was prefilled"
+        count = next(level for level in self._row_levels if level >= active)
+        self._calls_with_few = self._calls_with_few + 1 if count < self._num_rows else 0
+        if self._calls_with_few < CALLS_BEFORE_FEWER_ROWS:
+            return
+        self._calls_with_few = 0
+        for held in self._held:
+            if not held.active:
+                self._lose(held)
+        kept = [held for held in self._held if held.active]
+        places = np.asarray([held.row for held in kept] + [0] * (count - len(kept)), np.int32)
+        self._count("fewer rows", count)
+        self._memory = self._memory._replace(rows=memory.pick_rows(self._memory.rows, places))
+        self._slot_of_row = [-1] * count
+        slot_of = {id(held): slot for slot, held in enumerate(self._held)}
+        for place, held in enumerate(kept):
+            held.row, self._slot_of_row[place] = place, slot_of[id(held)]
+
+    def _versions(self, pages: Sequence[int]) -> list[tuple[int, int]]:
+        return [(page, int(self._version[page])) for page in pages]
+
+    def _form_group(self, fresh: Sequence[PrefillRow]) -> None:
+        """Hold once what many rows begin with, if these do and no group does it yet."""
+        beginnings = [self._versions(row.pages[: row.start // self.page_tokens]) for row in fresh]
+        slots = {row.slot for row in fresh}
+        others = [held for slot, held in enumerate(self._held) if held.active and slot not in slots]
+        common = _common_beginning([*beginnings, *(held.pages[: held.tokens // self.page_tokens] for held in others)])
+        tokens = len(common) * self.page_tokens
+        if tokens < SMALLEST_GROUP_TOKENS or common not in [beginning[: len(common)] for beginning in beginnings]:
+            return
+        if any(group is not None and group.pages == common for group in self._groups):
+            return
+        used = {held.group for held in others}
+        place = next((place for place in range(GROUPS) if place not in used), None)
+        if place is None:
+            return
+        for held in self._held:
+            if held.group == place and not held.active:  # it began with the group that this place had
+                self._lose(held)
+        self._hold_group(place, _Group(common, tokens))
+        for held in others:
+            if held.pages[: len(common)] == common and held.tokens >= tokens > held.offset:
+                self._count("shift")
+                self._memory = memory.shift_row(self._memory, np.int32(held.row), np.int32(tokens - held.offset))
+                held.group, held.offset = place, tokens
+        self._narrow(others)
+
+    def _hold_group(self, place: int, group: _Group) -> None:
+        while len(self._groups) <= place:
+            self._groups.append(None)
+        self._groups[place] = group
+        longest = max(one.tokens for one in self._groups if one is not None)
+        length = bucket(longest, max(SMALLEST_GROUP_TOKENS, 2 * self.page_tokens), self._largest_width)
+        count, held = self._memory.groups.shape
+        if len(self._groups) > count or length > held:
+            self._count("larger groups", len(self._groups), length)
+            groups = memory.larger(self._memory.groups, max(len(self._groups), count), max(length, held))
+            self._memory = self._memory._replace(groups=groups)
+        # Filled up with its last page, which lies beyond its length there: one program whatever the group.
+        pages = np.full(self._memory.groups.shape[1] // self.page_tokens, group.pages[-1][0], np.int32)
+        pages[: len(group.pages)] = [page for page, _ in group.pages]
+        self._count("group")
+        self._memory = memory.hold_group(self._memory, np.int32(place), pages)
+
+    def _best_group(self, pages: Sequence[tuple[int, int]], start: int) -> int:
+        """The longest group that these pages begin with, -1 if there is none."""
+        fitting = [
+            (group.tokens, place)
+            for place, group in enumerate(self._groups)
+            if group is not None and group.tokens <= start and pages[: len(group.pages)] == group.pages
+        ]
+        return max(fitting)[1] if fitting else -1
+
+    def _group_lengths(self) -> np.ndarray:
+        lengths = [0 if group is None else group.tokens for group in self._groups]
+        return np.asarray(lengths + [0] * (self._memory.groups.shape[0] - len(lengths)), np.int32)
+
+    def _tiles(self, row: PrefillRow) -> list[tuple[_Held, int, Sequence[int] | np.ndarray]]:
+        size, held = self._tile_tokens, self._held[row.slot]
+        return [
+            (held, row.start + first, row.tokens[first : first + size]) for first in range(0, len(row.tokens), size)
+        ]
+
+    def _prefill_tiles(self, tiles: Sequence[tuple[_Held, int, Any]], count: int) -> None:
+        tokens = np.zeros((count, self._tile_tokens), np.int32)
+        rows = np.full(count, self._num_rows, np.int32)  # tiles that are not used write nowhere
+        starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        places = programs.Places(np.zeros(count, np.int32), np.full(count, -1, np.int32))
+        for index, (held, start, ids) in enumerate(tiles):
+            tokens[index, : len(ids)] = ids
+            rows[index], starts[index], lengths[index] = held.row, start, len(ids)
+            places.offset[index], places.group[index] = held.offset, held.group
+        self._count("prefill", count)
+        call = programs.Tiles(tokens, rows, starts, lengths, places)
+        with self._over_mesh():
+            self._memory = programs.prefill(
+                self._graph, self._weights, self._scales, self._memory, call, self._group_lengths()
+            )
+
+    def _widen(self, tokens: int) -> None:
+        if tokens > self._memory.rows.shape[1]:
+            width = bucket(tokens, self._smallest_width, self._largest_width)
+            self._count("wider rows", width)
+            self._memory = self._memory._replace(rows=memory.larger(self._memory.rows, self._num_rows, width))
+
+    def _narrow(self, active: Sequence[_Held]) -> None:
+        """Give up width that no active row needs."""
+        needed = max((held.tokens - held.offset for held in active), default=1)
+        width = bucket(needed, self._smallest_width, self._largest_width)
+        if width >= self._memory.rows.shape[1]:
+            return
+        self._count("narrower rows", width)
+        self._memory = self._memory._replace(rows=memory.narrower(self._memory.rows, width))
+        for held in self._held:
+            if held.tokens - held.offset > width:
+                self._lose(held)
+
+    def _empty(self, rows: int, tokens: int) -> memory.KeysValues:
+        heads, head_dim = self.config.num_kv_heads, self.config.head_dim
+        sharding = self.mesh and NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
+
+        def layers(*shape: int) -> tuple[Array, ...]:
+            return tuple(jnp.zeros(shape, self._dtype, device=sharding) for _ in range(self.config.num_layers))
+
+        return memory.KeysValues(layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim))
+
+    def _count(self, *program: Any) -> None:
+        self._programs.add((*program, self._memory.rows.shape, self._memory.groups.shape))
+
+
+def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """The longest beginning that at least SMALLEST_GROUP_ROWS sequences, and half of those that begin as they do, have in common."""
+    common: list[tuple[int, int]] = []
+    while True:
+        counts: dict[tuple[int, int], int] = {}
+        for sequence in sequences:
+            if len(sequence) > len(common):
+                counts[sequence[len(common)]] = counts.get(sequence[len(common)], 0) + 1
+        page, count = max(counts.items(), key=lambda item: item[1], default=((0, 0), 0))
+        if count < SMALLEST_GROUP_ROWS or (2 * count < len(sequences) and common):
+            return common
+        sequences = [
+            sequence for sequence in sequences if len(sequence) > len(common) and sequence[len(common)] == page
+        ]
+        common.append(page)
+
+
+def _call_tiles(waiting: int) -> int:
+    """Tiles of the next call: all that wait, if they fill most of it, or as many as fill one."""
+    for size in CALL_TILES:
+        if waiting <= size:
+            return size if 4 * waiting >= 3 * size or size == CALL_TILES[0] else CALL_TILES[CALL_TILES.index(size) - 1]
+    return CALL_TILES[-1]
+
+
+def _parts(moves: Sequence[tuple[int, ...]]) -> Iterable[Sequence[tuple[int, ...]]]:
+    """Moves in lots of 256 or fewer."""
+    return (moves[first : first + 256] for first in range(0, len(moves), 256))
+
+
+def _padded(moves: Sequence[tuple[int, ...]], filling: tuple[int, ...]) -> list[np.ndarray]:
+    """The columns of the moves, filled up to 4, 16, 64 or 256 with moves that do nothing."""
+    size = next(size for size in (4, 16, 64, 256) if size >= len(moves))
+    return list(np.asarray([*moves, *[filling] * (size - len(moves))], np.int32).T)

@@ -1,0 +1,101 @@
+"""One request between its submission and its completion: what was generated for it, where that ends, and what is shown of it on the way."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+import numpy as np
+
+from mujica_jax.inference.engine.base import Decoded
+from mujica_jax.inference.paging import Lease
+from mujica_jax.inference.requests import Completion, DeadlineError, RequestError, SamplingParams
+from mujica_jax.inference.stops import StopMatcher
+
+FinishReason = Literal["stop", "length", "stop_string"]
+
+
+@dataclasses.dataclass(eq=False)
+class LiveRequest:
+    prompt: np.ndarray  # int32
+    params: SamplingParams
+    continues: bool
+    future: asyncio.Future  # of its Completion
+    shown: asyncio.Queue | None  # whole tokens, as they become final; None where nobody watches
+    token_bytes: Callable[[int], bytes] | None  # a token's text, which stop strings are looked for in
+    lease: Lease | None = None
+    blocks: list[int] | None = None  # a name for every full page of the prompt
+    computed: int = 0  # tokens of the prompt whose keys and values are in memory
+    flushed: int = 0  # tokens of the sequence that the pages hold
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    sampling_logprobs: list[float] = dataclasses.field(default_factory=list)
+    finite: bool = True  # all log-probabilities are numbers; tokens drawn under others mean nothing
+    _shown_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._matcher = StopMatcher(self.params.stop_strings) if self.params.stop_strings else None
+
+    @property
+    def prefilled(self) -> bool:
+        return self.computed >= len(self.prompt) - 1
+
+    def take(self, decoded: Decoded, slot: int) -> list[int]:
+        """Keep what a decode call generated in the request's slot. Returns the new tokens."""
+        steps = int(decoded.valid[:, slot].sum())
+        new = decoded.tokens[:steps, slot].tolist()
+        logprobs = decoded.logprobs[:steps, slot]
+        self.finite &= bool(np.isfinite(logprobs).all())
+        self.tokens += new
+        self.logprobs += logprobs.tolist()
+        self.sampling_logprobs += decoded.sampling_logprobs[:steps, slot].tolist()
+        return new
+
+    def ending(self, new: Sequence[int], stop_token_ids: Collection[int]) -> tuple[int, FinishReason] | None:
+        """(tokens of the completion, why it ends there) if the new tokens, the last ones taken, end it."""
+        before = len(self.tokens) - len(new)
+        for place, token in enumerate(new, start=before):
+            if token in stop_token_ids or token in self.params.stop_token_ids:
+                return place + 1, "stop"
+            if self._matcher is not None:
+                assert self.token_bytes is not None, "checked when the request came"
+                whole = self._matcher.push(self.token_bytes(token))
+                if whole is not None:
+                    return whole, "stop_string"
+        return None
+
+    def show(self) -> None:
+        """Let whoever watches have the tokens that no stop string can take back."""
+        if self.shown is not None:
+            self._show(len(self.tokens) if self._matcher is None else self._matcher.safe_tokens())
+
+    def complete(self, length: int, reason: FinishReason, policy_version: int) -> None:
+        self._show(length)
+        self.future.set_result(
+            Completion(
+                token_ids=tuple(self.tokens[:length]),
+                logprobs=tuple(self.logprobs[:length]),
+                sampling_logprobs=tuple(self.sampling_logprobs[:length]),
+                finish_reason=reason,
+                policy_version=policy_version,
+            )
+        )
+
+    def fail(self, error: RequestError) -> None:
+        self.future.set_exception(error)
+
+    def deadline_error(self) -> DeadlineError:
+        return DeadlineError(
+            f"the deadline of {self.params.deadline_seconds} s passed after {len(self.tokens)} of up to "
+            f"{self.params.max_new_tokens} tokens: allow more time or send less at once"
+        )
+
+    def close(self) -> None:
+        """Nothing more will be shown."""
+        if self.shown is not None:
+            self.shown.put_nowait(None)
+
+    def _show(self, end: int) -> None:
+        if self.shown is not None and end > self._shown_tokens:
+            self.shown.put_nowait(tuple(self.tokens[self._shown_tokens : end]))
+            self._shown_tokens = end

@@ -1,0 +1,63 @@
+"""What is told of a training step beside what the step itself computes: its speed, its share of the machine's peak, its memory.
+
+Host arithmetic on numbers that are there already: nothing here waits for a device. Called by the methods for steps that are logged.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from mujica_jax.learning.trainer import StepMetrics, Trainer
+from mujica_jax.models.flops import attended_pairs, training_operations
+from mujica_jax.runtime.chips import peak_operations
+from mujica_jax.runtime.compile_counter import compilations
+from mujica_jax.runtime.host_memory import peak_bytes
+from mujica_jax.trajectories.packing import PackedRows
+
+
+class StepFigures:
+    """Figures of one phase's steps. Tokens and operations of a step are those of the average step over the phase's rows."""
+
+    def __init__(self, trainer: Trainer, rows: PackedRows, *, done: int, seconds: Callable[[], float]) -> None:
+        """`done` steps were made before; `seconds` gives what learning has taken so far, without compiling and saving."""
+        config, self._devices = trainer.config, trainer.mesh.size
+        share = config.rows_per_step / rows.num_rows  # of all rows in a step; above 1 where rows are seen several times
+        tokens = int(np.count_nonzero(rows.segment_ids))
+        self._step_tokens = share * tokens
+        self._step_operations = training_operations(
+            trainer.model,
+            slots=config.rows_per_step * rows.row_tokens,
+            trained_tokens=share * rows.trained_tokens,
+            pairs=share * attended_pairs(rows.segment_ids),
+            lora_rank=config.lora_rank,
+        )
+        self._of_rows = {"packing_efficiency": rows.efficiency, "trained_fraction": rows.trained_tokens / tokens}
+        self._peak = peak_operations(list(trainer.mesh.devices.flat), config.dtype)
+        self._seconds, self._programs = seconds, compilations().programs
+        self._last = (done, seconds())
+
+    def of(self, metrics: StepMetrics) -> dict[str, float | int]:
+        """Speeds are those since the step that was asked for before."""
+        (step, seconds), programs = self._last, compilations().programs
+        self._last = (metrics.step, self._seconds())
+        rate = (self._last[0] - step) / max(self._last[1] - seconds, 1e-9)
+        found = {
+            "tokens_per_second": rate * self._step_tokens,
+            "tokens_per_second_per_device": rate * self._step_tokens / self._devices,
+            "mfu": rate * self._step_operations / self._peak,
+            **self._of_rows,
+            "compiled_programs": programs - self._programs,
+            **memory(),
+        }
+        self._programs = programs
+        return found
+
+
+def memory() -> dict[str, float | int]:
+    """The most memory held so far: of this process, and of its fullest device where devices tell."""
+    found: dict[str, float | int] = {"host_peak_bytes": peak_bytes()}
+    told: list[Any] = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [statistics["peak_bytes_in_use"] for statistics in told if statistics and "peak_bytes_in_use" in statistics]
+    return found | ({"device_peak_bytes": max(peaks)} if peaks else {})

@@ -1,0 +1,127 @@
+"""Scoring a policy on the held-out questions, greedily and sampled: a run does it after every phase, `eval` does it again later."""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from mujica_jax.agents.evaluation import Evaluation, evaluate, summarise
+from mujica_jax.agents.mujica import EnginePolicy, Mujica
+from mujica_jax.config.schema import Config
+from mujica_jax.errors import UserError
+from mujica_jax.inference.requests import Generator
+from mujica_jax.records import Question, Trajectory
+from mujica_jax.report import Progress
+from mujica_jax.report.progress import Figure
+from mujica_jax.runtime import distributed
+from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.tasks.task import Task
+
+
+class ScoredGenerator(Generator, Protocol):
+    policy_version: int
+
+    def forget(self) -> None:
+        """Drop what was kept of earlier requests."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The same questions twice: greedy, and at `eval.temperature`."""
+
+    questions: Sequence[Question]
+    greedy: Evaluation
+    sampled: Evaluation
+
+    def summary(self) -> dict[str, Any]:
+        return {"greedy": self.greedy.summary(), "sampled": self.sampled.summary()}
+
+    def predictions(self) -> bytes:
+        """The greedy predictions, as JSON lines."""
+        return prediction_lines(self.questions, self.greedy).encode()
+
+
+def score_policy(
+    name: str,
+    *,
+    agent: Mujica,
+    generator: ScoredGenerator,
+    task: Task,
+    config: Config,
+    progress: Progress,
+    concurrency: int,
+    preemption: Preemption,
+    live: Callable[[], Mapping[str, Figure]] = dict,
+    gather: Callable[[str, Sequence[Trajectory]], Sequence[Trajectory]] = lambda kind, own: own,
+) -> Scores:
+    """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the progress. Several
+    processes share the questions, and `gather(kind, own trajectories)` brings together what they played.
+    """
+    questions = held_out_questions(task, config)
+    if not (own := distributed.share(questions)):
+        raise UserError(
+            f"{len(questions)} held-out questions are fewer than {distributed.processes()} processes: raise eval.questions "
+            f"{config.eval.questions}, or give the task more of them"
+        )
+    if len(questions) < config.eval.questions:
+        progress.line(
+            f"{name}: all {len(questions)} held-out questions are evaluated; eval.questions is {config.eval.questions}"
+        )
+
+    def evaluated(temperature: float) -> Evaluation:
+        kind = "greedy" if temperature == 0 else "sampled"
+        preemption.enter(f"{name}: evaluating, {kind}")
+        generator.forget()  # so that a score does not depend on what was decoded before
+        right = done = 0
+        with progress.stage(f"{name}: evaluating, {kind}", total=len(own), unit="episodes", live=live) as stage:
+
+            def on_episode(trajectory: Trajectory) -> None:
+                nonlocal right, done
+                done += 1
+                right += trajectory.reward >= 1.0
+                stage.update(done, em=100 * right / done)
+
+            evaluation = asyncio.run(
+                evaluate(
+                    agent,
+                    own,
+                    task.environment,
+                    EnginePolicy(generator),
+                    rule=task.rule,
+                    policy_version=generator.policy_version,
+                    temperature=temperature,
+                    seed=config.seed,
+                    concurrency=concurrency,
+                    on_episode=on_episode,
+                    poll=preemption.check,
+                )
+            )
+        if distributed.processes() == 1:
+            return evaluation
+        return summarise(questions, gather(kind, evaluation.trajectories), task.rule)
+
+    return Scores(questions=questions, greedy=evaluated(0.0), sampled=evaluated(config.eval.temperature))
+
+
+def held_out_questions(task: Task, config: Config) -> Sequence[Question]:
+    return task.questions("test")[: config.eval.questions]
+
+
+def prediction_lines(questions: Sequence[Question], evaluation: Evaluation) -> str:
+    """One JSON object a question: what was asked, what came, how it scored."""
+    lines = []
+    for question, trajectory in zip(questions, evaluation.trajectories, strict=True):
+        row = {
+            "id": question.id,
+            "kind": question.kind,
+            "question": question.text,
+            "answers": question.answers,
+            "prediction": trajectory.answer,
+            "f1": trajectory.reward,
+            "stop_reason": trajectory.stop_reason.value,
+            "searches": [{"query": search.query, "sentence": search.sentence} for search in trajectory.searches],
+        }
+        lines.append(json.dumps(row, ensure_ascii=False))
+    return "\n".join(lines) + "\n"

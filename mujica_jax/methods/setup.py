@@ -1,0 +1,229 @@
+"""Open a run: check the configuration against the machine and the task, make or reload the parts."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from mujica_jax.agents.scripted import sample_text
+from mujica_jax.config.schema import Config, TinyWorldConfig
+from mujica_jax.errors import UserError
+from mujica_jax.inference.counters import serve_metrics
+from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
+from mujica_jax.methods.run import Run
+from mujica_jax.models import quantization
+from mujica_jax.models.attention import check_platform
+from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.lora import check_rank
+from mujica_jax.models.qwix_package import import_qwix
+from mujica_jax.models.sharding import make_mesh, shardings_of
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.models.weights import load_checkpoint
+from mujica_jax.report import MetricsLog, NoConsole, NoMetrics, Progress
+from mujica_jax.report.wandb_log import import_wandb
+from mujica_jax.runtime import distributed
+from mujica_jax.runtime.compilation_cache import use_compilation_cache
+from mujica_jax.runtime.host_memory import keep_freed_memory
+from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.storage.objects import COMMITTED
+from mujica_jax.storage.run_directory import RunPath
+from mujica_jax.tasks.task import Task
+from mujica_jax.trajectories.store import CONFIG, Store, open_run
+
+TOKENIZER = "tokenizer"
+# 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not at all.
+INITIALIZER_RANGE = 0.05
+SCRIPT_REPEATS = 200  # how often the scripts' own words are shown to the tokenizer, so that each becomes one token
+
+
+@contextlib.contextmanager
+def open_training(config: Config, directory: RunPath, preemption: Preemption) -> Iterator[Run]:
+    """The run in `directory`, new or begun before; its metrics files are closed at the end.
+
+    What can be refused is refused before the directory is made, which remembers the configuration it was begun with.
+    """
+    require_packages(config)
+    keep_freed_memory()
+    use_compilation_cache()
+    mesh = _mesh(config)
+    task = build_task(config)
+    loaded = load_model(config.init, config, mesh if mesh.size > 1 else None) if config.init else None
+    size = loaded[1].config if loaded else decoder_config(config, config.model.vocab_tokens, ())
+    if mesh.size > 1:  # the model can be split over it
+        shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
+    check_rank(size, config.trainer.lora_rank)
+    check_engine(
+        size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
+    )
+    about = dataclasses.asdict(config)
+    store = distributed.in_turn("the run", lambda: _open_shared(directory, about))
+    progress = Progress() if distributed.is_first() else Progress(NoConsole(), live=False)
+    progress.line(f"run directory: {directory}")
+    tokenizer, decoder = loaded or _new_model(config, task, store)
+    with (
+        MetricsLog(store.root, store.costs, config.metrics, about) if distributed.is_first() else NoMetrics() as metrics
+    ):
+        run = Run(
+            config,
+            store=store,
+            task=task,
+            tokenizer=tokenizer,
+            decoder=decoder,
+            progress=progress,
+            metrics=metrics,
+            preemption=preemption,
+        )
+        with _served(run):
+            yield run
+        run.profile.close()
+
+
+def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
+    """The run as its first process began it: every other one must find it, or each would train by itself on a disk of its own."""
+    if not distributed.is_first() and not Store(directory).exists(CONFIG):
+        raise UserError(
+            f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has begun: "
+            "give a --run directory that all hosts share"
+        )
+    return open_run(directory, about, ignore=("run", "metrics", "profile", "distributed"))
+
+
+@contextlib.contextmanager
+def _served(run: Run) -> Iterator[None]:
+    """What the engine does, for Prometheus, if the configuration names a port."""
+    if not run.config.metrics.port:
+        yield
+        return
+    port, close = serve_metrics(run.counters, port=run.config.metrics.port)
+    run.progress.line(f"the engine's counters: http://127.0.0.1:{port}/metrics")
+    try:
+        yield
+    finally:
+        close()
+
+
+def build_task(config: Config) -> Task:
+    """The configured task; both of its splits have questions."""
+    if isinstance(config.task, TinyWorldConfig):
+        from mujica_jax.tasks.tiny_world import world as tiny_world
+
+        task = tiny_world.build(config.task)
+    else:
+        from mujica_jax.tasks.two_wiki import task as two_wiki
+
+        task = two_wiki.build(config.task)
+    counts = {split: len(task.questions(split)) for split in ("train", "test")}
+    if not all(counts.values()):
+        raise UserError(
+            f"task {task.name} has {counts['train']} training and {counts['test']} held-out questions and needs both: "
+            "give it more data or change the share that is held out"
+        )
+    return task
+
+
+def load_model(directory: str | Path, config: Config, mesh: Mesh | None = None) -> tuple[Tokenizer, Decoder]:
+    """A Hugging Face checkpoint, laid out over a mesh where one is given; its vocabulary must hold every id of the tokenizer."""
+    if not Path(directory).is_dir():
+        raise UserError(
+            f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, with config.json, tokenizer.json "
+            "and *.safetensors"
+        )
+    tokenizer, decoder = Tokenizer.load(directory), load_checkpoint(directory, dtype=config.trainer.dtype, mesh=mesh)
+    if tokenizer.vocab_size > decoder.config.vocab_size:
+        raise UserError(
+            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} and the model embeds "
+            f"{decoder.config.vocab_size}: take both from the same checkpoint"
+        )
+    return tokenizer, decoder
+
+
+def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int]) -> DecoderConfig:
+    """The size of a decoder that is trained from scratch."""
+    model = config.model
+    return DecoderConfig(
+        family=model.family,
+        vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rope_theta=model.rope_theta,
+        rope_scaling=None,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        attention_bias=model.family == "qwen2",
+        qk_norm=model.family == "qwen3",
+        max_position_embeddings=config.agent.max_trajectory_tokens,
+        eos_token_ids=tuple(stop_token_ids),
+        bos_token_id=None,
+        initializer_range=INITIALIZER_RANGE,
+    )
+
+
+def require_packages(config: Config) -> None:
+    """Optional packages that the configuration asks for are installed."""
+    if config.trainer.lora_rank:
+        import_qwix(f"trainer.lora_rank {config.trainer.lora_rank}")
+    if config.engine.weights != "compute":
+        import_qwix(f"engine.weights {config.engine.weights}")
+    if config.metrics.wandb != "off":
+        import_wandb(f"metrics.wandb {config.metrics.wandb}")
+
+
+def check_dtypes(config: Config) -> None:
+    """This platform computes in the types that the configuration names: each is tried, for no table of platforms stays true."""
+    named = {
+        "trainer.dtype": config.trainer.dtype,
+        "engine.cache_dtype": CACHE_DTYPES.get(config.engine.cache_dtype, config.trainer.dtype),
+        "engine.weights": quantization.TYPES.get(config.engine.weights, config.trainer.dtype),
+    }
+    tried: set[jnp.dtype] = set()  # each costs a compilation at the start
+    for field, dtype in named.items():
+        if (kind := jnp.dtype(dtype)) in tried:
+            continue
+        tried.add(kind)
+        try:
+            _product_in(kind).block_until_ready()
+        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+            platform, reason = jax.default_backend(), str(error).splitlines()[0]
+            raise UserError(
+                f"{field} needs {kind.name} and {platform} does not compute with it ({reason}): choose another one"
+            ) from error
+
+
+def _product_in(dtype: jnp.dtype) -> jax.Array:
+    """A product of values that were stored in this type, as the engine and the trainer make them."""
+    wide = jnp.float32 if dtype.itemsize == 1 else dtype
+    return jax.jit(lambda matrix: matrix.astype(dtype).astype(wide) @ matrix.astype(wide))(jnp.ones((8, 8)))
+
+
+def _mesh(config: Config) -> Mesh:
+    """The machine has the devices, and they run the attention kernel that is asked for. Known before a checkpoint is read."""
+    check_platform(config.trainer.attention)
+    check_dtypes(config)
+    return make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
+
+
+def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder]:
+    """A randomly initialised decoder of the configured size, and the run's tokenizer."""
+    tokenizer = distributed.in_turn("the tokenizer", lambda: _trained_tokenizer(config, task, store))
+    size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
+    return tokenizer, Decoder(size, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))
+
+
+def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
+    """The run's tokenizer: trained once on the task's training text and the words that our prompts and scripts use."""
+    if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
+        texts = itertools.chain(task.tokenizer_text(), *itertools.repeat(tuple(sample_text()), SCRIPT_REPEATS))
+        store.commit_folder(TOKENIZER, Tokenizer.train(texts, config.model.vocab_tokens).save, {})
+    return Tokenizer.load(store.folder(TOKENIZER))

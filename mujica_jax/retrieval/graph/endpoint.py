@@ -1,0 +1,197 @@
+"""A knowledge graph behind a SPARQL endpoint: Wikidata's, a QLever of one's own, or our `index serve`.
+
+Answers are kept on disk by address and query, and the same query goes there once at a time. Requests are sent again after faults that pass
+(`tries.py`), not faster than `queries_per_second`; when the endpoint asks for a pause, all of them wait. The endpoint's data must be in
+Wikidata's vocabulary (`sparql.py`).
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import random
+import re
+import time
+import urllib.parse
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from mujica_jax import __version__
+from mujica_jax.errors import UserError
+from mujica_jax.http.client import Endpoint, PassingFault
+from mujica_jax.http.retry import Tries, too_late, until_answered
+from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable
+from mujica_jax.retrieval.graph import sparql
+from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph, Read
+from mujica_jax.retrieval.search_cache import AnswerCache
+from mujica_jax.runtime.cache_folders import cache_folder
+
+SCHEME = "sparql+"  # before http:// or https://: what tells such an address from that of a service of passages
+EXAMPLE = "sparql+https://HOST/sparql"
+ADVICE = "check the address and that a SPARQL endpoint answers there"
+HEADERS = {
+    "Content-Type": "application/x-www-form-urlencoded",
+    "Accept": "application/sparql-results+json",
+    "User-Agent": f"mujica_jax/{__version__}",  # Wikidata turns away who does not say who asks
+}
+NO_ANSWER = (
+    ValueError,
+    SyntaxError,
+    KeyError,
+    TypeError,
+    AttributeError,
+)  # of a text that should be a table of results
+# A table of results is five brackets deep, and two more for each quoted triple in another one. The parser has no bound of its own for these
+# and ends the process.
+MOST_BRACKETS = 16
+CHECK_TRIES = 3
+PUBLIC_QUERIES_PER_SECOND = 10.0
+PUBLIC_TRIES = Tries(timeout_seconds=60.0, deadline_seconds=180.0, first_wait_seconds=0.5)
+
+
+_no_bracket = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*+"?|[^][{}"]+', re.DOTALL)
+
+
+class SparqlEndpoint(KnowledgeGraph):
+    """Use from one event loop at a time."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        cache: AnswerCache | None = None,
+        languages: tuple[str, ...] = sparql.LANGUAGES,
+        queries_per_second: float = PUBLIC_QUERIES_PER_SECOND,
+        concurrency: int = 4,
+        limits: Tries = PUBLIC_TRIES,
+    ) -> None:
+        """`address` with or without SCHEME."""
+        url = address.removeprefix(SCHEME)
+        super().__init__(version=url, languages=languages)
+        self._endpoint = Endpoint(url, api_key_variable=None, connections=concurrency, example=EXAMPLE)
+        self._cache, self._limits, self._concurrency = cache, limits, concurrency
+        self._seconds_between = 1.0 / queries_per_second
+        self._next = 0.0  # when the next request may go
+        self._random = random.Random(0)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._places = asyncio.Semaphore(concurrency)
+        self._under_way: dict[str, asyncio.Task[str]] = {}
+
+    async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
+        kept = self._cache.read(query) if self._cache is not None else None
+        if kept is not None:
+            with contextlib.suppress(*NO_ANSWER):  # damaged: asked again
+                found = read(_table(kept)[1])
+                self._count(cached=1)
+                return found
+        text = await self._text(query)
+        try:
+            return read(_table(text)[1])
+        except NO_ANSWER as error:
+            raise RetrieverUnavailable(
+                f"{self.version} answered something else than was asked ({type(error).__name__}: {error}): {ADVICE}"
+            ) from error
+
+    async def check(self) -> None:
+        """One small query, past the cache. Raises RetrievalError."""
+        text = await self._fetched(sparql.CLAIMS_QUERY, dataclasses.replace(self._limits, tries=CHECK_TRIES))
+        if not _table(text)[1]:
+            raise RetrieverRefused(
+                f"{self.version} knows no wikibase:directClaim: it answers, and holds no graph in Wikidata's vocabulary"
+            )
+
+    async def _text(self, query: str) -> str:
+        """The answer as it came, known to be one."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # what waited in an earlier loop ended with it
+            self._loop, self._under_way, self._places = loop, {}, asyncio.Semaphore(self._concurrency)
+        task = self._under_way.get(query)
+        if task is None:
+            task = self._under_way[query] = loop.create_task(self._fetched(query, self._limits))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard even if nobody waits
+            task.add_done_callback(lambda done: self._under_way.pop(query, None))
+        else:
+            self._count(shared=1)
+        try:
+            async with asyncio.timeout(self._limits.deadline_seconds + 1.0) as timer:
+                return await asyncio.shield(task)  # others may wait for the same one
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise too_late(self.version, self._limits) from error
+
+    async def _fetched(self, query: str, limits: Tries) -> str:
+        async def attempt() -> str:
+            began = time.monotonic()
+            answer = await self._endpoint.exchange(urllib.parse.urlencode({"query": query}), HEADERS)
+            self._count(batches=1, search_seconds=time.monotonic() - began)
+            try:
+                text = answer.decode()
+                if _table(text)[0] != sparql.columns(query):
+                    raise ValueError("other columns than were asked for")
+            except NO_ANSWER as error:
+                shown = self._endpoint.shown(f"{type(error).__name__}: {error}")
+                raise PassingFault(f"an answer that is no SPARQL result ({shown})") from error
+            return text
+
+        text = await until_answered(
+            attempt,
+            limits,
+            url=self.version,
+            advice=ADVICE,
+            draw=self._random,
+            place=self._place,
+            before_another=self._pause,
+        )
+        if self._cache is not None:
+            self._cache.write([(query, 0, text)])
+        return text
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        async with self._places:
+            while (wait := self._next - time.monotonic()) > 0:
+                await asyncio.sleep(wait)
+            self._next = time.monotonic() + self._seconds_between
+            yield
+
+    def _pause(self, fault: PassingFault) -> None:
+        self._count(retries=1)
+        self._next = max(self._next, time.monotonic() + fault.after_seconds)
+
+
+def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_SECOND) -> SparqlEndpoint:
+    """An endpoint that answers, with what it ever answered on this machine. For the start of a run, before there is an event loop. Raises
+    UserError."""
+    name = hashlib.sha256(address.removeprefix(SCHEME).encode()).hexdigest()[:16]
+    cache = AnswerCache(cache_folder("searches"), f"sparql-{name}")
+    endpoint = SparqlEndpoint(address, cache=cache, queries_per_second=queries_per_second)
+    try:
+        asyncio.run(endpoint.check())
+    except RetrievalError as error:
+        raise UserError(error.reason) from error
+    return endpoint
+
+
+def _table(text: str) -> tuple[set[str], list[sparql.Row]]:
+    """Names of the columns, and the rows. Raises SyntaxError or ValueError where the text is no table of results."""
+    from pyoxigraph import QueryResultsFormat, QuerySolutions, parse_query_results
+
+    may_quote = "triple" in text or r"\u00" in text  # as it stands, or with a letter of it as an escape
+    if may_quote and _is_nested_too_deeply(text):
+        raise ValueError(f"more than {MOST_BRACKETS} brackets in one another, or some that are not closed")
+    results = parse_query_results(text, QueryResultsFormat.JSON)
+    try:
+        if not isinstance(results, QuerySolutions):
+            raise ValueError("an answer to another kind of question")
+        return {variable.value for variable in results.variables}, list(results)
+    finally:
+        # Only the thread that made it may free it, and an error would keep this frame and leave that to any.
+        del results
+
+
+def _is_nested_too_deeply(text: str) -> bool:
+    """Pairs of brackets go from the inside to the outside, one layer at a time."""
+    brackets = _no_bracket.sub("", text)
+    for _ in range(MOST_BRACKETS):
+        brackets = brackets.replace("{}", "").replace("[]", "")
+    return bool(brackets)

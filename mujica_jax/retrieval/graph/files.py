@@ -1,0 +1,104 @@
+"""Files of a knowledge graph, read in pieces and never whole: tables (`graph_tables.py`) and N-Triples (`graph_dumps.py`), plain, `.gz` or
+`.bz2`, local or in a bucket; and what of them is kept.
+
+A line that cannot be read is refused with file and line, or left out and counted where the caller asks for that.
+"""
+
+import bz2
+import codecs
+import dataclasses
+import gzip
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from typing import IO, cast
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.graph import sparql
+from mujica_jax.retrieval.text.corpus_files import open_file
+
+FORMATS = "triples as .tsv or .nt, plain, .gz or .bz2"
+READ_BYTES = 2**22  # at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What of the files is kept. Properties are Wikidata's (P57) or full IRIs; none given are all."""
+
+    languages: tuple[str, ...] = sparql.LANGUAGES
+    properties: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sparql.check_languages(self.languages)
+        for name in self.properties:
+            if not re.fullmatch(r"P\d+", name, re.ASCII) and sparql.entity_iri(name) is None:
+                raise UserError(f"{name!r} is no property: write it as P57 or as a full address")
+
+    @property
+    def predicates(self) -> frozenset[bytes]:
+        return frozenset((sparql.DIRECT + name if name.startswith("P") else name).encode() for name in self.properties)
+
+
+@dataclasses.dataclass
+class Counts:
+    triples: int = 0
+    names: int = 0
+    skipped: int = 0
+    first_skipped: str = ""
+
+    def skip(self, sentence: str) -> None:
+        self.skipped += 1
+        self.first_skipped = self.first_skipped or sentence
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Whole lines of a file."""
+
+    content: bytes
+    first_line: int  # number of the first of them, from 1
+    end: int  # bytes of the file, decompressed, up to here
+    lines: int  # of the file up to here
+    share: float  # of the file as it lies on the disk that was read for it, 0 to 1
+
+
+def is_table(path: str) -> bool:
+    """Raises UserError for what is neither format."""
+    name = path.removesuffix(".gz").removesuffix(".bz2")
+    if not name.endswith((".tsv", ".nt")):
+        raise UserError(f"{path} is no file of triples: expected {FORMATS}")
+    return name.endswith(".tsv")
+
+
+def pieces(path: str, start: int = 0, lines: int = 0, size: int | None = None) -> Iterator[Piece]:
+    """From byte `start` of the decompressed file on, in front of which `lines` lines stand; of about `size` bytes (READ_BYTES)."""
+    try:
+        with open_file(path) as raw, _decompressed(path, raw) as file:
+            bytes_there = max(1, raw.seek(0, os.SEEK_END))
+            raw.seek(0)
+            file.seek(start)
+            rest = b"" if start else file.read(len(codecs.BOM_UTF8))
+            if rest == codecs.BOM_UTF8:
+                rest, start = b"", len(rest)
+            while content := file.read(size or READ_BYTES):
+                whole, line_end, after = content.rpartition(b"\n")
+                if not line_end:
+                    rest += content
+                    continue
+                whole, rest = rest + whole + line_end, after
+                start, before = start + len(whole), lines
+                lines += whole.count(b"\n")
+                yield Piece(whole, before + 1, start, lines, raw.tell() / bytes_there)
+            if rest:
+                yield Piece(rest, lines + 1, start + len(rest), lines + 1, 1.0)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist: give {FORMATS}") from error
+    except (EOFError, OSError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read after line {lines:,} ({error}): it is cut off or damaged") from error
+
+
+def _decompressed(path: str, raw: IO[bytes]) -> IO[bytes]:
+    if path.endswith(".gz"):
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    return cast(IO[bytes], bz2.open(raw)) if path.endswith(".bz2") else raw

@@ -1,0 +1,200 @@
+"""A knowledge graph on disk, loaded in chunks: a killed load goes on behind the last chunk that is safely there.
+
+    INDEX/graph/          the store of pyoxigraph
+    INDEX/loaded.json     how far the files were read, and what was counted; written when a chunk is on the disk
+
+A chunk that was being written is read again: a store is a set, so a triple that comes twice is there once. plan.json, manifest.json and the
+rules of opening are those of every index (`index_files.py`).
+"""
+
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval import manifest as index_files
+from mujica_jax.retrieval.graph.dumps import Kept, Lines, claim_quads
+from mujica_jax.retrieval.graph.files import Choice, Counts, Piece, is_table, pieces
+from mujica_jax.retrieval.graph.store import GraphStore
+from mujica_jax.retrieval.graph.tables import Table
+from mujica_jax.retrieval.text.corpus_files import describe_file
+from mujica_jax.retrieval.text.index import Reporter
+
+if TYPE_CHECKING:
+    from pyoxigraph import Store
+
+KIND = "graph"
+STORE, PROGRESS = "graph", "loaded.json"
+UNFINISHED = "bulk-*.sst"  # what a killed load was writing: the store takes tables in under numbers
+OLD_LOGS = "LOG.old.*"  # of each start, for people
+CHUNK_BYTES = 2**26  # of kept lines; some 500,000 triples
+CHUNK_READ_BYTES = 2**30  # of lines, kept or not
+TABLE_CHUNK_BYTES = 2**22
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphRecipe:
+    """What a graph is made of."""
+
+    files: tuple[str, ...]
+    choice: Choice = dataclasses.field(default_factory=Choice)
+    skip: bool = False  # leave out lines that cannot be read and count them, instead of refusing the file
+
+    def plan(self) -> dict[str, Any]:
+        return {
+            "kind": KIND,
+            "corpus": [{"name": Path(path).name, **describe_file(path)} for path in self.files],
+            "skip": self.skip,
+            "languages": list(self.choice.languages),
+            "properties": sorted(self.choice.properties),
+        }
+
+
+@dataclasses.dataclass
+class Loaded(Counts):
+    """How far the files are read. Tables are read twice, for names and for statements."""
+
+    stage: Literal["names", "statements", "done"] = "names"
+    file: int = 0
+    bytes: int = 0  # of this file, decompressed
+    lines: int = 0
+
+
+def build(folder: Path, recipe: GraphRecipe, reporter: Reporter) -> tuple[dict[str, Any], bool]:
+    """The manifest, and whether the index was there already."""
+    from pyoxigraph import Store
+
+    for path in recipe.files:
+        is_table(path)
+    plan = recipe.plan()
+    with index_files.building(folder, plan) as finished:
+        if finished:
+            return index_files.read_manifest(folder), True
+        began = time.monotonic()
+        loaded = read_progress(folder)
+        _remove(folder, UNFINISHED)
+        try:
+            store = Store(folder / STORE)
+        except OSError as error:
+            raise UserError(f"{folder / STORE} cannot be opened ({error}): {index_files.again(folder)}") from error
+        with reporter.stage("loading the graph", None, "triples") as done:
+            for so_far in load(store, recipe, loaded):
+                store.flush()
+                index_files.write_json(folder / PROGRESS, dataclasses.asdict(so_far))
+                done(so_far.triples + so_far.names)
+        if not loaded.triples:
+            chosen = f" among the properties {' '.join(recipe.choice.properties)}" if recipe.choice.properties else ""
+            raise UserError(
+                f"{', '.join(recipe.files)}: there is no triple in it{chosen}; give a graph with at least one"
+            )
+        with reporter.stage("ordering the graph", None, "triples") as done:
+            store.optimize()
+            store.flush()
+            done(loaded.triples + loaded.names)
+        del store
+        gc.collect()  # closes it
+        Store(folder / STORE).flush()  # opening it again drops the logs of what is in its tables by now
+        gc.collect()
+        _remove(folder, OLD_LOGS)
+        about = {**plan, **{name: getattr(loaded, name) for name in ("triples", "names", "skipped", "first_skipped")}}
+        about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
+        return index_files.commit(folder, about), False
+
+
+def read_progress(folder: Path) -> Loaded:
+    path = folder / PROGRESS
+    if not path.exists():
+        return Loaded()
+    try:
+        return Loaded(**index_files.read_json(path))
+    except TypeError as error:
+        raise UserError(
+            f"{path} says nothing of how far the graph is ({error}): {index_files.again(folder)}"
+        ) from error
+
+
+def load(store: "Store", recipe: GraphRecipe, loaded: Loaded) -> Iterator[Loaded]:
+    """Reads on from where `loaded` is. What it says counts from when it is given out and the store was flushed."""
+    tables = [is_table(path) for path in recipe.files]
+    while loaded.stage != "done":
+        if loaded.file < len(recipe.files):
+            path = recipe.files[loaded.file]
+            if tables[loaded.file]:
+                yield from _load_table(store, path, recipe, loaded)
+            elif loaded.stage == "statements":
+                yield from _load_lines(store, path, recipe, loaded)
+            loaded.file, loaded.bytes, loaded.lines = loaded.file + 1, 0, 0
+        else:
+            loaded.stage, loaded.file = ("statements", 0) if loaded.stage == "names" else ("done", 0)
+    yield loaded
+
+
+def open_graph(folder: str | Path) -> GraphStore:
+    """Every file of it found whole. It is read and never written."""
+    from pyoxigraph import Store
+
+    folder = Path(folder)
+    manifest = index_files.read_manifest(folder)
+    if manifest["kind"] != KIND:
+        raise UserError(f"the index {folder} is of kind {manifest['kind']} and no graph: give one of kind {KIND}")
+    try:
+        store = Store.read_only(str(folder / STORE))
+    except OSError as error:
+        raise UserError(f"{folder / STORE} cannot be opened ({error}): {index_files.again(folder)}") from error
+    return GraphStore(store, version=manifest["version"], languages=tuple(manifest["languages"]))
+
+
+def graph_in_memory(*files: str | Path, choice: Choice | None = None, skip: bool = False) -> GraphStore:
+    """A small graph without an index."""
+    from pyoxigraph import Store
+
+    recipe = GraphRecipe(files=tuple(str(file) for file in files), choice=choice or Choice(), skip=skip)
+    store = Store()
+    for _ in load(store, recipe, Loaded()):
+        pass
+    return GraphStore(store, version="", languages=recipe.choice.languages)
+
+
+def _load_table(store: "Store", path: str, recipe: GraphRecipe, loaded: Loaded) -> Iterator[Loaded]:
+    table = Table(store, path, skip=recipe.skip, counts=loaded)
+    for piece in pieces(path, loaded.bytes, loaded.lines, TABLE_CHUNK_BYTES):
+        store.extend(table.names(piece) if loaded.stage == "names" else table.statements(piece))
+        yield _at(loaded, piece)
+
+
+def _load_lines(store: "Store", path: str, recipe: GraphRecipe, loaded: Loaded) -> Iterator[Loaded]:
+    lines = Lines(path, recipe.choice, skip=recipe.skip, counts=loaded)
+    kept: list[Kept] = []
+    claims: set[bytes] = set()
+    stated: set[bytes] = set()
+    size, begun, piece = 0, loaded.bytes, None
+
+    def put() -> None:
+        lines.load(store, kept)
+        store.extend(claim_quads(claims - stated))
+        stated.update(claims)
+
+    for piece in pieces(path, loaded.bytes, loaded.lines):
+        found = lines.kept(piece, claims)
+        kept += found
+        size += sum(len(line.text) for line in found)
+        if size >= CHUNK_BYTES or piece.end - begun >= CHUNK_READ_BYTES:
+            put()
+            kept, size, begun = [], 0, piece.end
+            yield _at(loaded, piece)
+    if piece is not None and piece.end > begun:
+        put()
+        yield _at(loaded, piece)
+
+
+def _remove(folder: Path, names: str) -> None:
+    for path in (folder / STORE).glob(names):
+        path.unlink()
+
+
+def _at(loaded: Loaded, piece: Piece) -> Loaded:
+    loaded.bytes, loaded.lines = piece.end, piece.lines
+    return loaded

@@ -1,0 +1,109 @@
+"""Passages of files, local or in a bucket, one at a time: records of `{title, text}` in any form that `corpus_records.py` reads.
+
+Records that say it otherwise are understood too: wiki-18 (`contents` is the title in quotes, a newline, the text) and the HotpotQA
+abstracts (a tar of bz2 JSON Lines whose `text` is a list of sentences).
+
+A passage without a title or text, or with an id that came before, is refused with its file and line, or skipped and counted where the
+caller asks for that. Where a record carries no `id` (or `_id`), its position in the whole corpus is its id. Indexes (`bm25.py` and the
+dense ones) refer to passages by position.
+"""
+
+import dataclasses
+import reprlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.text.corpus_records import FORMATS, check_text, records_of
+from mujica_jax.retrieval.text.passage_ids import PassageIds
+
+_repr = reprlib.Repr()  # of a value of any size, in one short line
+_repr.maxlevel, _repr.maxdict, _repr.maxlist, _repr.maxstring, _repr.maxother = 2, 2, 2, 60, 60
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Passage:
+    id: str
+    title: str
+    text: str
+
+    @property
+    def contents(self) -> str:
+        """What is indexed, by words and by embeddings alike."""
+        return f"{self.title}\n{self.text}"
+
+
+@dataclasses.dataclass
+class Skipped:
+    """Counts the records that are left out, and remembers what the first of them lacked. A caller that gives one asks for skipping."""
+
+    count: int = 0
+    first: str = ""
+
+
+def read_corpus(paths: Sequence[str | Path]) -> list[Passage]:
+    """All passages of the files, in order. Ids are unique over all of them."""
+    return list(stream_corpus(paths))
+
+
+def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -> Iterator[Passage]:
+    """As `read_corpus`, holding one passage and what `PassageIds` keeps of every id that is not the passage's own position."""
+    ids = PassageIds()
+    position = 0
+    for place, record in records_of(paths):
+        try:
+            passage = _passage(record, str(position), place)
+            if not ids.add(passage.id, position):
+                # Where it came first is read again from the beginning: for the one sentence that is shown, not for all that are counted.
+                first = "" if skipped is not None and skipped.first else _first_place(passage.id, paths)
+                advice = "each file once" if first == place else "each passage its own id"
+                raise UserError(
+                    f"{place}: the passage id {_repr.repr(passage.id)} was already used in {first}; give {advice}"
+                )
+        except UserError as error:
+            if skipped is None:
+                raise
+            skipped.count += 1
+            skipped.first = skipped.first or str(error)
+            continue
+        position += 1
+        yield passage
+
+
+def _first_place(identifier: str, paths: Sequence[str | Path]) -> str:
+    """Of the first passage with this id, where none before it was left out."""
+    records = enumerate(records_of(paths))
+    found = (place for number, (place, record) in records if _passage(record, str(number), place).id == identifier)
+    return next(found, "a line that is not there any more")
+
+
+def _passage(record: object, position: str, place: str) -> Passage:
+    if not isinstance(record, dict):
+        raise UserError(
+            f"{place}: a passage must be an object and this is a {type(record).__name__}; expected {FORMATS}"
+        )
+    fields = _wiki_18(record) if isinstance(record.get("contents"), str) and "text" not in record else dict(record)
+    if isinstance(text := fields.get("text"), list) and all(isinstance(sentence, str) for sentence in text):
+        fields["text"] = "".join(text)  # the abstracts' sentences begin with their own space
+    for field in ("title", "text"):
+        value = fields.get(field)
+        if not isinstance(value, str) or not value.strip():
+            raise UserError(
+                f"{place}: the passage's {field} is {_repr.repr(value)}; every passage needs a title and a text that is not empty"
+            )
+    identifier = fields.get("id", fields.get("_id"))
+    passage = Passage(
+        id=position if identifier is None else str(identifier), title=fields["title"], text=fields["text"]
+    )
+    for field in ("id", "title", "text"):
+        try:
+            check_text(getattr(passage, field))
+        except UserError as error:
+            raise UserError(f"{place}, the passage's {field}: {error}") from error
+    return passage
+
+
+def _wiki_18(record: dict[str, Any]) -> dict[str, Any]:
+    title, _, text = record["contents"].partition("\n")
+    return {**record, "title": title.strip().removeprefix('"').removesuffix('"'), "text": text}

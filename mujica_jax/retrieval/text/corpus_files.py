@@ -1,0 +1,98 @@
+"""Files that passages and triples are read from: local ones, and objects in Google Cloud Storage (`gs://BUCKET/NAME`).
+
+An object is read range by range and never fetched whole. A range whose connection breaks is asked for again (`bucket.py`: bounded, with
+a deadline), so a reader of a large corpus goes on where it was. All ranges are of the object that was there at the beginning, and what
+was read from the first byte to the last is compared with the service's checksum.
+"""
+
+import base64
+import io
+import re
+from pathlib import Path
+from typing import IO, Any, cast
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.manifest import checksum
+from mujica_jax.storage.gcs import BUCKET_NAME, Listed, open_bucket
+
+SCHEME = "gs://"
+RANGE_BYTES = 8 * 2**20
+
+
+def open_file(path: str | Path) -> IO[bytes]:
+    """Raises FileNotFoundError, OSError or UserError."""
+    if not _in_bucket(path):
+        return open(path, "rb")
+    return cast(IO[bytes], io.BufferedReader(BucketFile(str(path)), RANGE_BYTES))
+
+
+def describe_file(path: str | Path) -> dict[str, Any]:
+    """Size and checksum: what a file with another content differs in."""
+    try:
+        if _in_bucket(path):
+            listed = _find(str(path))
+            return {"bytes": listed.bytes, "crc32c": listed.crc32c}
+        return {"bytes": Path(path).stat().st_size, "sha256": checksum(Path(path))}
+    except OSError as error:
+        reason = error.strerror or "there is no such object, or no such bucket"
+        raise UserError(f"{path} cannot be read ({reason}): give the path of a corpus") from error
+
+
+class BucketFile(io.RawIOBase):
+    """One object, readable and seekable."""
+
+    def __init__(self, address: str) -> None:
+        import google_crc32c
+
+        self._listed = _find(address)
+        self._bucket = open_bucket(_split(address)[0])
+        self._address, self._position = address, 0
+        self._sum, self._summed_bytes = google_crc32c.Checksum(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._listed.bytes}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        start = self._position
+        stop = min(start + min(len(buffer), RANGE_BYTES), self._listed.bytes)
+        if start >= stop:
+            return 0
+        content = self._bucket.read_range(self._listed, start, stop)
+        buffer[: len(content)] = content
+        self._position = stop
+        if start == self._summed_bytes:
+            self._sum.update(content)
+            self._summed_bytes = stop
+            if stop == self._listed.bytes and base64.b64encode(self._sum.digest()).decode() != self._listed.crc32c:
+                raise UserError(f"{self._address} was damaged on the way (its CRC32C differs): start the command again")
+        return len(content)
+
+
+def _in_bucket(path: str | Path) -> bool:
+    return str(path).startswith(SCHEME)
+
+
+def _find(address: str) -> Listed:
+    bucket, name = _split(address)
+    found = open_bucket(bucket).find(name)
+    if found is None:
+        raise FileNotFoundError(address)
+    return found
+
+
+def _split(address: str) -> tuple[str, str]:
+    found = re.fullmatch(rf"{SCHEME}({BUCKET_NAME})/(.+)", address)
+    if found is None:
+        raise UserError(f"{address} names no object in a bucket: give gs://BUCKET/NAME, or the path of a local file")
+    return found[1], found[2]

@@ -1,0 +1,68 @@
+"""Passages by their embeddings: queries are embedded and searched by inner product, among a corpus's embeddings or a few texts.
+
+Who does the searching has one interface, `search(queries, k) -> scores, positions`: the accelerator (`accelerator.py`, exact or
+approximate) or ScaNN (`scann.py`).
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.text.corpus import Passage
+
+if TYPE_CHECKING:
+    from mujica_jax.models.encoder import Embedder
+
+Hits = list[tuple[int, float]]  # positions and scores, best first
+
+
+class VectorSearch(Protocol):
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1 where there is no further one."""
+        ...
+
+
+class DenseIndex:
+    """A corpus that is searched by its embeddings."""
+
+    def __init__(
+        self, passages: Sequence[Passage], embedder: "Embedder", vectors: VectorSearch, *, version: str
+    ) -> None:
+        self.passages, self.version = passages, version
+        self._embedder, self._vectors = embedder, vectors
+
+    def encode(self, queries: Sequence[str]) -> np.ndarray:
+        return self._embedder.embed(queries, "query")
+
+    def search_encoded(self, queries: np.ndarray, k: int) -> list[Hits]:
+        if not 1 <= k <= len(self.passages):
+            raise UserError(
+                f"k is {k} and the index holds {len(self.passages):,} passages: give 1 to {len(self.passages)}"
+            )
+        scores, positions = self._vectors.search(queries, k)
+        return [
+            [(int(place), float(score)) for place, score in zip(places, of, strict=True) if place >= 0]
+            for places, of in zip(positions, scores, strict=True)
+        ]
+
+    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
+        """For each query the positions and scores of the k best passages, best first."""
+        return self.search_encoded(self.encode(queries), k)
+
+
+def nearest(embedder: "Embedder", query: str, texts: Sequence[str], k: int) -> Hits:
+    """The k best of a few texts (ten given passages, an entity's triples), embedded on the spot. Fewer texts give fewer."""
+    if not texts:
+        return []
+    vectors = embedder.embed(texts, "passage")
+    scores, positions = best_rows(embedder.embed([query], "query"), vectors, min(k, len(texts)))
+    return [(int(place), float(score)) for place, score in zip(positions[0], scores[0], strict=True)]
+
+
+def best_rows(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Exact search in numpy: scores and positions of the k largest inner products, ties in the order of the rows."""
+    scores = queries @ vectors.T
+    positions = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(scores, positions, axis=1), positions

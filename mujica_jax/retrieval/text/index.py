@@ -1,0 +1,248 @@
+"""Indexes on disk: built of a corpus, opened again as what they are.
+
+build(folder, kind="accelerator", corpus=[...], embedder=...)    a killed build goes on where it was
+open_index(folder)
+"""
+
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval import manifest as index_files
+from mujica_jax.retrieval.manifest import again
+from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
+from mujica_jax.retrieval.text.corpus import Passage, Skipped, stream_corpus
+from mujica_jax.retrieval.text.corpus_files import describe_file
+from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
+from mujica_jax.retrieval.text.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
+from mujica_jax.retrieval.text.passages import FILE, PassageFile, write_passages
+
+Kind = Literal["accelerator", "bm25", "scann"]
+Hits = list[tuple[int, float]]  # positions and scores, best first
+
+COUNTS, BM25_FOLDER, SCANN_FOLDER = "corpus.json", "bm25", "scann"
+# What embeddings depend on. A manifest without prefixes means those that follow from the embedder's name.
+DENSE_PLAN = ("corpus", "skip", "embedder", "prefixes", "embedder_version", "dimension", "storage")
+
+
+class Index(Protocol):
+    """What a retriever searches: `encode`, then `search_encoded`; `search` does both."""
+
+    passages: Sequence[Passage]
+    version: str
+
+    def encode(self, queries: Sequence[str]) -> Any: ...
+
+    def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
+
+    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
+        """For each query the positions and scores of the k best passages, best first. Raises UserError where k is out of range."""
+        ...
+
+
+class Reporter(Protocol):
+    """Who is told how far a build is."""
+
+    def stage(self, name: str, total: int | None, unit: str) -> Any:
+        """A context manager that gives what is called with the number of units done."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What an index is made of."""
+
+    kind: Kind
+    corpus: tuple[str, ...] = ()
+    source: str | None = None  # an index whose passages and embeddings are taken, instead of a corpus and an embedder
+    skip: bool = False  # leave out bad passages and count them, instead of refusing the corpus
+    tokeniser: Tokeniser = "default"  # bm25 only
+    embedder: EmbedderFolder | None = None  # all others
+    storage: Storage = "bfloat16"
+    recall_target: float | None = None  # accelerator only: search approximately
+
+    def plan(self) -> dict[str, Any]:
+        """All that the content of the index depends on."""
+        plan: dict[str, Any] = {"kind": self.kind}
+        if self.kind == "accelerator":
+            plan |= {"recall_target": self.recall_target}
+        if self.source is not None:
+            taken = index_files.read_manifest(self.source)
+            if "embedder" not in taken:
+                raise UserError(
+                    f"the index {self.source} is of kind {taken['kind']} and has no embeddings: give a dense one"
+                )
+            return plan | {"prefixes": None} | {name: taken[name] for name in DENSE_PLAN if name in taken}
+        plan |= {
+            "corpus": [{"name": Path(path).name, **describe_file(path)} for path in self.corpus],
+            "skip": self.skip,
+        }
+        if self.embedder is None:
+            return plan | {"tokeniser": self.tokeniser}
+        return plan | {
+            "embedder": self.embedder.name,
+            "prefixes": self.embedder.prefixes,
+            "embedder_version": self.embedder.version,
+            "dimension": self.embedder.dimension,
+            "storage": self.storage,
+        }
+
+
+def build(folder: Path, recipe: Recipe, reporter: Reporter) -> tuple[dict[str, Any], bool]:
+    """The manifest, and whether the index was there already."""
+    plan = recipe.plan()
+    with index_files.building(folder, plan) as finished:
+        if finished:
+            return index_files.read_manifest(folder), True
+        began = time.monotonic()
+        if recipe.source is not None:
+            _take(Path(recipe.source), folder)
+        counts = _write_corpus(folder, recipe, reporter)
+        passages = PassageFile(folder / FILE)
+        about: dict[str, Any] = {**plan, **counts}
+        if recipe.kind == "bm25":
+            with reporter.stage("indexing words", len(passages), "passages") as done:
+                Bm25Index(passages, recipe.tokeniser, done).save(folder / BM25_FOLDER)
+        else:
+            embeddings = _embed(folder, passages, plan, recipe, reporter)
+            if recipe.kind == "scann":
+                about["scann"] = _partition(folder, embeddings, reporter)
+        about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
+        return index_files.commit(folder, about), False
+
+
+def open_index(
+    folder: str | Path, embedder: str | None = None, prefixes: str | None = None, recall_target: float | None = None
+) -> Index:
+    """An index, every file of it found whole. Name and prefixes of the embedder are those it was built with where none are given, and
+    it is compared with that one.
+
+    `recall_target` below 1 lets the accelerator search approximately.
+    """
+    folder = Path(folder)
+    manifest = index_files.read_manifest(folder)
+    if "passages" not in manifest:
+        raise UserError(f"the index {folder} is of kind {manifest['kind']} and holds no passages: give one that does")
+    passages = PassageFile(folder / FILE)
+    if len(passages) != manifest["passages"]:
+        raise UserError(
+            f"{folder / FILE} holds {len(passages):,} passages and the manifest says {manifest['passages']:,}: {again(folder)}"
+        )
+    if manifest["kind"] == "bm25":
+        return Bm25Index.load(folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"])
+
+    from mujica_jax.retrieval.text.dense import DenseIndex
+
+    found = find_embedder(
+        manifest["embedder"] if embedder is None else embedder,
+        manifest.get("prefixes") if prefixes is None else prefixes,
+    )
+    check_embedder(folder, manifest, found)
+    version = manifest["version"]
+    if manifest["kind"] == "scann":
+        if recall_target is not None:
+            raise UserError(
+                f"a recall target is given and the index {folder} is of kind scann, which has its own: leave it out"
+            )
+        from mujica_jax.retrieval.text.scann_search import ScannParameters, ScannSearch
+
+        vectors = ScannSearch.load(folder / SCANN_FOLDER, len(passages), ScannParameters(**manifest["scann"]))
+    else:
+        from mujica_jax.retrieval.text.exact import AcceleratorSearch
+
+        target = manifest["recall_target"] if recall_target is None else recall_target
+        version += "" if recall_target is None else f"-{recall_target}"
+        vectors = AcceleratorSearch(_embeddings(folder, manifest), recall_target=target)
+    return DenseIndex(passages, found.load(), vectors, version=version)
+
+
+def read_kind(folder: str | Path) -> str:
+    """What kind of index a directory holds, its files unseen."""
+    return index_files.read_manifest(folder, check=False)["kind"]
+
+
+def check_embedder(folder: Path, manifest: Mapping[str, Any], embedder: EmbedderFolder) -> None:
+    """Queries are embedded as the passages were."""
+    for name, ours in (("dimension", embedder.dimension), ("embedder_version", embedder.version)):
+        if manifest[name] != ours:
+            what = name.removeprefix("embedder_")
+            raise UserError(
+                f"the index {folder} was built with the embedder {manifest['embedder']} ({what} {manifest[name]}) and the embedder "
+                f"{embedder.name} has {what} {ours}: name the one it was built with, its prefixes as well, or build it again"
+            )
+
+
+def _write_corpus(folder: Path, recipe: Recipe, reporter: Reporter) -> dict[str, Any]:
+    """The corpus as an Arrow file; its counts are written before it takes its name."""
+    if (folder / FILE).exists():
+        return index_files.read_json(folder / COUNTS)
+    unfinished = folder / f".{FILE}.new"
+    skipped = Skipped() if recipe.skip else None
+    with reporter.stage("reading the corpus", None, "passages") as done:
+        rows = write_passages(stream_corpus(recipe.corpus, skipped), unfinished, done)
+    if rows == 0:
+        raise UserError(f"{', '.join(recipe.corpus)}: there is no passage in it; give a corpus with at least one")
+    counts = {
+        "passages": rows,
+        "skipped": skipped.count if skipped else 0,
+        "first_skipped": skipped.first if skipped else "",
+    }
+    index_files.write_json(folder / COUNTS, counts)
+    unfinished.replace(folder / FILE)
+    return counts
+
+
+def _embed(
+    folder: Path, passages: PassageFile, plan: Mapping[str, Any], recipe: Recipe, reporter: Reporter
+) -> Embeddings:
+    if encoded_rows(folder) == len(passages):  # an embedder need not be loaded
+        return open_embeddings(folder, len(passages), plan["dimension"], plan["storage"])
+    assert recipe.embedder is not None, "what is taken from another index is whole"
+    with reporter.stage("embedding", len(passages), "passages") as done:
+        return encode(passages, recipe.embedder.load(_data_mesh()), folder, recipe.storage, done)
+
+
+def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict[str, Any]:
+    """ScaNN's files take their place when all of them are written; until then a killed build goes on with them. Returns the parameters."""
+    from mujica_jax.retrieval.text.scann_build import write_scann
+    from mujica_jax.retrieval.text.scann_search import parameters_for
+
+    parameters = parameters_for(len(embeddings), of_length_1=embeddings.of_length_1())
+    unfinished = folder / f".{SCANN_FOLDER}.new"
+    if not (folder / SCANN_FOLDER).exists():
+        with reporter.stage("building ScaNN's partitions", len(embeddings), "passages") as done:
+            write_scann(embeddings, parameters, unfinished, done).replace(folder / SCANN_FOLDER)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    return dataclasses.asdict(parameters)
+
+
+def _take(source: Path, folder: Path) -> None:
+    """Passages and embeddings of another index, without a copy where the file system can; its counts before its passages."""
+    for path in (*source.glob("embeddings.*"), source / PROGRESS, source / COUNTS, source / FILE):
+        if not (folder / path.name).exists():
+            unfinished = folder / f".{path.name}.new"
+            unfinished.unlink(missing_ok=True)
+            try:
+                os.link(path, unfinished)
+            except OSError:
+                shutil.copyfile(path, unfinished)
+            unfinished.replace(folder / path.name)
+
+
+def _embeddings(folder: Path, manifest: Mapping[str, Any]) -> Embeddings:
+    return open_embeddings(folder, manifest["passages"], manifest["dimension"], manifest["storage"])
+
+
+def _data_mesh() -> Any:
+    """All devices of this process, each embedding its share of a batch; None for one."""
+    import jax
+
+    from mujica_jax.models.sharding import make_mesh
+
+    devices = jax.local_devices()
+    return make_mesh(len(devices), 1, 1, devices) if len(devices) > 1 else None

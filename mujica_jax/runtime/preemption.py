@@ -1,0 +1,170 @@
+"""Asked to end: SIGTERM, Ctrl-C or a multi-host job's preemption notice, heard at any time and polled by the loops of every phase.
+
+A signal raises nothing, least of all inside a library. A thread hears it, even while the main thread is inside a compiler and runs no
+Python, and the next loop that polls ends the program: it saves what it has to save and raises `Preempted`, which an entry point turns
+into one sentence and an exit status.
+
+    SIGTERM   status 0. Where no loop has polled within GRACE_SECONDS (a long compilation or load, neither can be interrupted), the
+              process ends there and then.
+    Ctrl-C    status 130; a second one ends the process at once.
+
+Before the first phase there is nothing to save, so either ends the process at once. Ending anywhere is allowed because all that a
+program writes survives SIGKILL at any moment (`trajectories.objects`, `learning.checkpoints`).
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from mujica_jax.runtime.preemption_sync import JointStop
+
+GRACE_SECONDS = 20.0  # platforms kill 30 s after the notice at the earliest; what is left is for printing one line
+KEPT = "what was finished is kept"
+INTERRUPTED = 130  # exit status of a shell's Ctrl-C
+END = 0  # no signal's number: ends the thread that listens
+
+
+class Preempted(Exception):
+    """The program ends here because it was asked to. Its text says where it was and what is kept."""
+
+
+class Preemption:
+    """Whether this process was asked to end. A context manager: signals are heard inside it.
+
+    In a job of several processes (`join`) whoever is asked tells the others: all stop before the same training step, and outside of
+    training each where it polls next.
+    """
+
+    def __init__(
+        self, *, kept: str = KEPT, end: Callable[[int], Any] = os._exit, grace_seconds: float | None = None
+    ) -> None:
+        """`kept` says what an end in the middle of a phase leaves, unless the phase says otherwise; `end` ends the process."""
+        self.phase: str | None = None  # None: nothing has begun
+        self.then = ""  # what the user can do next; behind every closing sentence
+        self.status = 0
+        self._default = self._kept = kept
+        self._end = end
+        self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
+        self._asked = self._answered = False
+        self._handlers: dict[int, Any] = {}
+        self._joint: JointStop | None = None
+        self._leave: Callable[[str, int], Any] = lambda sentence, status: None
+
+    def join(self, joint: JointStop, leave: Callable[[str, int], Any]) -> None:
+        """From now on this process is one of several; `leave(sentence, status)` tells the others that it ends in the middle."""
+        self._joint, self._leave = joint, leave
+        joint.tell(self.notice)
+
+    def notice(self, number: int) -> None:
+        """The process is asked to end as by the signal of this number, which came to another process of the job."""
+        if self._handlers:
+            os.write(self._writing, bytes([number]))
+        else:
+            self._asked = True
+
+    @property
+    def requested(self) -> bool:
+        """Polled by loops. Whoever is told True ends: from then on the process is not ended in the middle."""
+        self._answered = self._answered or self._asked
+        return self._answered
+
+    def at_step(self) -> bool:
+        """As `requested`, polled once before every training step. The processes of a job are told the same step."""
+        if self._joint is None:
+            return self.requested
+        if not self._joint.at_step():
+            return False
+        self._asked = True
+        return self.requested
+
+    def enter(self, phase: str, *, kept: str | None = None) -> None:
+        """A phase begins, named as the closing sentence names it. Ends the program here if that was asked for."""
+        self.phase, self._kept = phase, self._default if kept is None else kept
+        self.check()
+
+    def check(self) -> None:
+        """Raises Preempted if the program was asked to end."""
+        if self.requested:
+            raise self.ended()
+
+    def ended(self, kept: str | None = None) -> Preempted:
+        return Preempted(self._sentence(self._kept if kept is None else kept))
+
+    def __enter__(self) -> "Preemption":
+        if threading.current_thread() is threading.main_thread():  # no other one may set handlers
+            self._reading, self._writing = os.pipe()
+            os.set_blocking(self._writing, False)
+            self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+            self._handlers = {number: signal.signal(number, _nothing) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._listener = threading.Thread(target=self._listen, name="preemption", daemon=True)
+            self._listener.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handlers:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._wakeup)
+            os.write(self._writing, bytes([END]))
+            self._listener.join()
+            os.close(self._reading)
+            os.close(self._writing)
+            self._handlers = {}
+
+    def _listen(self) -> None:
+        """The interpreter writes the number of every signal here, from inside whatever it interrupts."""
+        deadline = None
+        while True:
+            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self._reading], [], [], wait)
+            if not ready:  # the deadline
+                if not self._answered:
+                    self._end_now()
+                deadline = None
+                continue
+            for number in os.read(self._reading, 64):
+                if number == END:
+                    return
+                if number == signal.SIGINT:
+                    self._interrupted()
+                elif number == signal.SIGTERM and not self._asked:
+                    deadline = time.monotonic() + self._grace_seconds
+                    self._ask(number)
+
+    def _interrupted(self) -> None:
+        if self._asked and self.status == INTERRUPTED:
+            self._end_now()
+        else:
+            self.status = INTERRUPTED
+            self._ask(signal.SIGINT)
+            print("\nending at the next safe point; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+
+    def _ask(self, number: int) -> None:
+        if self.phase is None:
+            self._end_now()
+        self._asked = True
+        if self._joint is not None:
+            self._joint.ask(number)
+
+    def _end_now(self) -> None:
+        sentence = self._sentence(self._kept)
+        print(f"\n{sentence}", file=sys.stderr, flush=True)
+        self._leave(sentence, self.status)
+        self._end(self.status)
+
+    def _sentence(self, kept: str) -> str:
+        how = "interrupted" if self.status else "preempted"
+        where = "before anything began" if self.phase is None else f"in {self.phase}; {kept}"
+        return "; ".join(part for part in (f"{how} {where}", self.then) if part)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """A handler, so that the interpreter writes the signal down and the process lives on."""

@@ -1,0 +1,256 @@
+"""The tiny world: a generated encyclopaedia with the question kinds of 2WikiMultihopQA, needing no download.
+
+It has three parts without a common entity (`tiny_facts.py`): train, demonstrations and test. Their names share words and no full name
+(`tiny_names.py`). Each question is a template (`tiny_questions.py`) filled with entities whose facts reach the end of its path
+(`tiny_draws.py`), so its answer can be computed again from its evidences. A part is generated when it is first asked for.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Literal, overload
+
+from mujica_jax.config.schema import TinyWorldConfig
+from mujica_jax.errors import UserError
+from mujica_jax.metrics import Rule
+from mujica_jax.records import Entity, Evidence, Question
+from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.tasks.pretraining_text import Vocabulary, documents
+from mujica_jax.tasks.task import Environment, Material, Split
+from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
+from mujica_jax.tasks.tiny_world.names import Part
+from mujica_jax.tasks.tiny_world.questions import MAX_PARAPHRASES, Template
+from mujica_jax.tasks.tiny_world.sampling import Plan, draw_plans
+
+LIMITS = {  # inclusive bounds of the configuration
+    "train_questions": (1, 100_000),
+    "demonstrations": (1, 100_000),
+    "test_questions": (1, 100_000),
+    "augmented_copies": (0, 100),
+    "facts_per_entity": (4, 13),  # a city has 4 facts, a person at most 13
+    "distractor_names": (0.0, 1.0),
+    "missing_facts": (0.0, 1.0),
+    "paraphrases": (1, MAX_PARAPHRASES),
+}
+# Keys of entities look like Wikidata's: the first one of a part, and how many it may give away.
+FIRST_KEY: dict[Part, int] = {"train": 1_000_000, "test": 2_000_000, "demonstration": 3_000_000}
+PARTS_BY_NAME: dict[str, Part] = {str(part): part for part in FIRST_KEY}
+KEYS_PER_PART = 1_000_000  # a renamed copy of the demonstrations has those of the copy before, plus this
+READING_YEARS = (1850, 2015)  # the years that facts of the world lie in
+YEARS = (1780, 2040)  # those and the moved ones of renamed copies
+YEAR_REPEATS = 50  # how often they are shown to the tokenizer, so that each becomes one token
+TOKENIZER_QUESTIONS = 1000  # of each training-side part
+TOKENIZER_ENTITIES = 300  # with their triples; names are shown of all
+NAMES_PER_LINE = 10
+
+
+def build(config: TinyWorldConfig) -> "TinyWorld":
+    """The world of a configuration. Raises UserError for a value outside LIMITS."""
+    for field, (least, most) in LIMITS.items():
+        value = getattr(config, field)
+        if not least <= value <= most:
+            raise UserError(f"the tiny world takes {field} from {least} to {most}, and the configuration says {value}")
+    return TinyWorld(config)
+
+
+class TinyGraph:
+    """The encyclopaedia as a knowledge graph: the triples that name an entity, at most `facts_per_entity` of them."""
+
+    kind: Literal["graph", "text"] = "graph"
+
+    def __init__(self, world: "TinyWorld") -> None:
+        self._world = world
+
+    async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
+        """Triples in an order that the query does not change: choosing among them is the worker's part."""
+        if entity is None:
+            raise ValueError("a graph search names the entity whose triples it wants, and this one names none")
+        return self.materials(entity.id)
+
+    def materials(self, key: str) -> tuple[Material, ...]:
+        """An entity's own triples and, as far as there is room, some that point at it, shuffled; none for a key nobody has."""
+        found = self._world.locate(key)
+        if found is None:
+            return ()
+        part, number = found
+        draw = random.Random(f"{self._world.config.seed} {part.part} {part.copy} {number}")
+        own = [(number, relation) for relation in part.facts[number]]
+        inverse = part.inverse.get(number, [])
+        room = min(len(inverse), self._world.config.facts_per_entity - len(own))
+        triples = own + draw.sample(inverse, draw.randint(0, room))
+        draw.shuffle(triples)
+        return tuple(_material(part, *triple) for triple in triples if triple not in part.hidden)
+
+
+class QuestionList(Sequence[Question]):
+    """Questions of one part, written out when they are read."""
+
+    def __init__(self, part: WorldPart, plans: Sequence[Plan]) -> None:
+        self._part = part
+        self._plans = plans
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @overload
+    def __getitem__(self, index: int) -> Question: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Question]: ...
+    def __getitem__(self, index: int | slice) -> Question | list[Question]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        return _question(self._part, place, self._plans[place])
+
+    def template(self, place: int) -> Template:
+        return self._plans[place].template
+
+
+class TinyWorld:
+    name = "tiny_world"
+    rule: Rule = "two_wiki"
+    environment: Environment
+
+    def __init__(self, config: TinyWorldConfig) -> None:
+        self.config = config
+        self.graph = TinyGraph(self)
+        self.environment = self.graph
+        self._sizes: dict[Part, int] = {
+            "train": config.train_questions,
+            "demonstration": config.demonstrations,
+            "test": config.test_questions,
+        }
+        self._part = cache(lambda part, copy=0: WorldPart(part, config, self._sizes[part], copy))
+        self._plans = cache(lambda part: draw_plans(self._part(part), config, self._sizes[part]))
+
+    def questions(self, split: Split) -> QuestionList:
+        return self._list(split)
+
+    def demonstrations(self) -> list[tuple[Question, Environment]]:
+        """The originals, then copy after copy."""
+        copies = range(1 + self.config.augmented_copies)
+        return [(question, self.environment) for copy in copies for question in self._list("demonstration", copy)]
+
+    def _list(self, part: Part, copy: int = 0) -> QuestionList:
+        return QuestionList(self._part(part, copy), self._plans(part))
+
+    def template_of(self, question: Question) -> Template:
+        """How a question of this world is answered: its hops and the rule behind its answer."""
+        _, name, place, *_ = question.id.split("-")
+        part = PARTS_BY_NAME[name]
+        return self._list(part).template(int(place))
+
+    def locate(self, key: str) -> tuple[WorldPart, int] | None:
+        """Part and number of the entity with this key."""
+        if not (key.startswith("Q") and key[1:].isdecimal()):
+            return None
+        place, number = divmod(int(key[1:]), KEYS_PER_PART)
+        copies = self.config.augmented_copies
+        if not 1 <= place <= len(FIRST_KEY) + copies:
+            return None
+        parts = tuple(FIRST_KEY)
+        part = parts[min(place, len(parts)) - 1]
+        owner = self._part(part, max(0, place - len(parts)))
+        return (owner, number) if number < len(owner.labels) else None
+
+    def tokenizer_text(self) -> Iterator[str]:
+        """Questions, names and triples of the two training-side parts; of the test part nothing is even generated."""
+        years = " and ".join(str(year) for year in range(YEARS[0], YEARS[1] + 1))
+        yield from itertools.repeat(years, YEAR_REPEATS)
+        for part in ("demonstration", "train"):
+            yield from (question.text for question in self._list(part)[:TOKENIZER_QUESTIONS])
+            owner = self._part(part)
+            yield from (", ".join(labels) for labels in _batched(owner.labels, NAMES_PER_LINE))
+            for number in random.Random(part).sample(range(len(owner.labels)), TOKENIZER_ENTITIES):
+                yield from (material.text for material in self.graph.materials(_key(owner, number)))
+
+    def reading_documents(self, seed: int) -> Iterator[str]:
+        """Facts put together anew from the labels and values of the train part, see `reading.py`."""
+        owner = self._part("train")
+        labels: dict[str, list[str]] = {}
+        values: dict[str, dict[str, list[str]]] = {}
+        for kind, label, facts in zip(owner.kinds, owner.labels, owner.facts, strict=True):
+            labels.setdefault(kind, []).append(label)
+            for relation, value in facts.items():
+                seen = values.setdefault(kind, {}).setdefault(relation, [])
+                seen.append(value if isinstance(value, str) else owner.labels[value])
+        vocabulary = Vocabulary(
+            labels=labels, values=values, years=READING_YEARS, most_facts=self.config.facts_per_entity
+        )
+        return documents(vocabulary, seed)
+
+    def passages(self) -> Iterator[Passage]:
+        """One passage an entity, saying what the graph says of it: the same world for environments that search text."""
+        for part in FIRST_KEY:
+            owner = self._part(part)
+            for number, label in enumerate(owner.labels):
+                sentences = [
+                    f"The {relation} of {label} is {_label(owner, value)}."
+                    for relation, value in owner.facts[number].items()
+                    if (number, relation) not in owner.hidden
+                ]
+                text = " ".join([f"{label} is a {owner.kinds[number]}.", *sentences])
+                yield Passage(id=_key(owner, number), title=label, text=text)
+
+
+def _batched(labels: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    return (labels[start : start + size] for start in range(0, len(labels), size))
+
+
+def _question(part: WorldPart, place: int, plan: Plan) -> Question:
+    template = plan.template
+    evidences = _evidences(part, plan)
+    topics = [part.labels[topic] for topic in plan.topics]
+    wording = template.wordings[plan.wording]
+    return Question(
+        id=f"tiny-{part.part}-{place:06d}" + (f"-{part.copy}" if part.copy else ""),
+        text=wording.format(**dict(zip("ab", topics, strict=False))),
+        answers=(template.answer(topics, [_label(part, chain[-1]) for chain in plan.chains]),),
+        candidates=tuple(_entity(part, topic) for topic in plan.topics),
+        gold_passages=tuple(dict.fromkeys(evidence.subject for evidence in evidences)),
+        evidences=evidences,
+        kind=template.kind,
+    )
+
+
+def _evidences(part: WorldPart, plan: Plan) -> tuple[Evidence, ...]:
+    """Step after step, and within a step topic after topic."""
+    evidences = []
+    here: list[Value] = [*plan.topics]
+    for step, relation in enumerate(plan.template.path):
+        for topic, chain in enumerate(plan.chains):
+            subject, found = here[topic], chain[step]
+            evidences.append(
+                Evidence(
+                    subject=_label(part, subject),
+                    relation=relation,
+                    object=_label(part, found),
+                    subject_id=_key(part, subject),
+                    object_id=_key(part, found),
+                )
+            )
+            here[topic] = found
+    return tuple(evidences)
+
+
+def _material(part: WorldPart, number: int, relation: str) -> Material:
+    value = part.facts[number][relation]
+    ends = (number, value) if isinstance(value, int) else (number,)
+    return Material(
+        text=f"{part.labels[number]}, {relation}, {_label(part, value)}",
+        entities=tuple(_entity(part, end) for end in ends),
+    )
+
+
+def _entity(part: WorldPart, number: int) -> Entity:
+    return Entity(id=_key(part, number), label=part.labels[number])
+
+
+def _label(part: WorldPart, value: Value) -> str:
+    return part.labels[value] if isinstance(value, int) else value
+
+
+def _key(part: WorldPart, value: Value) -> str:
+    """Empty for a literal."""
+    return f"Q{FIRST_KEY[part.part] + part.copy * KEYS_PER_PART + value}" if isinstance(value, int) else ""

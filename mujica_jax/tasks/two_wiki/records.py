@@ -1,0 +1,228 @@
+"""2WikiMultihopQA records as their files hold them: official `dev.json` and `train.json`, and the smaller files made from them.
+
+One question can stand in several files with different fields (evidences here, aliases there); they are merged by id. Evidences
+carry labels, and Q-ids only where the record gives `evidences_id`; `entity_ids` names the subjects of every record, so the ids of
+all subjects and bridge entities are known here, and from here the graph learns which labels mean the same entity.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mujica_jax.errors import UserError
+from mujica_jax.records import Evidence
+from mujica_jax.retrieval.graph.triples import LITERAL_ID, Triple, normalise_label, without_parenthesis
+from mujica_jax.retrieval.text.corpus_records import read_records
+
+CORPUS_QUESTION_FILES = ("questions*.jsonl", "questions*.json")
+QUESTION_FILES = ("dev*.json", "dev*.jsonl", "train*.json", "train*.jsonl", *CORPUS_QUESTION_FILES)
+GRAPH_FILES = ("triples*.tsv",)
+CORPUS_FILES = ("corpus*.json", "corpus*.jsonl")
+SINGLE_CHAINS = ("compositional", "inference")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    id: str
+    kind: str  # empty where no file gives it
+    text: str
+    answers: tuple[str, ...]  # gold answer first, aliases after it
+    titles: tuple[str, ...]  # gold passages
+    triples: tuple[
+        Triple, ...
+    ] = ()  # gold evidences with every id that the record lets us infer; empty where no file has them
+    topic_ids: tuple[str, ...] = ()  # Q-ids of the entities the question itself names, in its order
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mention:
+    """`text[start:end]` is `name` up to case."""
+
+    start: int
+    end: int
+    name: str
+
+
+def data_files(data_dir: str | Path, patterns: Sequence[str], what: str) -> list[Path]:
+    """Files of the folder that match a pattern, plain or .gz, in a fixed order; at least one."""
+    folder = Path(data_dir)
+    expected = f"expected {what} ({', '.join(patterns)}, each plain or .gz)"
+    if not folder.is_dir():
+        raise UserError(
+            f"the 2WikiMultihopQA folder {folder} does not exist; set data_dir to one with {what}; {expected}"
+        )
+    files = {
+        file: None for pattern in patterns for suffix in ("", ".gz") for file in sorted(folder.glob(pattern + suffix))
+    }
+    if not files:
+        raise UserError(f"{folder} has no file with {what}; {expected}")
+    return list(files)
+
+
+def read_questions(files: Iterable[Path]) -> list[Record]:
+    """All questions with an answer, merged by id, in the order in which they first appear."""
+    merged: dict[str, Record] = {}
+    for file in files:
+        for line_number, value in read_records(file):
+            record = _record(value, f"{file}, line {line_number}")
+            if record is not None:
+                merged[record.id] = _merge(merged[record.id], record) if record.id in merged else record
+    return list(merged.values())
+
+
+def chain_evidences(triples: Sequence[Triple]) -> tuple[Evidence, ...]:
+    """The gold chain as a searcher meets it: a bridge entity is called what the triple that found it calls it."""
+    found_as: dict[str, str] = {}
+    evidences = []
+    for triple in triples:
+        evidences.append(
+            Evidence(
+                subject=found_as.get(triple.subject_id, triple.subject),
+                relation=triple.relation,
+                object=triple.object,
+                subject_id=triple.subject_id,
+                object_id="" if triple.object_is_literal else triple.object_id,
+            )
+        )
+        if triple.object_id and not triple.object_is_literal:
+            found_as.setdefault(triple.object_id, triple.object)
+    return tuple(evidences)
+
+
+def with_known_ids(rows: Iterable[Triple], records: Iterable[Record]) -> list[Triple]:
+    """Graph rows with clean labels and the Q-ids that gold evidences give them.
+
+    A file of triples has no Q-id where its record gave none, and a wrong one where a record lists evidences and their ids in
+    different orders; `Record.triples` has both put right. A row that questions use for several entities becomes several rows.
+    """
+    known: dict[tuple[str, str, str], dict[tuple[str, str], None]] = {}
+    for record in records:
+        for triple in record.triples:
+            if triple.subject_id:
+                ids = known.setdefault((triple.subject, triple.relation, triple.object), {})
+                ids[triple.subject_id, triple.object_id] = None
+    result: dict[Triple, None] = {}
+    for raw in rows:
+        row = dataclasses.replace(raw, subject=clean_label(raw.subject), object=clean_label(raw.object))
+        for subject_id, object_id in known.get(
+            (row.subject, row.relation, row.object), {(row.subject_id, row.object_id): None}
+        ):
+            if not object_id and subject_id == row.subject_id:
+                object_id = row.object_id
+            result[dataclasses.replace(row, subject_id=subject_id, object_id=object_id)] = None
+    return list(result)
+
+
+def clean_label(label: str) -> str:
+    """Single spaces, and no double quotes: planners put names between double quotes, and scores ignore both."""
+    return " ".join(label.replace('"', "'").split())
+
+
+def mentions(text: str, labels: Sequence[str], titles: Sequence[str]) -> list[Mention] | None:
+    """Where a question names each of the entities, in their order; None where one of them cannot be found.
+
+    Questions name an entity by its passage title In Title Case: the label, the label with a parenthesis, or (in questions with one
+    topic) another name. The longest label is looked for first, so that "Love" is not found inside "Love Story".
+    """
+    found: dict[str, Mention] = {}
+    for label in sorted(labels, key=len, reverse=True):
+        bare = normalise_label(without_parenthesis(label))
+        likely = [title for title in titles if normalise_label(without_parenthesis(clean_label(title))) == bare]
+        others = [title for title in titles if title not in likely] if len(labels) == 1 else []
+        place = _first_mention(text, [*likely, label]) or _first_mention(text, others)
+        if place is None:
+            return None
+        text = text[: place.start] + "\0" * (place.end - place.start) + text[place.end :]
+        found[label] = place
+    return [found[label] for label in labels]
+
+
+def _first_mention(text: str, names: Sequence[str]) -> Mention | None:
+    for name in sorted(names, key=len, reverse=True):
+        if place := re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, re.IGNORECASE):
+            return Mention(start=place.start(), end=place.end(), name=name)
+    return None
+
+
+def _record(value: object, place: str) -> Record | None:
+    """None for a question without an answer (the official test file)."""
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{place}: a question must be an object and this is a {type(value).__name__}; use the official format"
+        )
+    fields: Mapping[str, Any] = value
+    identifier = fields.get("_id", fields.get("id"))
+    text, answer = fields.get("question"), fields.get("answer")
+    if not identifier or not isinstance(text, str) or not text.strip():
+        raise UserError(
+            f"{place}: _id is {identifier!r} and question {text!r}; both are needed, as in the official 2WikiMultihopQA format"
+        )
+    if not answer:
+        return None
+    if not isinstance(answer, str):
+        raise UserError(f"{place}: the answer is {answer!r}; it must be a text")
+    try:
+        triples, topic_ids = _gold_triples(fields)
+        titles = [fact if isinstance(fact, str) else fact[0] for fact in fields.get("supporting_facts") or ()]
+    except (TypeError, IndexError, ValueError, AttributeError) as error:
+        raise UserError(f"{place}: evidences or supporting_facts are not in the official format ({error})") from error
+    return Record(
+        id=str(identifier),
+        kind=fields.get("type") or "",
+        text=text.strip(),
+        answers=tuple(dict.fromkeys([answer, *(fields.get("answer_aliases") or ())])),
+        titles=tuple(dict.fromkeys(titles)),
+        triples=triples,
+        topic_ids=topic_ids,
+    )
+
+
+def _merge(first: Record, second: Record) -> Record:
+    better = first if first.triples or not second.triples else second
+    return dataclasses.replace(
+        better,
+        kind=first.kind or second.kind,
+        answers=tuple(dict.fromkeys(first.answers + second.answers)),
+        titles=tuple(dict.fromkeys(better.titles + first.titles + second.titles)),
+    )
+
+
+def _gold_triples(fields: Mapping[str, Any]) -> tuple[tuple[Triple, ...], tuple[str, ...]]:
+    """Evidences with ids, and the topics' ids.
+
+    `entity_ids` lists the subjects in the order in which the evidences first name them: topic and bridge entity of a single chain,
+    both topics of a comparison, two films and their two directors of a bridge comparison.
+    """
+    evidences = [tuple(clean_label(cell) for cell in evidence) for evidence in fields.get("evidences") or ()]
+    entity_ids = [part for part in (fields.get("entity_ids") or "").split("_") if part]
+    subjects = list(dict.fromkeys(subject for subject, _, _ in evidences))
+    if not evidences or len(subjects) != len(entity_ids):
+        return (), ()
+    id_of = dict(zip(subjects, entity_ids, strict=True))
+    object_ids = _object_ids(fields, [id_of[subject] for subject, _, _ in evidences])
+    if fields.get("type") in SINGLE_CHAINS:
+        topics, object_ids[0] = entity_ids[:1], entity_ids[1] if len(entity_ids) > 1 else object_ids[0]
+        object_ids[-1] = object_ids[-1] or fields.get("answer_id") or ""
+    elif fields.get("type") == "bridge_comparison":
+        topics = entity_ids[: len(entity_ids) // 2]
+        object_ids[: len(topics)] = entity_ids[len(topics) :]
+    else:
+        topics = entity_ids
+    triples = [
+        Triple(subject=subject, relation=relation, object=found, subject_id=id_of[subject], object_id=object_id)
+        for (subject, relation, found), object_id in zip(evidences, object_ids, strict=True)
+    ]
+    return tuple(triples), tuple(topics)
+
+
+def _object_ids(fields: Mapping[str, Any], subject_ids: Sequence[str]) -> list[str]:
+    """Object ids of the evidences, found by subject: the ids are not always listed in the order of the evidences."""
+    by_subject: dict[str, list[str]] = {}
+    for subject_id, _, object_id in fields.get("evidences_id") or ():
+        by_subject.setdefault(subject_id, []).append("" if object_id == LITERAL_ID else object_id)
+    complete = all(len(ids) == list(subject_ids).count(subject_id) for subject_id, ids in by_subject.items())
+    return [
+        by_subject[subject_id].pop(0) if complete and by_subject.get(subject_id) else "" for subject_id in subject_ids
+    ]

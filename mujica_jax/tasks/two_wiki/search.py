@@ -1,0 +1,85 @@
+"""What 2WikiMultihopQA is searched in, as its configuration says: an index or a service of passages, a graph or an endpoint."""
+
+from collections.abc import Sequence
+
+from mujica_jax.config.schema import TwoWikiConfig
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.client import open_remote
+from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
+from mujica_jax.retrieval.graph.index import KIND, open_graph
+from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
+from mujica_jax.retrieval.retriever import IndexRetriever, Retriever
+from mujica_jax.retrieval.search_cache import HitsCache
+from mujica_jax.retrieval.text.bm25 import Bm25Index
+from mujica_jax.retrieval.text.corpus import Passage, read_corpus
+from mujica_jax.retrieval.text.dense import nearest
+from mujica_jax.retrieval.text.embedders import find_embedder
+from mujica_jax.retrieval.text.index import Index, open_index, read_kind
+from mujica_jax.runtime.cache_folders import cache_folder
+from mujica_jax.tasks.environment import Ranking
+from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, data_files
+
+
+def open_passages(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
+    """What is searched, and the passages in which questions have their gold ones."""
+    if config.index is not None and config.index.startswith(SCHEME):
+        raise UserError(
+            f"environment is text and the index {config.index} is a graph: give an index of passages, or --task.environment graph"
+        )
+    if config.index is not None and config.index.startswith(("http://", "https://")):
+        return open_remote(config.index, config.retriever, config.top_k), _corpus(config)
+    index = _index(config)
+    in_memory = config.index is None
+    cache = None if in_memory else HitsCache(cache_folder("searches"), index.version)
+    return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
+
+
+def open_knowledge_graph(index: str, queries_per_second: float) -> KnowledgeGraph:
+    """A graph on disk, or one behind an endpoint that answers."""
+    if index.startswith(SCHEME):
+        return open_endpoint(index, queries_per_second)
+    if index.startswith(("http://", "https://")):
+        raise UserError(
+            f"environment is graph and the index {index} is a service of passages: write {SCHEME}{index} for a SPARQL endpoint, or give "
+            "the directory of a graph"
+        )
+    return open_graph(index)
+
+
+def ranking(config: TwoWikiConfig) -> Ranking | None:
+    """How an entity's triples are ordered where they are more than `top_k`; None: by the words they share with the query."""
+    if config.retriever == "bm25":
+        return None
+    embedder = find_embedder(config.embedder).load()
+    return lambda query, texts: [place for place, _ in nearest(embedder, query, texts, len(texts))]
+
+
+def _index(config: TwoWikiConfig) -> Index:
+    """The index that the configuration names; without one, BM25 over the corpus of the data folder."""
+    if config.index is None:
+        if config.retriever == "dense":
+            raise UserError(
+                "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index build --corpus "
+                f"FILE --kind accelerator --embedder {config.embedder} --out DIR` and give --task.index DIR"
+            )
+        return Bm25Index(_corpus(config), "default")
+    kind = read_kind(config.index)
+    if kind == KIND:
+        raise UserError(
+            f"environment is text and the index {config.index} is a graph: give an index of passages, or --task.environment graph"
+        )
+    if (kind == "bm25") != (config.retriever == "bm25"):
+        raise UserError(
+            f"retriever is {config.retriever} and the index {config.index} is of kind {kind}: give --task.retriever "
+            f"{'bm25' if kind == 'bm25' else 'dense'} or another index"
+        )
+    index = open_index(config.index, config.embedder if config.retriever == "dense" else None)
+    if config.top_k > len(index.passages):
+        raise UserError(
+            f"top_k is {config.top_k} and the index {config.index} holds {len(index.passages):,} passages: lower top_k"
+        )
+    return index
+
+
+def _corpus(config: TwoWikiConfig) -> list[Passage]:
+    return read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))

@@ -1,0 +1,273 @@
+"""2WikiMultihopQA (Ho et al., 2020) as a task: questions over its knowledge graph or over a corpus of passages.
+
+- `environment="graph"` (2Wiki-KG): every question with evidences. Its candidates are the topic entities that the question itself
+  names, under the graph's labels, in the order of the question; a search returns the triples of one entity, in both directions: of
+  the data folder's graph, or of the one that `index` names. Demonstrations are always played in the data folder's.
+- `environment="text"` (2Wiki-Text): the questions made for the corpus (`questions*.jsonl`, with aliases) whose gold passages it
+  holds; a search is BM25 over the corpus, or whatever the index that `index` names does with its own corpus.
+
+Questions are held out by a hash of their id. Held-out questions, and triples or passages that no training question uses, appear
+neither in demonstrations' new names nor in the tokenizer's text; the graph and the corpus that are searched are the whole ones.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import random
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from mujica_jax.config.schema import TwoWikiConfig
+from mujica_jax.errors import UserError
+from mujica_jax.metrics import Rule
+from mujica_jax.records import Entity, Question
+from mujica_jax.retrieval.graph.triples import Triple, TripleGraph, read_triples
+from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.retrieval.text.passages import PassageFile
+from mujica_jax.tasks.environment import GraphEnvironment, KnowledgeGraphEnvironment, TextEnvironment
+from mujica_jax.tasks.pretraining_text import Vocabulary, documents
+from mujica_jax.tasks.task import Environment, Split
+from mujica_jax.tasks.two_wiki.augmentation import NameParts
+from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, follows_from_evidence
+from mujica_jax.tasks.two_wiki.demonstrations import CopyPlan, Demonstrations, copy_plan, renamed_copy
+from mujica_jax.tasks.two_wiki.records import (
+    CORPUS_QUESTION_FILES,
+    GRAPH_FILES,
+    QUESTION_FILES,
+    Record,
+    chain_evidences,
+    data_files,
+    mentions,
+    read_questions,
+    with_known_ids,
+)
+from mujica_jax.tasks.two_wiki.search import open_knowledge_graph, open_passages, ranking
+
+READING_COPIES = 4  # of each training question
+READING_FACTS = 5  # most facts a document lists
+WORK_RELATIONS = {"director", "performer", "composer", "publication date", "country of origin", "producer", "publisher"}
+READING_YEARS = (1000, 2020)  # the years that dates of copies lie in
+
+
+class TwoWiki:
+    """Implements `Task`. Building it reads the files once: half a second for the graph, two for the corpus's index."""
+
+    name = "two_wiki"
+    rule: Rule = "two_wiki"
+
+    def __init__(
+        self,
+        config: TwoWikiConfig,
+        environment: Environment,
+        questions: Sequence[Question],
+        *,
+        gold_passages: Sequence[Passage] = (),
+        taught_in: GraphEnvironment | None = None,
+    ) -> None:
+        """`gold_passages` are those of all questions, for text; `taught_in` is where demonstrations are played, for graphs."""
+        ordered = sorted(questions, key=lambda question: _hash(question.id))
+        held_out = [question for question in ordered if is_held_out(question.id, config.hold_out_percent)]
+        self.config, self.environment, self._gold_passages = config, environment, gold_passages
+        self._taught_in = taught_in
+        self._train = [question for question in ordered if not is_held_out(question.id, config.hold_out_percent)]
+        self._test = held_out[: config.test_questions]
+
+    def questions(self, split: Split) -> Sequence[Question]:
+        """In the order of the hash of their ids, so a prefix is a random sample and stays one when files are added."""
+        return self._train if split == "train" else self._test
+
+    def demonstrations(self) -> Demonstrations:
+        """Training questions whose gold answer follows from their evidence, then `augmented_copies` renamed copies of each.
+
+        The answer of a demonstration is written as the graph labels it: questions write names In Title Case.
+        """
+        usable = [question for question in self._train if follows_from_evidence(question)]
+        originals = [_with_label_as_answer(question) for question in usable]
+        if self._taught_in is None:
+            return Demonstrations(originals, self.environment)
+        return Demonstrations(
+            originals,
+            self._taught_in,
+            plans=self._plans(originals, self._taught_in.graph) if self.config.augmented_copies else (),
+            parts=self._parts,
+            copies=self.config.augmented_copies,
+            top_k=self.config.top_k,
+        )
+
+    def reading_documents(self, seed: int) -> Iterator[str]:
+        """Graph: facts put together anew from renamed copies, see `reading.py`. Text: the passages of the training side."""
+        if self._taught_in is not None:
+            return documents(self._reading_vocabulary, seed)
+        passages = self._training_passages()
+        draw = random.Random(f"reading {seed}")
+        return (draw.choice(passages) for _ in itertools.repeat(None))
+
+    def tokenizer_text(self) -> Iterator[str]:
+        """Questions of the training side, and the labels and triples (or the passages) that they use."""
+        yield from (question.text for question in self._train)
+        yield from self._training_passages()
+        yield from dict.fromkeys(entity.label for question in self._train for entity in question.candidates)
+        for triple in self._training_triples():
+            yield triple.text
+
+    @functools.cached_property
+    def _parts(self) -> NameParts:
+        return NameParts(self._training_triples())
+
+    def _plans(self, questions: Sequence[Question], graph: TripleGraph) -> list[CopyPlan]:
+        return [plan for question in questions if (plan := copy_plan(question, graph)) is not None]
+
+    @functools.cached_property
+    def _reading_vocabulary(self) -> Vocabulary:
+        """Labels and values of renamed copies that no demonstration uses. A work has a director or the like, a person none."""
+        assert self._taught_in is not None, "only graphs have copies"
+        labels: dict[str, list[str]] = {"work": [], "other": []}
+        values: dict[str, dict[str, list[str]]] = {"work": {}, "other": {}}
+        usable = [question for question in self._train if follows_from_evidence(question)]
+        for plan in self._plans(usable, self._taught_in.graph):
+            for number in range(READING_COPIES):
+                question, _ = renamed_copy(plan, self._parts, -1 - number, self.config.top_k)
+                relations: dict[str, set[str]] = {}
+                for evidence in question.evidences:
+                    relations.setdefault(evidence.subject, set()).add(evidence.relation)
+                for evidence in question.evidences:
+                    kind = "work" if relations[evidence.subject] & WORK_RELATIONS else "other"
+                    labels[kind].append(evidence.subject)
+                    values[kind].setdefault(evidence.relation, []).append(evidence.object)
+        return Vocabulary(labels=labels, values=values, years=READING_YEARS, most_facts=READING_FACTS)
+
+    def _training_passages(self) -> list[str]:
+        """Gold passages of the training questions; none for graphs."""
+        titles = {title for question in self._train for title in question.gold_passages}
+        return [f"{passage.title}: {passage.text}" for passage in self._gold_passages if passage.title in titles]
+
+    def _training_triples(self) -> list[Triple]:
+        """What the training questions' evidences say, without the bridge's second name."""
+        triples = {
+            Triple(
+                subject=evidence.subject,
+                relation=evidence.relation,
+                object=evidence.object,
+                subject_id=evidence.subject_id,
+                object_id=evidence.object_id,
+            ): None
+            for question in self._train
+            for evidence in question.evidences
+        }
+        return list(triples)
+
+
+def build(config: TwoWikiConfig) -> TwoWiki:
+    if not 1 <= config.hold_out_percent <= 99:
+        raise UserError(
+            f"hold_out_percent is {config.hold_out_percent}; give 1 to 99, so that both splits have questions"
+        )
+    for name, value, least in (
+        ("top_k", config.top_k, 1),
+        ("test_questions", config.test_questions, 1),
+        ("augmented_copies", config.augmented_copies, 0),
+    ):
+        if value < least:
+            raise UserError(f"{name} is {value}; give at least {least}")
+    if not config.queries_per_second > 0:
+        raise UserError(f"queries_per_second is {config.queries_per_second}; give above 0")
+    records = read_questions(data_files(config.data_dir, QUESTION_FILES, "questions"))
+    if config.environment == "text":
+        return _text_task(config, records)
+    graph = TripleGraph(with_known_ids(_read_graph(config.data_dir), records))
+    questions = [question for record in records if (question := graph_question(record, graph)) is not None]
+    _refuse_none(questions, config, "evidences and entity_ids")
+    ranked = ranking(config)
+    taught_in = GraphEnvironment(graph, config.top_k, ranked)
+    searched = taught_in
+    if config.index is not None:
+        searched = KnowledgeGraphEnvironment(
+            open_knowledge_graph(config.index, config.queries_per_second), config.top_k, ranked
+        )
+    return TwoWiki(config, searched, questions, taught_in=taught_in)
+
+
+def is_held_out(question_id: str, hold_out_percent: int) -> bool:
+    return _hash(question_id) % 100 < hold_out_percent
+
+
+def graph_question(record: Record, graph: TripleGraph) -> Question | None:
+    """None where the record has no evidences, or where the graph does not know an entity that the question names."""
+    evidences = chain_evidences(record.triples)
+    label_of = {evidence.subject_id: evidence.subject for evidence in evidences}
+    candidates = []
+    for topic in record.topic_ids:
+        key = graph.find(topic) or graph.find(label_of[topic])
+        if key is None:
+            return None
+        candidates.append(Entity(id=key, label=label_of[topic]))
+    if not candidates:
+        return None
+    places = mentions(record.text, [candidate.label for candidate in candidates], record.titles)
+    if places is not None:
+        order = sorted(range(len(candidates)), key=lambda position: places[position].start)
+        candidates = [candidates[position] for position in order]
+    return Question(
+        id=record.id,
+        text=record.text,
+        answers=record.answers,
+        candidates=tuple(candidates),
+        gold_passages=record.titles,
+        evidences=evidences,
+        kind=record.kind,
+    )
+
+
+def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
+    if config.augmented_copies:
+        raise UserError(
+            f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set augmented_copies "
+            "to 0 or environment to graph"
+        )
+    retriever, passages = open_passages(config)
+    gold = _titled(passages, {title for record in records for title in record.titles})
+    titles = {passage.title for passage in gold}
+    sample = {
+        record.id
+        for record in read_questions(data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus"))
+    }
+    questions = [
+        Question(
+            id=record.id,
+            text=record.text,
+            answers=record.answers,
+            gold_passages=record.titles,
+            evidences=chain_evidences(record.triples),
+            kind=record.kind,
+        )
+        for record in records
+        if record.id in sample and record.titles and titles.issuperset(record.titles)
+    ]
+    _refuse_none(questions, config, "gold passages in the corpus")
+    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions, gold_passages=gold)
+
+
+def _titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:
+    if isinstance(passages, PassageFile):
+        return passages.titled(titles)
+    return [passage for passage in passages if passage.title in titles]
+
+
+def _read_graph(data_dir: str | Path) -> list[Triple]:
+    return [triple for file in data_files(data_dir, GRAPH_FILES, "triples") for triple in read_triples(file)]
+
+
+def _refuse_none(questions: Sequence[Question], config: TwoWikiConfig, what: str) -> None:
+    if not questions:
+        raise UserError(f"no question in {config.data_dir} has {what}, which environment={config.environment!r} needs")
+
+
+def _with_label_as_answer(question: Question) -> Question:
+    label = answer_from_evidence(question)
+    assert label is not None, "only questions whose answer follows from their evidence are demonstrated"
+    return dataclasses.replace(question, answers=tuple(dict.fromkeys((label, *question.answers))))
+
+
+def _hash(question_id: str) -> int:
+    return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)

@@ -1,0 +1,90 @@
+"""Search on the accelerator finds what numpy finds, on one device and on eight."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mujica_jax.retrieval.text import exact as accelerator
+from mujica_jax.retrieval.text.dense import best_rows
+from mujica_jax.retrieval.text.embeddings import Embeddings, compressed
+from mujica_jax.retrieval.text.exact import AcceleratorSearch, layout
+
+ROOT = Path(__file__).resolve().parent.parent
+DRAW = np.random.default_rng(0)
+VECTORS = DRAW.normal(size=(1001, 24)).astype(np.float32)
+QUERIES = DRAW.normal(size=(5, 24)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(accelerator, "BLOCK_ROWS", 128)
+
+
+@pytest.mark.parametrize("recall_target", [None, 0.9])
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+def test_what_numpy_finds(storage, recall_target):
+    """On a CPU approximate search is exact; what it costs a TPU in recall cannot be seen here."""
+    embeddings = compressed(VECTORS, storage)
+    scores, positions = AcceleratorSearch(embeddings, recall_target=recall_target).search(QUERIES, 7)
+    expected_scores, expected = best_rows(QUERIES, embeddings.float32(), 7)
+    np.testing.assert_array_equal(positions, expected)
+    np.testing.assert_allclose(scores, expected_scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 127, 128, 129, 300])
+def test_padding_is_never_found(rows):
+    embeddings = compressed(-np.abs(VECTORS[:rows]), "bfloat16")  # every score is below the zero of a padded row
+    scores, positions = AcceleratorSearch(embeddings).search(np.abs(QUERIES), rows)
+    np.testing.assert_array_equal(np.sort(positions, axis=1), np.tile(np.arange(rows), (5, 1)))
+    assert np.isfinite(scores).all()
+
+
+def test_ties_are_in_the_order_of_the_corpus():
+    embeddings = compressed(np.ones((400, 24), np.float32), "bfloat16")
+    _, positions = AcceleratorSearch(embeddings).search(QUERIES, 300)
+    np.testing.assert_array_equal(positions, np.tile(np.arange(300), (5, 1)))
+
+
+def test_more_queries_than_a_call_takes(monkeypatch):
+    monkeypatch.setattr(accelerator, "MOST_QUERIES", 4)
+    queries = DRAW.normal(size=(11, 24)).astype(np.float32)
+    embeddings = Embeddings(compressed(VECTORS, "bfloat16").vectors)
+    _, positions = AcceleratorSearch(embeddings).search(queries, 3)
+    np.testing.assert_array_equal(positions, best_rows(queries, embeddings.float32(), 3)[1])
+
+
+def test_a_new_k_is_seldom_a_new_program():
+    embeddings = Embeddings(compressed(VECTORS[:300], "bfloat16").vectors)
+    search = AcceleratorSearch(embeddings)
+    before = accelerator.search_program.cache_info().currsize
+    for k in (33, 34, 50, 63, 64):
+        scores, positions = search.search(QUERIES, k)
+        assert scores.shape == positions.shape == (5, k)
+        np.testing.assert_array_equal(positions, best_rows(QUERIES, embeddings.float32(), k)[1])
+    assert accelerator.search_program.cache_info().currsize == before + 1
+
+
+@pytest.mark.parametrize(("rows", "devices"), [(1, 1), (1, 8), (128 * 8, 8), (128 * 8 + 1, 8), (10_000, 3)])
+def test_every_device_has_as_many_whole_blocks(rows, devices):
+    block, padded = layout(rows, devices)
+    assert padded >= rows and padded % (devices * block) == 0 and block % 128 == 0
+
+
+def test_eight_devices_find_what_numpy_finds():
+    finished = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "search_on_devices.py")],
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+    assert found["devices"] == 8 and found["rows_on_each"] == 256
+    assert found["searches"] == 4 and found["differing_positions"] == 0 and found["largest_difference"] < 1e-5

@@ -1,0 +1,317 @@
+"""Pages against a memory that remembers what was written where, and against a search by hand through all of it."""
+
+import collections
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mujica_jax.inference.paging import Lease, Pages
+
+UNKNOWN = None  # what a place holds that nobody has written
+
+
+def tokens_of(*ids: int) -> np.ndarray:
+    return np.asarray(ids, np.int32)
+
+
+def alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@dataclasses.dataclass(eq=False)
+class Running:
+    """A request as an engine sees it: its table of pages is the one it was started with."""
+
+    lease: Lease
+    table: list[int]
+    prompt: tuple[int, ...]
+    capacity_tokens: int
+    written: tuple[int, ...]  # tokens whose keys and values are in memory
+    valid: bool = True  # nothing was forgotten since it began
+
+
+class PagesMachine(RuleBasedStateMachine):
+    """A place in memory holds the whole sequence up to its token, as keys and values stand for all that came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[Running] = []
+
+    @initialize(count=st.integers(1, 9), size=st.integers(1, 4))
+    def begin(self, count, size):
+        self.size = size
+        self.pages = Pages(count, size)
+        self.memory = [[UNKNOWN] * size for _ in range(count)]
+        self.known: dict[int, tuple[int, ...]] = {}  # of each page in the tree: the sequence up to its last token
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple),
+        more=st.integers(1, 8),
+        reuse=st.sampled_from([True, True, True, False]),
+    )
+    def lease(self, prompt, more, reuse):
+        needed = -(-(len(prompt) + more) // self.size)
+        known = self.known_of_tree()
+        longest = max((alike(known[page], prompt[:-1]) for page in known), default=0) if reuse else 0
+        before = self.snapshot()
+        in_use = {node.page for one in self.running for node in one.lease.shared}
+        # Pages that nobody reads can be had; those the prompt begins with are kept and count towards what it needs.
+        begins = [page for page, held in known.items() if len(held) <= longest and held == prompt[: len(held)]]
+        full = [page for page in begins if len(known[page]) % self.size == 0]
+        room = self.pages.free + len(set(known) - in_use - set(full))
+        lease = self.pages.lease(tokens_of(*prompt), len(prompt) + more, reuse=reuse)
+        if needed - len(full) > room:
+            assert lease is None, "there are not so many pages"
+            assert self.snapshot() == before, "what cannot be had changes nothing"
+            return
+        assert lease is not None, "there are pages enough"
+        assert len(lease.pages) == needed == len(set(lease.pages))
+        short = needed - len(full) == room  # then there may be no page for a copy
+        assert lease.cached_tokens == longest or (short and lease.cached_tokens == len(full) * self.size)
+        if lease.copied is not None:
+            source, target = lease.copied
+            assert target in lease.pages[len(lease.shared) :]
+            self.memory[target] = list(self.memory[source])
+        for n in range(lease.cached_tokens):
+            assert self.memory[lease.pages[n // self.size]][n % self.size] == prompt[: n + 1]
+        self.running.append(
+            Running(lease, list(lease.pages), prompt, len(prompt) + more, prompt[: lease.cached_tokens])
+        )
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), of=st.integers(0, 99), tokens=st.integers(0, 14))
+    def share(self, data, of, tokens):
+        """What a running request has computed of its prompt, read by others from now on."""
+        one = self.running[of % len(self.running)]
+        self.write(one, one.prompt[: max(len(one.written), min(tokens, len(one.prompt) - 1))])
+        self.pages.share(one.lease, tokens_of(*one.written))
+        self.learn(one)
+
+    @precondition(lambda self: self.running)
+    @rule(of=st.integers(0, 99), completion=st.lists(st.integers(0, 1), max_size=8).map(tuple))
+    def release(self, of, completion):
+        one = self.running.pop(of % len(self.running))
+        self.write(one, max(one.written, (one.prompt + completion)[: one.capacity_tokens - 1], key=len))
+        for n in range(len(one.written)):
+            assert self.memory[one.table[n // self.size]][n % self.size] == one.written[: n + 1], "overwritten"
+        self.pages.release(one.lease, tokens_of(*one.written))
+        self.learn(one)
+        if one.valid:
+            known = self.known_of_tree()
+            found = max((alike(held, one.written) for held in known.values()), default=0)
+            assert found == len(one.written), "what was computed can be found"
+
+    @precondition(lambda self: self.running)
+    @rule(of=st.integers(0, 99))
+    def cancel(self, of):
+        self.pages.release(self.running.pop(of % len(self.running)).lease, tokens_of())
+
+    @precondition(lambda self: self.running)
+    @rule(of=st.integers(0, 99))
+    def withdraw(self, of):
+        """What it computed is not to be read: it leaves the tree unless others read it already."""
+        one = self.running.pop(of % len(self.running))
+        private = self.pages.withdraw(one.lease)
+        assert not set(private) & {*self.pages.cached(), *self.pages._free}
+        assert not any(set(private) & {*other.table, *other.lease.pages} for other in self.running)
+        self.pages.release(one.lease, tokens_of())
+
+    @rule()
+    def forget(self):
+        self.pages.forget()
+        for one in self.running:
+            one.valid = False
+        assert self.pages.cached() == []
+
+    @invariant()
+    def every_page_is_in_one_place(self):
+        if not hasattr(self, "pages"):
+            return
+        self.unlearn()
+        stale = {id(node): node.page for one in self.running for node in one.lease.shared if node.parent is None}
+        places = collections.Counter([*self.pages._free, *self.pages.cached(), *stale.values()])
+        for one in self.running:
+            places.update([*one.lease.pages[len(one.lease.shared) :], *one.lease.spare])
+        assert places == collections.Counter(range(self.pages.count))
+
+    @invariant()
+    def users_are_those_who_run(self):
+        if not hasattr(self, "pages"):
+            return
+        readers = collections.Counter(id(node) for one in self.running for node in one.lease.shared)
+        for node in self.pages._nodes():
+            assert node.users == readers[id(node)]
+            assert node.order == sorted(node.children)
+            assert node.users >= max((child.users for child in node.children.values()), default=0)
+
+    def teardown(self):
+        if not hasattr(self, "pages"):
+            return
+        for one in self.running:
+            self.pages.release(one.lease, tokens_of())
+        assert self.pages.free + len(self.pages.cached()) == self.pages.count
+        self.pages.forget()
+        assert self.pages.free == self.pages.count
+
+    def write(self, one: Running, tokens: tuple[int, ...]) -> None:
+        """Through the table that the request was started with; only where nobody else reads."""
+        shared = set(self.pages.cached()) | {page for other in self.running if other is not one for page in other.table}
+        for n in range(len(one.written), len(tokens)):
+            page = one.table[n // self.size]
+            assert page not in shared, "a page is written that others read"
+            assert page not in self.pages._free, "a page is written that nobody has"
+            self.memory[page][n % self.size] = tokens[: n + 1]
+        one.written = tokens
+
+    def unlearn(self) -> None:
+        cached = set(self.pages.cached())
+        self.known = {page: held for page, held in self.known.items() if page in cached}
+
+    def learn(self, one: Running) -> None:
+        """What a page in the tree holds does not change: a sequence that ends in the middle of one says nothing new of it."""
+        self.unlearn()
+        new = set(self.pages.cached()) - set(self.known)
+        for index in range(-(-len(one.written) // self.size)):
+            until = min((index + 1) * self.size, len(one.written))
+            for page in new:
+                if self.memory[page][(until - 1) % self.size] == one.written[:until]:
+                    self.known[page] = one.written[:until]
+
+    def known_of_tree(self) -> dict[int, tuple[int, ...]]:
+        assert set(self.known) == set(self.pages.cached()), "the tree holds what was computed and nothing else"
+        return self.known
+
+    def snapshot(self) -> tuple:
+        nodes = sorted((node.page, node.tokens.tobytes(), node.users) for node in self.pages._nodes())
+        return sorted(self.pages._free), nodes, self.pages.evicted
+
+
+TestPages = PagesMachine.TestCase
+TestPages.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def leased(pages: Pages, *prompt: int, capacity_tokens: int = 0) -> Lease:
+    lease = pages.lease(tokens_of(*prompt), capacity_tokens or len(prompt) + 1)
+    assert lease is not None
+    return lease
+
+
+def computed(pages: Pages, *sequence: int) -> None:
+    """A request that came, computed these tokens and left."""
+    pages.release(leased(pages, *sequence), tokens_of(*sequence))
+
+
+def cached_tokens(pages: Pages, *sequence: int) -> int:
+    lease = leased(pages, *sequence, 9)
+    pages.release(lease, tokens_of())
+    return lease.cached_tokens
+
+
+def test_what_was_used_longest_ago_is_evicted_first_and_leaves_before_their_parents():
+    pages = Pages(5, page_tokens=2)
+    computed(pages, 1, 1, 2, 2)  # two pages, and a third for the token to come
+    computed(pages, 1, 1, 3, 3)
+    computed(pages, 4, 4)
+    assert (pages.free, len(pages.cached())) == (1, 4)  # 1 1, 2 2, 3 3, 4 4
+    assert cached_tokens(pages, 1, 1, 2, 2) == 4  # used: 3 3 is the oldest leaf now
+    running = leased(pages, 5, capacity_tokens=4)
+    assert pages.evicted == 1
+    pages.release(running, tokens_of())
+    assert [cached_tokens(pages, *of) for of in ([1, 1, 3, 3], [1, 1, 2, 2], [4, 4])] == [2, 4, 2]
+    pages.release(leased(pages, 6, capacity_tokens=10), tokens_of())
+    assert (pages.evicted, pages.free) == (4, 5)
+
+
+def test_a_page_that_a_request_reads_is_never_evicted():
+    pages = Pages(3, page_tokens=2)
+    computed(pages, 1, 1)
+    running = leased(pages, 1, 1, 2, capacity_tokens=4)
+    assert running.cached_tokens == 2
+    assert pages.lease(tokens_of(7), 4) is None
+    assert pages.evicted == 0 and pages.cached() == [running.pages[0]]
+
+
+def test_a_request_that_needs_every_page_gets_them_although_its_beginning_lies_in_one_of_them():
+    """The page would have to be copied and there is none to copy it to."""
+    pages = Pages(2, page_tokens=4)
+    computed(pages, 1, 2, 3)
+    lease = leased(pages, 1, 2, 9, capacity_tokens=8)
+    assert (lease.cached_tokens, lease.copied) == (0, None)
+    assert sorted(lease.pages) == [0, 1]
+
+
+def test_a_partly_filled_page_is_taken_over_by_who_goes_on_from_its_end():
+    pages = Pages(4, page_tokens=4)
+    computed(pages, 1, 2, 3)
+    (page,) = pages.cached()
+    lease = leased(pages, 1, 2, 3, 4)
+    assert (lease.pages[0], lease.cached_tokens, lease.copied) == (page, 3, None)
+    assert pages.cached() == [], "and nobody else can find it"
+
+
+def test_a_page_is_copied_for_who_goes_on_from_its_middle():
+    pages = Pages(4, page_tokens=4)
+    computed(pages, 1, 2, 3)
+    (page,) = pages.cached()
+    lease = leased(pages, 1, 2, 4)
+    assert (lease.copied, lease.cached_tokens) == ((page, lease.pages[0]), 2)
+    assert pages.cached() == [page]
+
+
+def test_the_last_token_of_a_prompt_is_never_cached():
+    pages = Pages(4, page_tokens=2)
+    computed(pages, 1, 2, 3, 4)
+    assert leased(pages, 1, 2, 3, 4).cached_tokens == 3
+
+
+def test_a_page_that_was_computed_twice_is_not_given_away_while_its_request_still_reads_it():
+    """An engine's table is that of the start: the copy in the tree is not in it."""
+    pages = Pages(4, page_tokens=2)
+    one, other = leased(pages, 1, 2, 3), leased(pages, 1, 2, 3)
+    table = list(other.pages)
+    pages.share(one, tokens_of(1, 2))
+    pages.share(other, tokens_of(1, 2))
+    assert pages.free == 0 and pages.lease(tokens_of(5), 2) is None, f"{table} are still read"
+    pages.release(other, tokens_of(1, 2))
+    assert pages.free == 2
+
+
+def test_a_request_that_is_too_large_at_present_evicts_nothing():
+    pages = Pages(4, page_tokens=2)
+    computed(pages, 1, 1)
+    running = leased(pages, 2, capacity_tokens=4)
+    assert pages.lease(tokens_of(3), 8) is None
+    assert pages.evicted == 0 and len(pages.cached()) == 1
+    pages.release(running, tokens_of())
+
+
+def test_what_running_requests_hold_is_given_back_after_it_was_forgotten():
+    pages = Pages(4, page_tokens=2)
+    computed(pages, 1, 1)
+    running = leased(pages, 1, 1, 2)
+    pages.forget()
+    assert pages.free == 4 - len(running.pages) and pages.cached() == []
+    pages.release(running, tokens_of(1, 1, 2))
+    assert pages.free == 4 and pages.cached() == [], "and what it computed is not valid either"
+
+
+def test_the_book_of_what_may_be_evicted_does_not_grow_with_the_number_of_requests():
+    pages = Pages(4, page_tokens=2)
+    for _ in range(2000):
+        pages.release(leased(pages, 1, 2, 3), tokens_of(1, 2))
+    assert len(pages._offers) < 20
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_requests_that_do_not_reuse_find_nothing_and_leave_nothing_behind(size):
+    pages = Pages(8, page_tokens=size)
+    computed(pages, 1, 2, 3)
+    held = pages.cached()
+    lease = pages.lease(tokens_of(1, 2, 3), 4, reuse=False)
+    assert lease is not None and (lease.cached_tokens, lease.shared) == (0, [])
+    pages.release(lease, tokens_of())
+    assert pages.cached() == held

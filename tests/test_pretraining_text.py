@@ -1,0 +1,55 @@
+"""Reading documents: everything that is read off stands in what was given."""
+
+import itertools
+import re
+
+import pytest
+
+from mujica_jax.tasks.pretraining_text import Vocabulary, documents
+
+VOCABULARY = Vocabulary(
+    labels={"film": ["Amber Tide", "Tin Orchard"], "person": ["Ilse Marten", "Otto Brand"]},
+    values={
+        "film": {"director": ["Ilse Marten", "Otto Brand"], "genre": ["drama", "war"]},
+        "person": {"mother": ["Ada Marten"], "father": ["Karl Brand"], "place of birth": ["Ghent", "Lille"]},
+    },
+    years=(1900, 1990),
+    most_facts=3,
+)
+
+
+def read(seed, count=400):
+    return list(itertools.islice(documents(VOCABULARY, seed), count))
+
+
+def test_documents_are_a_function_of_the_seed():
+    assert read(0) == read(0) != read(1)
+
+
+@pytest.mark.parametrize("document", read(0, 60), ids=lambda document: document[-20:])
+def test_a_fact_is_read_with_the_number_of_its_own_line(document):
+    if document.startswith("Years"):
+        listed, ordered = (re.findall(r"\d+", line) for line in document.split("\n"))
+        assert ordered == sorted(listed)
+        return
+    heading, *rest = document.split("\n")
+    assert heading == "Materials:"
+    matches = [re.fullmatch(r"\[(\d+)\] (.*) \[\1\]", line) for line in rest]
+    lines = {match[1]: match[2] for match in matches if match}
+    for line in rest[len(lines) :]:  # nothing is read off a list that names the entity only as object
+        relation, value, number = (
+            re.fullmatch(r"(.+?), (.*) \[(-?\d+)\]", line).groups()
+            if ", " in line
+            else re.fullmatch(
+                r"The (.+?) of (?:Amber Tide|Tin Orchard|Ilse Marten|Otto Brand) is (.*)\. \[(-?\d+)\]", line
+            ).groups()
+        )
+        if number == "-1":
+            assert value.startswith("none")
+        else:
+            assert lines[number].endswith(f", {relation}, {value}")
+
+
+def test_the_same_entity_is_given_different_facts():
+    found = (re.search(r"^\[\d\] Amber Tide, director, (Ilse|Otto)", document, re.MULTILINE) for document in read(0))
+    assert {match[1] for match in found if match} == {"Ilse", "Otto"}

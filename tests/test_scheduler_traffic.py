@@ -1,0 +1,750 @@
+"""Traffic that comes, goes and changes its mind, on an engine whose completions are computed by hand and whose memory is short."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from countable_engine import CountableEngine
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traffic import assert_by_hand, assert_nothing_is_held, complete_all, make_generator, params, run, settle
+
+from mujica_jax.errors import UserError
+from mujica_jax.inference.requests import Completion, DeadlineError, OverloadError, RequestError, SamplingParams
+from mujica_jax.inference.scheduler import BatchedGenerator
+
+# What the tokens of a small vocabulary say: a character in two parts, tokens of several letters, one without text.
+PIECES = [b"<stop>", b"a", b"b", b"ab", b"", "é".encode()[:1], "é".encode()[1:], b"aab"]
+VOCABULARY = len(PIECES)
+STOPS = ["a", "ab", "ba", "aaba", "é", "bé"]
+
+
+def policy(version: int) -> nnx.State:
+    return nnx.State({"policy": jnp.asarray(version)})
+
+
+def expected(
+    engine: CountableEngine, prompt: list[int], wanted: SamplingParams, version: int
+) -> tuple[list[int], list[float], str]:
+    """(tokens, log-probabilities, finish reason) of a request alone; its text is searched anew after every token."""
+    tokens, logprobs = engine.by_hand(prompt, wanted, version)
+    for count in range(1, len(tokens) + 1):
+        if tokens[count - 1] in engine.stop_token_ids.union(wanted.stop_token_ids):
+            return tokens[:count], logprobs[:count], "stop"
+        ends = np.cumsum([0, *(len(PIECES[token]) for token in tokens[:count])])
+        text = b"".join(PIECES[token] for token in tokens[:count])
+        places = [text.index(stop.encode()) for stop in wanted.stop_strings if stop.encode() in text]
+        if places:
+            whole = int(np.flatnonzero(ends <= min(places))[-1])
+            return tokens[:whole], logprobs[:whole], "stop_string"
+    return tokens, logprobs, "length"
+
+
+requests = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(1, 2), min_size=1, max_size=16),
+        "wanted": st.builds(
+            params,
+            st.integers(1, 10),
+            st.sampled_from([0.0, 1.0]),
+            st.integers(0, 3),
+            stop_strings=st.lists(st.sampled_from(STOPS), max_size=2).map(tuple),
+            stop_token_ids=st.sets(st.integers(1, VOCABULARY - 1), max_size=1).map(tuple),
+            deadline_seconds=st.sampled_from([None, None, None, 1e-9, 0.002]),
+        ),
+        "continues": st.booleans(),  # then it comes back with its completion
+        "streams": st.booleans(),
+        "cancelled_after": st.none() | st.none() | st.integers(0, 40),  # turns of the loop
+    }
+)
+actions = st.lists(
+    st.tuples(st.just("ask"), requests)
+    | st.tuples(st.just("wait"), st.integers(1, 60))
+    | st.tuples(st.sampled_from(["swap", "forget"]), st.none()),
+    max_size=14,
+)
+
+
+@given(
+    actions=actions,
+    slots=st.integers(1, 3),
+    pages=st.integers(8, 14),
+    page_tokens=st.sampled_from([2, 3, 4]),
+    prefill_tokens=st.integers(1, 8),
+    decode_steps=st.integers(1, 4),
+    queue_size=st.integers(1, 4),
+    reuse=st.sampled_from([True, True, False]),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behind(
+    actions, slots, pages, page_tokens, prefill_tokens, decode_steps, queue_size, reuse
+):
+    engine = CountableEngine(
+        slots=slots,
+        positions=28,
+        decode_steps=decode_steps,
+        vocabulary=VOCABULARY,
+        page_tokens=page_tokens,
+        pages=pages,
+        prefill_tokens=prefill_tokens,
+    )
+    generator = make_generator(engine, prefix_reuse=reuse, queue_size=queue_size, token_bytes=PIECES.__getitem__)
+
+    async def ask(prompt: list[int], wanted: SamplingParams, continues: bool, streams: bool, earliest: int) -> None:
+        shown: list[int] = []
+        try:
+            if streams:
+                async for part in generator.stream(prompt, wanted, continues=continues):
+                    assert len(part) > 0
+                    shown += part
+                ours = [expected(engine, prompt, wanted, version) for version in range(earliest, swaps + 1)]
+                assert shown in [tokens for tokens, _, _ in ours]
+            else:
+                got = await generator.generate(prompt, wanted, continues=continues)
+                assert earliest <= got.policy_version <= generator.policy_version
+                tokens, logprobs, reason = expected(engine, prompt, wanted, got.policy_version)
+                assert (list(got.token_ids), got.finish_reason) == (tokens, reason)
+                assert list(got.logprobs) == logprobs and list(got.sampling_logprobs) == [2 * one for one in logprobs]
+                longer = [*prompt, *tokens, 1]
+                if continues and len(longer) + wanted.max_new_tokens <= engine.positions:
+                    await ask(longer, wanted, continues, streams, generator.policy_version)
+        except DeadlineError:
+            assert wanted.deadline_seconds is not None
+        except OverloadError:
+            assert streams and len(tasks) > queue_size
+        except RequestError as error:
+            assert "pages of KV memory" in str(error)
+            assert -(-(len(prompt) + wanted.max_new_tokens) // page_tokens) > pages
+        finally:  # whatever was shown is the beginning of what is right
+            ours = [expected(engine, prompt, wanted, version)[0] for version in range(earliest, swaps + 1)]
+            assert not shown or shown in [tokens[: len(shown)] for tokens in ours]
+
+    async def cancel(task: asyncio.Task, turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+
+    async def main() -> None:
+        nonlocal swaps
+        for action, what in actions:
+            if action == "ask":
+                wish = dict(what)
+                turns = wish.pop("cancelled_after")
+                tasks.append(asyncio.create_task(ask(**wish, earliest=generator.policy_version)))
+                if turns is not None:
+                    tasks.append(asyncio.create_task(cancel(tasks[-1], turns)))
+            elif action == "wait":
+                for _ in range(what):
+                    await asyncio.sleep(0)
+            elif action == "swap":
+                swaps += 1
+                await generator.swap_weights(policy(swaps), swaps)
+                assert generator.policy_version == engine.policy == swaps
+            else:
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await at_rest(generator)
+                generator.forget()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert outcome is None or isinstance(outcome, asyncio.CancelledError), outcome
+        await at_rest(generator)
+
+    tasks: list[asyncio.Task] = []
+    swaps = 0
+    run(main())
+    assert_nothing_is_held(generator)
+    assert not engine.tables
+
+
+async def at_rest(generator: BatchedGenerator) -> None:
+    while generator._driver is not None and not generator._driver.done():
+        await asyncio.sleep(0)
+
+
+# --- memory ---
+
+
+def test_a_request_that_needs_more_pages_than_there_are_is_refused_and_others_go_on():
+    engine = CountableEngine(pages=8)  # 32 tokens; a slot could have 64
+    generator = make_generator(engine)
+
+    async def main() -> list:
+        large, fits = ([3] * 30, params(3)), ([3] * 29, params(3))
+        return await asyncio.gather(*(generator.generate(*one) for one in (large, fits)), return_exceptions=True)
+
+    refused, completion = run(main())
+    assert isinstance(refused, RequestError) and "needs 9 pages of KV memory and the engine has 8" in str(refused)
+    assert_by_hand(engine, completion, [3] * 29, params(3))
+
+
+def test_where_memory_is_short_requests_wait_for_each_other():
+    engine = CountableEngine(slots=3, pages=16)
+    generator = make_generator(engine)
+    wanted = [([7 + n] * 30, params(10, seed=n)) for n in range(5)]  # ten pages each
+
+    async def main() -> list[Completion]:
+        tasks = [asyncio.create_task(generator.generate(*one)) for one in wanted]
+        while not all(task.done() for task in tasks):
+            assert len(generator._running) <= 1
+            await asyncio.sleep(0)
+        return await asyncio.gather(*tasks)
+
+    for completion, one in zip(run(main()), wanted, strict=True):
+        assert_by_hand(engine, completion, *one)
+    assert generator.statistics.evicted_pages > 0
+    assert_nothing_is_held(generator)
+
+
+def test_a_request_that_needs_all_memory_is_served_although_a_page_of_it_holds_its_beginning():
+    engine = CountableEngine(slots=1, pages=2, positions=8)
+    generator = make_generator(engine)
+    complete_all(generator, [([5, 6, 7], params(1))])
+    (completion,) = complete_all(generator, [([5, 6, 9], params(5))])
+    assert_by_hand(engine, completion, [5, 6, 9], params(5))
+
+
+def test_a_prompt_computed_twice_leaves_each_request_the_pages_that_its_slot_reads():
+    """The second is still computed when the first ends and leaves its pages to everybody."""
+    engine = CountableEngine(slots=2, pages=40, prefill_tokens=4, decode_steps=1)
+    engine.stop_token_ids = frozenset()
+    generator = make_generator(engine)
+    prompt = [(7 * n) % 19 + 1 for n in range(13)]
+    wanted = [(prompt, params(3)), (prompt, params(30, seed=1)), *(([9 + n] * 30, params(5)) for n in range(4))]
+
+    async def main() -> list[Completion]:
+        tasks = [asyncio.create_task(generator.generate(*wanted[0]))]
+        while not engine.decode_calls:
+            await asyncio.sleep(0)
+        tasks += [asyncio.create_task(generator.generate(*one)) for one in wanted[1:]]
+        return await asyncio.gather(*tasks)
+
+    for completion, (asked, how) in zip(run(main()), wanted, strict=True):
+        assert list(completion.token_ids) == engine.by_hand(asked, how)[0]
+    assert generator.statistics.prefilled_tokens == 2 * 12 + 4 * 29
+
+
+@pytest.mark.parametrize("prefill_tokens", [3, 64])
+def test_two_long_prompts_that_are_alike_and_come_together_are_computed_once(prefill_tokens):
+    engine = CountableEngine(prefill_tokens=prefill_tokens)
+    generator = make_generator(engine)
+    prompt = [n % 19 + 1 for n in range(41)]  # ten pages and the token that is decoded
+    for seed, completion in enumerate(complete_all(generator, [(prompt, params(5, seed=seed)) for seed in range(2)])):
+        assert_by_hand(engine, completion, prompt, params(5, seed=seed))
+    assert generator.statistics.prefilled_tokens == 40
+
+
+def test_what_48_requests_begin_with_is_computed_once():
+    engine = CountableEngine(slots=16, vocabulary=100, positions=96, prefill_tokens=24)
+    generator = make_generator(engine)
+    system = [n % 13 + 1 for n in range(64)]
+    wanted = [([*system, 40 + n, 3, 4, 5], params(4, seed=n)) for n in range(48)]
+    for completion, one in zip(complete_all(generator, wanted), wanted, strict=True):
+        assert_by_hand(engine, completion, *one)
+    assert generator.statistics.prefilled_tokens == 64 + 48 * 3, "the last token of each is decoded"
+
+
+def test_prompts_in_chunks_and_at_once_and_memory_short_or_not_make_no_difference():
+    wanted = [([n % 3 + 1] * (5 + 3 * n) + [4], params(9, seed=n)) for n in range(12)]
+    engines = [CountableEngine(slots=slots, pages=pages, prefill_tokens=tokens, decode_steps=steps)
+               for slots, pages, tokens, steps in [(1, 16, 64, 1), (3, 17, 2, 5), (3, 64, 64, 3)]]  # fmt: skip
+    generators = [make_generator(engine) for engine in engines]
+    one, other, third = (complete_all(generator, wanted) for generator in generators)
+    assert one == other == third
+    assert generators[1].statistics.evicted_pages > 0 == generators[2].statistics.evicted_pages
+
+
+# --- stop strings and stop tokens ---
+
+
+def letters(tokens: list[int]) -> str:
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def long_completion(engine: CountableEngine, length: int = 20) -> tuple[list[int], list[int]]:
+    """(a prompt, the tokens that it is answered with)."""
+    for first in range(1, 20):
+        tokens, _ = engine.by_hand([first], params(length))
+        if len(tokens) == length:
+            return [first], tokens
+    raise AssertionError("every prompt is answered with a stop token")
+
+
+@pytest.mark.parametrize("first", range(8))
+@pytest.mark.parametrize("decode_steps", [1, 5])
+def test_a_stop_string_ends_a_completion_before_it_wherever_in_a_decode_call_it_falls(first, decode_steps):
+    engine = CountableEngine(decode_steps=decode_steps)
+    generator = make_generator(engine)
+    prompt, tokens = long_completion(engine)
+    stop = letters(tokens[first : first + 3])
+    kept = letters(tokens).index(stop)
+    wanted = params(20, stop_strings=("zzz", stop))
+    (completion,) = complete_all(generator, [(prompt, wanted)])
+    assert (list(completion.token_ids), completion.finish_reason) == (tokens[:kept], "stop_string")
+    assert len(completion.logprobs) == len(completion.sampling_logprobs) == kept
+    assert generator.statistics.generated_tokens == kept, "what lies beyond it was generated for nobody"
+    assert_nothing_is_held(generator)
+
+
+def test_a_stop_string_at_the_very_start_leaves_an_empty_completion():
+    engine = CountableEngine()
+    prompt, tokens = long_completion(engine)
+    (completion,) = complete_all(make_generator(engine), [(prompt, params(9, stop_strings=(letters(tokens[:1]),)))])
+    assert (completion.token_ids, completion.logprobs, completion.finish_reason) == ((), (), "stop_string")
+
+
+def test_a_stream_with_a_stop_string_at_the_very_start_shows_nothing():
+    engine = CountableEngine()
+    prompt, tokens = long_completion(engine)
+    wanted = params(9, stop_strings=(letters(tokens[:2]),))
+
+    async def main() -> list:
+        return [part async for part in make_generator(engine).stream(prompt, wanted)]
+
+    assert run(main()) == []
+
+
+def test_stop_tokens_of_one_request_end_no_other():
+    engine = CountableEngine()
+    prompt, tokens = long_completion(engine)
+    place = next(n for n in range(2, 20) if tokens[n] not in tokens[:n])
+    stopped, whole = complete_all(
+        make_generator(engine), [(prompt, params(20, stop_token_ids=(tokens[place], 10**6))), (prompt, params(20))]
+    )
+    assert (list(stopped.token_ids), stopped.finish_reason) == (tokens[: place + 1], "stop")
+    assert (list(whole.token_ids), whole.finish_reason) == (tokens, "length")
+
+
+def test_a_conversation_goes_on_from_a_completion_that_a_stop_string_cut():
+    engine = CountableEngine(decode_steps=5)
+    generator = make_generator(engine)
+    prompt, tokens = long_completion(engine)
+    wanted = params(20, stop_strings=(letters(tokens[6:9]),))
+    (completion,) = complete_all(generator, [(prompt, wanted)])
+    held = [*prompt, *completion.token_ids, 3, 3]
+    (after,) = complete_all(generator, [(held, params(6))])
+    assert_by_hand(engine, after, held, params(6))
+
+
+def test_stop_strings_are_refused_where_nobody_knows_the_text_of_tokens():
+    generator = BatchedGenerator(CountableEngine(), prefix_reuse=True, queue_size=9)
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        complete_all(generator, [([3], params(stop_strings=("a",)))])
+
+
+# --- parameters that arrays cannot hold ---
+
+EXTREMES: dict[str, dict[str, Any]] = {
+    "top_k beyond the vocabulary": {"top_k": 2**70},
+    "a temperature beyond float32": {"temperature": 1e300},
+    "a temperature below float32": {"temperature": 1e-300},
+    "a top_p below float32": {"top_p": 1e-300},
+    "a stop token beyond int32": {"stop_token_ids": (2**40,)},
+    "a deadline that never comes": {"deadline_seconds": math.inf},
+}
+BAD = {
+    "a stop string is empty": {"stop_strings": ("",)},
+    "cannot be written in UTF-8": {"stop_strings": ("\ud800",)},
+    "top_k is -1": {"top_k": -1},
+    "top_p is 0": {"top_p": 0.0},
+    "top_p is nan": {"top_p": math.nan},
+    "min_p is 1.5": {"min_p": 1.5},
+    "temperature is inf": {"temperature": math.inf},
+    "stop_token_ids hold -3": {"stop_token_ids": (-3,)},
+    "deadline_seconds is 0": {"deadline_seconds": 0.0},
+    "deadline_seconds is nan": {"deadline_seconds": math.nan},
+}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES.values(), ids=EXTREMES)
+def test_an_extreme_parameter_is_served_and_harms_nobody(extreme):
+    engine = CountableEngine()
+    wanted = [([5, 6], params(6)), ([5, 7], params(**{"max_new_tokens": 6, "seed": 3, **extreme}))]
+    for completion, one in zip(complete_all(make_generator(engine), wanted), wanted, strict=True):
+        assert_by_hand(engine, completion, *one)
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_a_parameter_that_nobody_can_honour_fails_its_request_alone(sentence):
+    engine = CountableEngine()
+    generator = make_generator(engine)
+    good = [5, 6], params(6)
+
+    async def main() -> list:
+        asked = (good, ([5, 7], params(**BAD[sentence])), good)
+        return await asyncio.gather(*(generator.generate(*one) for one in asked), return_exceptions=True)
+
+    first, error, last = run(main())
+    assert isinstance(error, RequestError) and sentence in str(error)
+    assert_by_hand(engine, first, *good)
+    assert_by_hand(engine, last, *good)
+
+
+def test_a_completion_that_is_not_finite_fails_its_request_alone():
+    engine = CountableEngine()
+    engine.broken_seed = 5
+    generator = make_generator(engine)
+    wanted = [([n % 3 + 1] * 9, params(6, seed=n)) for n in range(9)]
+
+    async def main() -> list:
+        return await asyncio.gather(*(generator.generate(*one) for one in wanted), return_exceptions=True)
+
+    outcomes = run(main())
+    assert isinstance(outcomes[5], RequestError) and "not finite" in str(outcomes[5])
+    for n, one in enumerate(wanted):
+        if n != 5:
+            assert_by_hand(engine, outcomes[n], *one)
+    assert_nothing_is_held(generator)
+
+
+# --- deadlines and cancellation ---
+
+
+class Slow(CountableEngine):
+    """Takes its time, so that deadlines pass while it computes."""
+
+    seconds = 0.003
+
+    def decode(self, state):
+        time.sleep(self.seconds)
+        return super().decode(state)
+
+    def prefill(self, rows):
+        time.sleep(self.seconds)
+        super().prefill(rows)
+
+
+BUSY = [1] * 3, params(60, seed=4)  # over twenty calls
+
+
+def busy_engine(**settings: Any) -> Slow:
+    engine = Slow(positions=200, decode_steps=1, **settings)
+    engine.stop_token_ids = frozenset()
+    return engine
+
+
+# (slots, prompt, new tokens): what the request is at when its deadline passes, beside one that runs already
+STATES: dict[str, tuple[int, list[int], int]] = {
+    "waiting": (1, [2, 3], 5),
+    "prefilling": (2, [2] * 100, 5),
+    "decoding": (2, [2, 3], 100),
+}
+
+
+def state_of(generator: BatchedGenerator, prompt: list[int]) -> str:
+    request = next((one for one in generator._running.values() if one.prompt.tolist() == prompt), None)
+    return "waiting" if request is None else "decoding" if request.tokens else "prefilling"
+
+
+def interrupted(state: str, interrupt: Callable[[BatchedGenerator, asyncio.Task], Any], **changes: Any):
+    """(engine, generator, what the interrupted request came to, what the others came to)."""
+    slots, prompt, new_tokens = STATES[state]
+    engine = busy_engine(slots=slots, prefill_tokens=2)
+    generator = make_generator(engine)
+
+    async def main():
+        busy = asyncio.create_task(generator.generate(*BUSY))
+        while not any(request.tokens for request in generator._running.values()):
+            await asyncio.sleep(0)
+        task = asyncio.create_task(generator.generate(prompt, params(new_tokens, **changes)))
+        await interrupt(generator, task)
+        outcome = await settle(task)
+        for _ in range(30):
+            await asyncio.sleep(0)
+        assert len(generator._running) == (not busy.done()), "the slot is free again"
+        after = await generator.generate([4, 5], params(4))
+        return outcome, await busy, after
+
+    outcome, busy, after = run(main())
+    assert (list(busy.token_ids), list(busy.logprobs)) == engine.by_hand(*BUSY)
+    assert list(after.token_ids) == engine.by_hand([4, 5], params(4))[0]
+    assert_nothing_is_held(generator)
+    return outcome
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_deadline_that_passes_frees_the_slot_and_harms_nobody(state):
+    async def wait(generator: BatchedGenerator, task: asyncio.Task) -> None:
+        last = "waiting"
+        while not task.done():
+            last = state_of(generator, STATES[state][1])
+            await asyncio.sleep(0)
+        assert last == state or not generator._running
+
+    outcome = interrupted(state, wait, deadline_seconds=0.04)
+    assert isinstance(outcome, DeadlineError) and "0.04 s passed" in str(outcome)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_request_that_is_cancelled_frees_the_slot_and_harms_nobody(state):
+    async def cancel(generator: BatchedGenerator, task: asyncio.Task) -> None:
+        while state_of(generator, STATES[state][1]) != state or generator._submitted < 2:
+            await asyncio.sleep(0)
+        task.cancel()
+
+    assert isinstance(interrupted(state, cancel), asyncio.CancelledError)
+
+
+def test_a_stream_that_is_left_frees_its_slot():
+    engine = busy_engine(slots=1)
+    generator = make_generator(engine)
+
+    async def main() -> None:
+        stream = generator.stream([2, 3], params(100))
+        async for part in stream:
+            assert list(part) == engine.by_hand([2, 3], params(1))[0]
+            break
+        await stream.aclose()
+        await at_rest(generator)
+
+    run(main())
+    assert_nothing_is_held(generator)
+    assert engine.decode_calls < 10, "nothing is spent on what nobody reads"
+
+
+def test_a_stream_whose_deadline_passes_shows_what_it_has_and_then_the_error():
+    engine = busy_engine(slots=1)
+    shown: list[int] = []
+
+    async def main() -> None:
+        async for part in make_generator(engine).stream([2, 3], params(100, deadline_seconds=0.05)):
+            shown.extend(part)
+
+    with pytest.raises(DeadlineError):
+        run(main())
+    assert 0 < len(shown) < 100 and shown == engine.by_hand([2, 3], params(len(shown)))[0]
+
+
+# --- back-pressure: one runs, one waits in the queue, the others before it ---
+
+
+def crowded(meanwhile: Callable[[BatchedGenerator, list[asyncio.Task]], Any], callers: int = 5) -> tuple[list, Any]:
+    """Callers in this order, at a generator with one slot and a queue of one: (what each came to, what `meanwhile` returned)."""
+    engine = busy_engine(slots=1)
+    generator = make_generator(engine, queue_size=1)
+
+    async def main():
+        tasks = []
+        for n in range(callers):
+            tasks.append(asyncio.create_task(generator.generate([3, n + 1], params(6, seed=n))))
+            for _ in range(3):
+                await asyncio.sleep(0)
+        found = await meanwhile(generator, tasks)
+        outcomes = [await settle(task) for task in tasks]
+        await at_rest(generator)
+        return outcomes, found
+
+    outcomes, found = run(main())
+    for n, outcome in enumerate(outcomes):
+        if isinstance(outcome, Completion):
+            assert list(outcome.token_ids) == engine.by_hand([3, n + 1], params(6, seed=n))[0]
+    assert_nothing_is_held(generator)
+    return outcomes, found
+
+
+def test_a_queue_without_places_is_refused():
+    with pytest.raises(UserError, match="queue_size is 0"):
+        make_generator(CountableEngine(), queue_size=0)
+
+
+def test_where_the_queue_is_full_callers_wait_and_all_are_served():
+    async def look(generator: BatchedGenerator, tasks: list[asyncio.Task]) -> tuple[int, int]:
+        return len(generator._waiting), generator.statistics.waiting
+
+    outcomes, (queued, waiting) = crowded(look)
+    assert all(isinstance(outcome, Completion) for outcome in outcomes)
+    assert (queued, waiting) == (1, 4), "the queue holds one, the others wait before it"
+
+
+def test_where_the_queue_is_full_a_stream_is_refused():
+    async def stream(generator: BatchedGenerator, tasks: list[asyncio.Task]) -> int:
+        before = generator.statistics.refused
+        with pytest.raises(OverloadError, match="1 requests run and 4 wait already, and there is room for 2"):
+            async for _ in generator.stream([1], params()):
+                pass
+        return generator.statistics.refused - before
+
+    assert crowded(stream)[1] == 1
+
+
+def test_whoever_waits_before_a_full_queue_is_served_in_the_order_of_coming():
+    finished: list[int] = []
+
+    def note(task: asyncio.Task, n: int) -> None:
+        task.add_done_callback(lambda _: finished.append(n))
+
+    async def watch(generator: BatchedGenerator, tasks: list[asyncio.Task]) -> None:
+        for n, task in enumerate(tasks):
+            note(task, n)
+        while not tasks[1].done():  # newcomers all the while
+            if len(tasks) < 30:
+                tasks.append(asyncio.create_task(generator.generate([3, len(tasks) % 19 + 1], params(1))))
+                note(tasks[-1], len(tasks) - 1)
+            await asyncio.sleep(0)
+        del tasks[5:]
+
+    crowded(watch)
+    assert finished[:5] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_a_caller_that_leaves_as_its_turn_comes_leaves_it_to_the_next(turns):
+    async def leave(generator: BatchedGenerator, tasks: list[asyncio.Task]) -> None:
+        while not tasks[0].done():
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        tasks[2].cancel()
+
+    outcomes, _ = crowded(leave)
+    assert isinstance(outcomes[2], asyncio.CancelledError)
+    assert all(isinstance(outcomes[n], Completion) for n in (0, 1, 3, 4))
+
+
+def test_the_deadline_of_a_caller_before_a_full_queue_passes_too():
+    async def hurry(generator: BatchedGenerator, tasks: list[asyncio.Task]) -> tuple[BaseException | None, bool]:
+        hurried = asyncio.create_task(generator.generate([9], params(6, deadline_seconds=0.005)))
+        (outcome,) = await asyncio.gather(hurried, return_exceptions=True)
+        return outcome, tasks[3].done()
+
+    outcomes, (outcome, others_done) = crowded(hurry)
+    assert isinstance(outcome, DeadlineError) and not others_done
+    assert all(isinstance(outcome, Completion) for outcome in outcomes)
+
+
+def test_requests_that_are_given_up_make_room_in_the_queue_while_all_slots_are_busy():
+    engine = busy_engine(slots=1)
+    generator = make_generator(engine, queue_size=2)
+
+    async def main() -> bool:
+        busy = asyncio.create_task(generator.generate(*BUSY))
+        while not generator._running:
+            await asyncio.sleep(0)
+        left = [asyncio.create_task(generator.generate([5, n], params(3))) for n in range(2)]
+        await asyncio.sleep(0)
+        assert generator.full
+        for task in left:
+            task.cancel()
+        while generator.full and not busy.done():
+            await asyncio.sleep(0)
+        roomy = not generator.full and not busy.done()
+        await busy
+        return roomy
+
+    assert run(main())
+    assert_nothing_is_held(generator)
+
+
+def test_streams_are_refused_also_while_slots_are_free_because_memory_is_short():
+    generator = make_generator(CountableEngine(slots=3, pages=16), queue_size=2)  # each request needs 13 pages
+    refused: list[int] = []
+
+    async def stream(n: int) -> None:
+        try:
+            async for _ in generator.stream([7, n], params(50, seed=n)):
+                pass
+        except OverloadError:
+            refused.append(n)
+
+    async def main() -> None:
+        tasks = []
+        for n in range(15):
+            tasks.append(asyncio.create_task(stream(n)))
+            await asyncio.sleep(0)
+            counted = generator.statistics
+            assert counted.running + counted.waiting <= generator.capacity
+        await asyncio.gather(*tasks)
+
+    run(main())
+    assert refused
+
+
+# --- weights under traffic ---
+
+
+class Failing(CountableEngine):
+    """Refuses other weights, and once `broken` also to begin anew."""
+
+    broken = False
+
+    def set_weights(self, weights: nnx.State) -> None:
+        raise RuntimeError("these weights do not fit")
+
+    def forget(self) -> None:
+        if self.broken:
+            raise RuntimeError("no memory is left")
+        super().forget()
+
+
+def test_a_swap_that_fails_tells_its_caller():
+    engine = Failing(slots=1)
+    engine.stop_token_ids = frozenset()
+    generator = make_generator(engine)
+
+    async def main() -> None:
+        running = asyncio.create_task(generator.generate([3], params(9)))
+        while not generator._running:
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="do not fit"):
+            await generator.swap_weights(policy(1), 1)
+        assert list((await running).token_ids) == engine.by_hand([3], params(9))[0]
+        assert list((await generator.generate([4], params(5))).token_ids) == engine.by_hand([4], params(5))[0]
+
+    run(main())
+    assert generator.policy_version == 0
+
+
+def test_weights_swap_under_traffic_what_runs_ends_with_the_old_what_waits_begins_with_the_new():
+    engine = busy_engine(slots=2)
+    generator = make_generator(engine, policy_version=3)
+    wanted = [([4, 5, n + 1], params(6 + 3 * n)) for n in range(5)]  # the first ends alone: its slot stays free
+
+    async def main() -> list[Completion]:
+        tasks = [asyncio.create_task(generator.generate(*one)) for one in wanted]
+        while len(generator._running) < 2:
+            await asyncio.sleep(0)
+        await generator.swap_weights(policy(1), 4)
+        return await asyncio.gather(*tasks)
+
+    completions = run(main())
+    assert [completion.policy_version for completion in completions] == [3, 3, 4, 4, 4]
+    for one, completion in zip(wanted, completions, strict=True):
+        assert list(completion.token_ids) == engine.by_hand(*one, completion.policy_version - 3)[0]
+
+
+def test_a_swap_whose_caller_leaves_happens_all_the_same():
+    engine = busy_engine(slots=1)
+    generator = make_generator(engine)
+
+    async def main() -> None:
+        running = asyncio.create_task(generator.generate([3], params(9)))
+        while not generator._running:
+            await asyncio.sleep(0)
+        swap = asyncio.create_task(generator.swap_weights(policy(1), 1))
+        await asyncio.sleep(0)
+        swap.cancel()
+        assert (await running).policy_version == 0
+        await at_rest(generator)
+
+    run(main())
+    assert (generator.policy_version, engine.policy) == (1, 1)
+
+
+def test_an_engine_that_fails_and_cannot_begin_anew_leaves_nobody_waiting():
+    engine = Failing(slots=1)
+    engine.fails_at_call = 1
+    generator = make_generator(engine)
+    engine.broken = True
+
+    async def main() -> list:
+        outcomes = await asyncio.gather(*(generator.generate([n], params(5)) for n in (3, 4)), return_exceptions=True)
+        assert generator._driver is not None
+        with pytest.raises(RuntimeError, match="no memory is left"):
+            await generator._driver
+        return outcomes
+
+    assert [str(outcome) for outcome in run(main())] == ["the device is gone"] * 2

@@ -1,0 +1,77 @@
+"""Only the beginning of a long text is read, and its tokens are those of the whole text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from mujica_jax.models import truncation as beginnings
+from mujica_jax.models.truncation import encode_beginnings
+
+MAX_TOKENS = 9
+LETTERS = "abcdé中1."
+PIECES = [*LETTERS, *(f"##{letter}" for letter in LETTERS), "ab", "##cd", "abc"]
+HARD = [
+    " ",
+    "  ",
+    "\t",
+    "\n",
+    "\r\n",
+    "\u3000",
+    "\u00a0",
+    "\x00",
+    "\x1c",
+    "\u0301",
+    " \u0301",
+    "\u200b",
+    "Σ",
+    "[SEP]",
+    "é",
+    "中文",
+    "a" * 120,
+]
+
+
+def like_bert() -> Tokenizer:
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *PIECES]
+    tokenizer = Tokenizer(models.WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.add_special_tokens(["[SEP]", "[CLS]"])
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def of_bytes() -> Tokenizer:
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+TOKENIZERS = {"BERT": like_bert(), "bytes": of_bytes()}
+for made in TOKENIZERS.values():
+    made.enable_truncation(MAX_TOKENS)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+@given(texts=st.lists(st.lists(st.sampled_from([*HARD, *LETTERS, "abcd"]), max_size=60).map("".join), max_size=4))
+def test_the_tokens_are_those_of_the_whole_text(tokenizer, texts):
+    expected = [entry.ids for entry in tokenizer.encode_batch(texts)]
+    for characters in (1, 2, 16):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(beginnings, "CHARACTERS_A_TOKEN", characters)
+            assert encode_beginnings(tokenizer, texts, MAX_TOKENS) == expected
+
+
+def test_a_long_text_is_not_read_to_its_end(monkeypatch):
+    tokenizer, text, read = TOKENIZERS["BERT"], "abcd abc " * 10_000, []
+    whole = beginnings._beginning
+    monkeypatch.setattr(beginnings, "_beginning", lambda *cut: read.append(whole(*cut)) or read[-1])
+    (ids,) = encode_beginnings(tokenizer, [text], MAX_TOKENS)
+    assert ids == tokenizer.encode(text).ids and len(ids) == MAX_TOKENS
+    assert sum(map(len, read)) < 20 * MAX_TOKENS
+    blank = " " * 5000 + "abc"
+    assert encode_beginnings(tokenizer, [blank], MAX_TOKENS) == [tokenizer.encode(blank).ids]
