@@ -130,14 +130,15 @@ def test_how_a_completion_ended():
     assert answered(vllm([*WORDS, 5], stop_reason=5), stop_token_ids=(5,)).finish_reason == "stop"
 
 
-def test_a_stop_string_is_no_part_of_the_completion():
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string():
     ids = TOKENIZER.encode_model("Ann Lee. Then Bob")
-    completion = answered(vllm(ids, stop_reason=". Th"), stop_strings=("Bobby", ". Th"))
-    text = TOKENIZER.decode(completion.token_ids)
-    assert completion.finish_reason == "stop_string"
-    assert "Ann Lee".startswith(text) and text.startswith("Ann"), "tokens that reach into the stop string are left out"
-    assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
-    assert completion.token_ids == tuple(ids[: len(completion.token_ids)])
+    pieces = [TOKENIZER.token_bytes(id).decode() for id in ids]
+    end = next(count for count in range(len(ids)) if ". Th" in "".join(pieces[:count]))
+    reply = vllm(ids, stop_reason=". Th")
+    completion = answered(reply, stop_strings=("Bobby", ". Th"))
+    assert (completion.finish_reason, completion.stop_string) == ("stop_string", ". Th")
+    assert completion.token_ids == tuple(ids[:end]) and completion.logprobs is not None
+    assert list(completion.logprobs) == reply["choices"][0]["logprobs"]["token_logprobs"][:end]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,8 @@ def test_a_reply_that_the_endpoint_cut_has_no_end_of_turn():
 
 def test_a_stop_string_ends_a_chat_reply():
     completion = answered(openai("Ann Lee. Then"), "chat", stop_strings=("Th", ". "))
-    assert (TOKENIZER.decode(completion.token_ids), completion.finish_reason) == ("Ann Lee", "stop_string")
+    assert (completion.finish_reason, completion.stop_string) == ("stop_string", ". ")
+    assert completion.token_ids == tuple(TOKENIZER.encode_model("Ann Lee. "))
 
 
 @pytest.mark.parametrize(

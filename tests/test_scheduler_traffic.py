@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from countable_engine import CountableEngine
 from flax import nnx
@@ -37,12 +36,9 @@ def expected(
     for count in range(1, len(tokens) + 1):
         if tokens[count - 1] in engine.stop_token_ids.union(wanted.stop_token_ids):
             return tokens[:count], logprobs[:count], "stop"
-        ends = np.cumsum([0, *(len(PIECES[token]) for token in tokens[:count])])
         text = b"".join(PIECES[token] for token in tokens[:count])
-        places = [text.index(stop.encode()) for stop in wanted.stop_strings if stop.encode() in text]
-        if places:
-            whole = int(np.flatnonzero(ends <= min(places))[-1])
-            return tokens[:whole], logprobs[:whole], "stop_string"
+        if any(stop.encode() in text for stop in wanted.stop_strings):
+            return tokens[:count], logprobs[:count], "stop_string"
     return tokens, logprobs, "length"
 
 
@@ -274,38 +270,49 @@ def long_completion(engine: CountableEngine, length: int = 20) -> tuple[list[int
     raise AssertionError("every prompt is answered with a stop token")
 
 
-@pytest.mark.parametrize("first", range(8))
+@pytest.mark.parametrize("first", [0, 1, 3, 5, 17])
 @pytest.mark.parametrize("decode_steps", [1, 5])
-def test_a_stop_string_ends_a_completion_before_it_wherever_in_a_decode_call_it_falls(first, decode_steps):
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string(first, decode_steps):
     engine = CountableEngine(decode_steps=decode_steps)
     generator = make_generator(engine)
     prompt, tokens = long_completion(engine)
+    _, logprobs = engine.by_hand(prompt, params(20))
     stop = letters(tokens[first : first + 3])
-    kept = letters(tokens).index(stop)
-    wanted = params(20, stop_strings=("zzz", stop))
-    (completion,) = complete_all(generator, [(prompt, wanted)])
-    assert (list(completion.token_ids), completion.finish_reason) == (tokens[:kept], "stop_string")
-    assert len(completion.logprobs) == len(completion.sampling_logprobs) == kept
-    assert generator.statistics.generated_tokens == kept, "what lies beyond it was generated for nobody"
+    end = letters(tokens).index(stop) + 3
+    (completion,) = complete_all(generator, [(prompt, params(20, stop_strings=("zzz", stop)))])
+    assert (completion.finish_reason, completion.stop_string) == ("stop_string", stop)
+    assert (list(completion.token_ids), list(completion.logprobs)) == (tokens[:end], logprobs[:end])
+    assert list(completion.sampling_logprobs) == [2 * one for one in logprobs[:end]]
+    assert generator.statistics.generated_tokens == end, "what lies beyond it was generated for nobody"
     assert_nothing_is_held(generator)
 
 
-def test_a_stop_string_at_the_very_start_leaves_an_empty_completion():
-    engine = CountableEngine()
+def test_a_stop_token_a_stop_string_and_a_length_limit_are_told_apart():
+    engine = CountableEngine(decode_steps=4)
     prompt, tokens = long_completion(engine)
-    (completion,) = complete_all(make_generator(engine), [(prompt, params(9, stop_strings=(letters(tokens[:1]),)))])
-    assert (completion.token_ids, completion.logprobs, completion.finish_reason) == ((), (), "stop_string")
+    place = next(n for n in range(2, 20) if tokens[n] not in tokens[:n])
+    last, stop = tokens[place], letters(tokens[place : place + 1])
+    for wanted, reason, stop_string in [
+        (params(20, stop_token_ids=(last,)), "stop", None),
+        (params(20, stop_strings=(stop,)), "stop_string", stop),
+        (params(place + 1), "length", None),
+        (params(20, stop_strings=(stop,), stop_token_ids=(last,)), "stop", None),  # a stop token counts first
+        (params(place + 1, stop_strings=(stop,)), "stop_string", stop),  # and the length last
+    ]:
+        (got,) = complete_all(make_generator(engine), [(prompt, wanted)])
+        assert list(got.token_ids) == tokens[: place + 1]
+        assert (got.finish_reason, got.stop_string) == (reason, stop_string)
 
 
-def test_a_stream_with_a_stop_string_at_the_very_start_shows_nothing():
-    engine = CountableEngine()
+def test_a_stream_ends_with_the_token_that_completes_a_stop_string():
+    engine = CountableEngine(decode_steps=5)
     prompt, tokens = long_completion(engine)
-    wanted = params(9, stop_strings=(letters(tokens[:2]),))
+    wanted = params(20, stop_strings=(letters(tokens[6:9]),))
 
     async def main() -> list:
-        return [part async for part in make_generator(engine).stream(prompt, wanted)]
+        return [token async for part in make_generator(engine).stream(prompt, wanted) for token in part]
 
-    assert run(main()) == []
+    assert run(main()) == tokens[:9]
 
 
 def test_stop_tokens_of_one_request_end_no_other():
@@ -319,15 +326,22 @@ def test_stop_tokens_of_one_request_end_no_other():
     assert (list(whole.token_ids), whole.finish_reason) == (tokens, "length")
 
 
-def test_a_conversation_goes_on_from_a_completion_that_a_stop_string_cut():
-    engine = CountableEngine(decode_steps=5)
+@pytest.mark.parametrize(("decode_steps", "computed"), [(5, 2), (3, 3)])
+def test_a_conversation_goes_on_from_a_turn_that_a_stop_string_ended(decode_steps, computed):
+    """One prompt token, 9 generated ones and 3 new ones, the last of which is left to decoding: of 12 tokens the first 10 are in memory
+    where the engine decoded beyond the ninth, and the first 9 where its call ended there."""
+    engine = CountableEngine(decode_steps=decode_steps)
     generator = make_generator(engine)
     prompt, tokens = long_completion(engine)
-    wanted = params(20, stop_strings=(letters(tokens[6:9]),))
-    (completion,) = complete_all(generator, [(prompt, wanted)])
-    held = [*prompt, *completion.token_ids, 3, 3]
+    assert letters(tokens).index(letters(tokens[6:9])) == 6
+    (completion,) = complete_all(generator, [(prompt, params(20, stop_strings=(letters(tokens[6:9]),)))])
+    assert list(completion.token_ids) == tokens[:9]
+    before = generator.statistics.prefilled_tokens
+    held = [*prompt, *completion.token_ids, 3, 3, 3]
     (after,) = complete_all(generator, [(held, params(6))])
     assert_by_hand(engine, after, held, params(6))
+    assert generator.statistics.prefilled_tokens - before == computed
+    assert_nothing_is_held(generator)
 
 
 def test_stop_strings_are_refused_where_nobody_knows_the_text_of_tokens():

@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 from mujica_jax.errors import UserError
 
+FinishReason = Literal["stop", "length", "stop_string"]
+
 
 class RequestError(UserError):
     """A request that cannot be served. It concerns that request alone; the generator goes on."""
@@ -38,21 +40,20 @@ class SamplingParams:
     top_p: float = 1.0  # draw from the smallest set of likely tokens that holds this share of the probability (0 to 1]
     min_p: float = 0.0  # draw from tokens at least this likely, as a share of the most likely one's probability [0, 1]
     stop_token_ids: tuple[int, ...] = ()  # end the completion, besides those of the model
-    stop_strings: tuple[str, ...] = ()  # end the completion before any of these; never part of it
+    stop_strings: tuple[str, ...] = ()  # end the completion with the token that completes one (`stops.py`)
     deadline_seconds: float | None = None  # from submission; None means no limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    token_ids: tuple[int, ...]  # includes the stop token where finish_reason is "stop"
-    logprobs: (
-        tuple[float, ...] | None
-    )  # one a token, float32, under the unmodified policy; None where an endpoint gives none
-    sampling_logprobs: (
-        tuple[float, ...] | None
-    )  # the same under the distribution drawn from, after temperature and filters
-    finish_reason: Literal["stop", "length", "stop_string"]
+    token_ids: tuple[int, ...]  # what was sampled, the stop token or the token that completed a stop string included
+    # One a token, float32, under the unmodified policy; None where an endpoint gives none.
+    logprobs: tuple[float, ...] | None
+    # The same under the distribution drawn from, after temperature and filters.
+    sampling_logprobs: tuple[float, ...] | None
+    finish_reason: FinishReason
     policy_version: int
+    stop_string: str | None = None  # the one that ended it, where finish_reason is "stop_string"
 
 
 class Generator(Protocol):

@@ -420,7 +420,7 @@ class BatchedGenerator:
             request.show()
             return False
         length, reason = ending
-        self._counts["generated_tokens"] -= len(request.tokens) - length  # beyond a stop string: nobody gets them
+        self._counts["generated_tokens"] -= len(request.tokens) - length  # beyond the end: nobody gets them
         request.complete(length, reason, self.policy_version)
         return True
 
@@ -439,14 +439,13 @@ class BatchedGenerator:
                 self._engine.retire(slot, broken_pages=self._pages.withdraw(request.lease))
                 self._drop(slot, request, held=0)
                 continue
-            held = len(request.prompt) + len(request.tokens) - 1  # the last token's keys and values were never computed
             if self._reuse:
-                flushed.append(FlushRow(slot, request.lease.pages, request.flushed, held))
+                flushed.append(FlushRow(slot, request.lease.pages, request.flushed, request.held_tokens))
         self._engine.flush([row for row in flushed if row.stop > row.start])
         for slot, request in ended:
             if slot in self._running:
                 self._engine.retire(slot)
-                self._drop(slot, request, held=len(request.prompt) + len(request.tokens) - 1 if self._reuse else 0)
+                self._drop(slot, request, held=request.held_tokens if self._reuse else 0)
 
     def _leave(self, slot: int, request: LiveRequest) -> None:
         """A request that nobody waits for: its pages go back as they were found."""

@@ -3,16 +3,13 @@
 import asyncio
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
 
 import numpy as np
 
 from mujica_jax.inference.engine.base import Decoded
 from mujica_jax.inference.paging import Lease
-from mujica_jax.inference.requests import Completion, DeadlineError, RequestError, SamplingParams
+from mujica_jax.inference.requests import Completion, DeadlineError, FinishReason, RequestError, SamplingParams
 from mujica_jax.inference.stops import StopMatcher
-
-FinishReason = Literal["stop", "length", "stop_string"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,6 +29,8 @@ class LiveRequest:
     sampling_logprobs: list[float] = dataclasses.field(default_factory=list)
     finite: bool = True  # all log-probabilities are numbers; tokens drawn under others mean nothing
     _shown_tokens: int = 0
+    _stop_string: str | None = None
+    _surplus: bool = False  # the engine went on beyond the end
 
     def __post_init__(self) -> None:
         self._matcher = StopMatcher(self.params.stop_strings) if self.params.stop_strings else None
@@ -39,6 +38,11 @@ class LiveRequest:
     @property
     def prefilled(self) -> bool:
         return self.computed >= len(self.prompt) - 1
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of the sequence whose keys and values are computed: all but the last, unless the engine went on after it."""
+        return len(self.prompt) + len(self.tokens) - (not self._surplus)
 
     def take(self, decoded: Decoded, slot: int) -> list[int]:
         """Keep what a decode call generated in the request's slot. Returns the new tokens."""
@@ -59,25 +63,29 @@ class LiveRequest:
                 return place + 1, "stop"
             if self._matcher is not None:
                 assert self.token_bytes is not None, "checked when the request came"
-                whole = self._matcher.push(self.token_bytes(token))
-                if whole is not None:
-                    return whole, "stop_string"
+                self._stop_string = self._matcher.push(self.token_bytes(token))
+                if self._stop_string is not None:
+                    return place + 1, "stop_string"
         return None
 
     def show(self) -> None:
-        """Let whoever watches have the tokens that no stop string can take back."""
-        if self.shown is not None:
-            self._show(len(self.tokens) if self._matcher is None else self._matcher.safe_tokens())
+        """Let whoever watches have the new tokens."""
+        if self.shown is not None and len(self.tokens) > self._shown_tokens:
+            self.shown.put_nowait(tuple(self.tokens[self._shown_tokens :]))
+            self._shown_tokens = len(self.tokens)
 
     def complete(self, length: int, reason: FinishReason, policy_version: int) -> None:
-        self._show(length)
+        self._surplus = length < len(self.tokens)
+        del self.tokens[length:], self.logprobs[length:], self.sampling_logprobs[length:]
+        self.show()
         self.future.set_result(
             Completion(
-                token_ids=tuple(self.tokens[:length]),
-                logprobs=tuple(self.logprobs[:length]),
-                sampling_logprobs=tuple(self.sampling_logprobs[:length]),
+                token_ids=tuple(self.tokens),
+                logprobs=tuple(self.logprobs),
+                sampling_logprobs=tuple(self.sampling_logprobs),
                 finish_reason=reason,
                 policy_version=policy_version,
+                stop_string=self._stop_string,
             )
         )
 
@@ -94,8 +102,3 @@ class LiveRequest:
         """Nothing more will be shown."""
         if self.shown is not None:
             self.shown.put_nowait(None)
-
-    def _show(self, end: int) -> None:
-        if self.shown is not None and end > self._shown_tokens:
-            self.shown.put_nowait(tuple(self.tokens[self._shown_tokens : end]))
-            self._shown_tokens = end

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.requests import RequestError, SamplingParams
+from mujica_jax.inference.requests import FinishReason, RequestError, SamplingParams
+from mujica_jax.inference.stops import StopMatcher, first_stop
 from mujica_jax.models.tokenizer import Tokenizer
 
 TOKEN_PREFIX = "token_id:"  # how vLLM writes a token under return_tokens_as_token_ids
@@ -27,7 +28,8 @@ class ReplyError(RequestError):
 class Reply:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
-    finish_reason: Literal["stop", "length", "stop_string"]
+    finish_reason: FinishReason
+    stop_string: str | None
     cut: bool  # longer than max_new_tokens in our tokens, so its end was left out
     usage: tuple[int, int] | None  # prompt tokens and generated tokens as the endpoint counts them
 
@@ -98,14 +100,17 @@ class CompletionsFormat:
                 f"the endpoint's token ids {min(ids)}..{max(ids)} leave the vocabulary of {self._tokenizer.vocab_size}: give the "
                 "tokenizer of the model that it serves"
             )
-        stopped = ids[-1] in self._stops(params)
-        kept = len(ids)
-        if not stopped and finish == "stop":
-            kept = self._before_stop_string(ids, params, choice.get("stop_reason"))
+        kept, finish, stop_string = self._ending(ids, params, finish)
+        if not kept:
+            raise ReplyError(
+                f"the endpoint ended a completion by {_brief(choice.get('stop_reason') or 'stop')} and its last token {ids[-1]} is none "
+                f"of the stop tokens {sorted(self._stops(params))}: serve the model of this tokenizer, with the stop token among the ids"
+            )
         return Reply(
             token_ids=tuple(ids[:kept]),
             logprobs=None if logprobs is None else tuple(logprobs[:kept]),
-            finish_reason="stop" if stopped else "length" if finish == "length" else "stop_string",
+            finish_reason=finish,
+            stop_string=stop_string,
             cut=False,
             usage=_usage(answer),
         )
@@ -113,19 +118,17 @@ class CompletionsFormat:
     def _stops(self, params: SamplingParams) -> set[int]:
         return {*params.stop_token_ids, *self._tokenizer.stop_token_ids}
 
-    def _before_stop_string(self, ids: Sequence[int], params: SamplingParams, reason: Any) -> int:
-        """How many tokens lie wholly before the first stop string. The ids that come back include it, unlike the text."""
-        text = self._tokenizer.decode(ids)
-        begins = [place for stop in params.stop_strings if (place := text.find(stop)) >= 0]
-        if not begins:
-            raise ReplyError(
-                f"the endpoint ended a completion by {_brief(reason or 'stop')} and its last token {ids[-1]} is none of the stop tokens "
-                f"{sorted(self._stops(params))}: serve the model of this tokenizer, with the stop token among the ids"
-            )
-        kept = len(ids)
-        while kept and not text[: min(begins)].startswith(self._tokenizer.decode(ids[:kept])):
-            kept -= 1
-        return kept
+    def _ending(
+        self, ids: Sequence[int], params: SamplingParams, finish: FinishReason
+    ) -> tuple[int, FinishReason, str | None]:
+        """(tokens, why, stop string) of the completion, read from its ids as our own engine does; 0 tokens if nothing in them ends it."""
+        matcher, stops = StopMatcher(params.stop_strings), self._stops(params)
+        for count, id in enumerate(ids, start=1):
+            if id in stops:
+                return count, "stop", None
+            if stop_string := matcher.push(self._tokenizer.token_bytes(id)):
+                return count, "stop_string", stop_string
+        return (len(ids), "length", None) if finish == "length" else (0, finish, None)
 
 
 class ChatFormat:
@@ -161,7 +164,7 @@ class ChatFormat:
 
     def read(self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams) -> Reply:
         choice = _choice(answer)
-        finish: Literal["stop", "length", "stop_string"] = _finish_reason(choice)
+        finish: FinishReason = _finish_reason(choice)
         message = choice.get("message")
         text = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(text, str) or (not text and finish == "length"):
@@ -170,9 +173,9 @@ class ChatFormat:
                 "tokens (agent.max_turn_tokens)"
             )
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may hold halves of characters
-        begins = [place for stop in params.stop_strings if (place := text.find(stop)) >= 0]
-        if begins:
-            text, finish = text[: min(begins)], "stop_string"
+        found = first_stop(text.encode(), [stop.encode() for stop in params.stop_strings])
+        if found is not None:
+            text, finish = text.encode()[: found[0]].decode(), "stop_string"
         ids = self._tokenizer.encode_model(text)
         if finish == "stop":
             ids.append(self._tokenizer.end_of_turn_id)
@@ -181,6 +184,7 @@ class ChatFormat:
             token_ids=tuple(ids[: params.max_new_tokens]),
             logprobs=None,
             finish_reason="length" if cut else finish,
+            stop_string=found[1].decode() if found is not None and not cut else None,
             cut=cut,
             usage=_usage(answer),
         )

@@ -128,6 +128,7 @@ class RemoteGenerator:
             sampling_logprobs=reply.logprobs if plain else None,  # an endpoint gives one kind; here both are the same
             finish_reason=reply.finish_reason,
             policy_version=self.policy_version,
+            stop_string=reply.stop_string,
         )
 
     async def _answer(self, body: dict[str, Any], tries: "_Tries", continues: bool) -> dict[str, Any]:
