@@ -29,25 +29,25 @@ def main(arguments: list[str] | None = None) -> int:
             config = command_line(words, default=DEFAULT_CONFIG)
             check(config)
             distributed.start(config.distributed, preemption)
-            directory = config.run or distributed.told("run directory", lambda: _new_directory(config.name))
+            directory = config.run or distributed.broadcast("run directory", lambda: _new_directory(config.name))
             again = words if _names_run(words) else [*words, "--run", directory]
             preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
             train(config, directory, preemption)
             distributed.finish()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-            distributed.leave(str(error), USER_ERROR)
+            distributed.abort(str(error), USER_ERROR)
             return USER_ERROR
         except Preempted as ended:
             print(f"\n{ended}", file=sys.stderr)
-            distributed.leave(str(ended), preemption.status)
+            distributed.abort(str(ended), preemption.status)
             return preemption.status
         except Exception as error:
             if distributed.processes() > 1:
-                distributed.wait_for_farewell(error)
+                distributed.wait_for_shutdown_notice(error)
                 traceback.print_exc()
-                distributed.wait_for_watch()
-                distributed.leave("an error of the program, which its output shows", 1)
+                distributed.wait_for_heartbeat()
+                distributed.abort("an error of the program, which its output shows", 1)
             raise
     return 0
 
@@ -74,7 +74,7 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
             phases=phases,
             seconds=sum(phase.seconds for phase in phases),
         )
-        if distributed.is_first():
+        if distributed.is_primary():
             run.store.write_json_once("summary.json", summary_dict(summary))
         run.progress.show(closing_table(phases))
         if solved := run.solved_question(phases[-1].name):

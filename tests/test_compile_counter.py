@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mujica_jax.runtime.compile_counter import COMPILED, STAGES, Compilations, compilations
+from mujica_jax.runtime.compile_counter import COMPILED, STAGES, CompileCounter, compile_counter
 
 
 def test_a_program_is_counted_when_it_is_compiled_and_not_when_it_runs():
-    counted = compilations()
+    counted = compile_counter()
     twice = jax.jit(lambda values: values * 2 + 40)
     short, long = jnp.ones(3), jnp.ones(4)
     before = counted.programs, counted.seconds
@@ -22,7 +22,7 @@ def test_a_program_is_counted_when_it_is_compiled_and_not_when_it_runs():
 
 
 def test_every_second_counts_once():
-    counted = Compilations()
+    counted = CompileCounter()
     trace = STAGES[1]
     counted.add(trace, 2.0, 3.0)
     counted.add(trace, 4.0, 4.5, fun_name="inner")

@@ -16,10 +16,10 @@ from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods import setup as start
 from mujica_jax.runtime import distributed
-from mujica_jax.runtime.heartbeat import LOST, MOST_SECONDS_FOR_ALL_TO_KNOW, Watch
+from mujica_jax.runtime.heartbeat import LOST, MAX_SECONDS_FOR_ALL_TO_KNOW, Heartbeat
 from mujica_jax.runtime.preemption import Preemption
-from mujica_jax.runtime.preemption_sync import JointStop
-from mujica_jax.runtime.rendezvous import call_roll, listens
+from mujica_jax.runtime.preemption_sync import PreemptionSync
+from mujica_jax.runtime.rendezvous import listens, rendezvous
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 10.0
@@ -38,7 +38,7 @@ def called(*callers: tuple[int, int], deadline: float = 5.0, host: str = "host {
     def call(caller: tuple[int, int]) -> object:
         processes, process = caller
         try:
-            return call_roll(address, processes, process, host=host.format(process), deadline_seconds=deadline)
+            return rendezvous(address, processes, process, host=host.format(process), deadline_seconds=deadline)
         except UserError as error:
             return str(error).replace(address, "ADDRESS")
 
@@ -81,14 +81,14 @@ def test_the_roll_call_refuses_other_counts_and_numbers_that_come_twice():
 def test_the_roll_call_listens_to_no_strangers():
     port = free_port()
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(call_roll, f"localhost:{port}", 2, 0, host="a", deadline_seconds=20.0)
+        first = threads.submit(rendezvous, f"localhost:{port}", 2, 0, host="a", deadline_seconds=20.0)
         until = time.monotonic() + 5
         while not listens(("localhost", port), 1.0) and time.monotonic() < until:
             time.sleep(0.01)
         for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[]\n", b"[" * 100_000 + b"\n"):
             with socket.create_connection(("localhost", port)) as stranger:
                 stranger.sendall(said)
-        second = threads.submit(call_roll, f"localhost:{port}", 2, 1, host="b", deadline_seconds=20.0)
+        second = threads.submit(rendezvous, f"localhost:{port}", 2, 1, host="b", deadline_seconds=20.0)
         assert first.result() == second.result() == ("a", "b")
 
 
@@ -96,13 +96,13 @@ def test_a_port_that_is_taken_is_one_sentence():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"process 0 cannot listen at port {port} of distributed.coordinator"):
-            call_roll(f"localhost:{port}", 2, 0, host="a", deadline_seconds=1.0)
+            rendezvous(f"localhost:{port}", 2, 0, host="a", deadline_seconds=1.0)
 
 
 @pytest.mark.parametrize("address", ["somewhere", ":8476", "host:", "host:0", "host:99999", "host:port"])
 def test_an_address_without_a_port_is_refused(address):
     with pytest.raises(UserError, match="must be the host of process 0 and a free port there"):
-        call_roll(address, 2, 1, host="a", deadline_seconds=1.0)
+        rendezvous(address, 2, 1, host="a", deadline_seconds=1.0)
 
 
 @pytest.mark.parametrize(
@@ -146,15 +146,15 @@ class Others:
         self.confirmed: set[int] = set()
         self.all_know = True
         self.counts = dict.fromkeys(range(3), 0)
-        self.watch = Watch(
+        self.watch = Heartbeat(
             ("a", "b", "c"),
             me,
             deadline_seconds=DEADLINE,
             exchange=self.exchange,
-            farewells=lambda: self.left,
+            shutdown_notices=lambda: self.left,
             confirm=lambda: self.confirmed.add(me),
             all_know=lambda: self.all_know,
-            joint_stop=JointStop(3, read=lambda what: {}, write=lambda what, value: None),
+            preemption_sync=PreemptionSync(3, read=lambda what: {}, write=lambda what, value: None),
             store_is_gone=lambda: gone,
         )
 
@@ -245,7 +245,7 @@ def test_the_process_that_holds_the_store_does_not_wait_for_one_that_is_lost(mon
     others.left, others.all_know, others.silent = {1: (0, "preempted")}, False, {2}
     seconds, verdict = others.until_a_verdict(DEADLINE)
     assert verdict == (0, "process 1 on b ended: preempted")
-    assert seconds <= MOST_SECONDS_FOR_ALL_TO_KNOW + 2 * others.watch.interval_seconds
+    assert seconds <= MAX_SECONDS_FOR_ALL_TO_KNOW + 2 * others.watch.interval_seconds
 
 
 def test_an_end_that_cannot_be_confirmed_is_one_all_the_same(monkeypatch):
@@ -267,15 +267,15 @@ def test_the_watch_ends_the_process_once_and_says_why(capsys):
         statuses.append(status)
         ended.set()
 
-    watch = Watch(
+    watch = Heartbeat(
         ("a", "b"),
         0,
         deadline_seconds=1.0,
         exchange=lambda count: {0: count, 1: 0},
-        farewells=dict,
+        shutdown_notices=dict,
         confirm=lambda: None,
         all_know=lambda: True,
-        joint_stop=JointStop(2, read=lambda what: {}, write=lambda what, value: None),
+        preemption_sync=PreemptionSync(2, read=lambda what: {}, write=lambda what, value: None),
         store_is_gone=lambda: False,
         end=end,
     )
@@ -291,20 +291,20 @@ def test_the_watch_ends_the_process_once_and_says_why(capsys):
 
 def test_a_job_of_one_process_waits_for_nobody_and_keeps_all_the_work():
     distributed.start(DistributedConfig(), Preemption())
-    distributed.meet("anything")
-    assert distributed.told("anything", lambda: [1, 2]) == [1, 2]
-    assert distributed.in_turn("anything", lambda: 3) == 3
-    assert distributed.share("abc") == ["a", "b", "c"]
-    assert distributed.is_first()
-    distributed.leave("nothing happens", 2)
+    distributed.barrier("anything")
+    assert distributed.broadcast("anything", lambda: [1, 2]) == [1, 2]
+    assert distributed.primary_first("anything", lambda: 3) == 3
+    assert distributed.shard_for_process("abc") == ["a", "b", "c"]
+    assert distributed.is_primary()
+    distributed.abort("nothing happens", 2)
     distributed.finish()
 
 
 def test_a_job_of_one_process_imports_nothing():
     program = (
-        "import sys\nfrom mujica_jax import distributed\nfrom mujica_jax.config.schema import DistributedConfig\n"
+        "import sys\nfrom mujica_jax.runtime import distributed\nfrom mujica_jax.config.schema import DistributedConfig\n"
         "from mujica_jax.runtime.preemption import Preemption\n"
-        "distributed.start(DistributedConfig(), Preemption()); distributed.meet('x'); distributed.finish()\n"
+        "distributed.start(DistributedConfig(), Preemption()); distributed.barrier('x'); distributed.finish()\n"
         "print([name for name in ('jax', 'mujica_jax.runtime.heartbeat') if name in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

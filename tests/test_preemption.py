@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mujica_jax.runtime.preemption import Preempted, Preemption
-from mujica_jax.runtime.preemption_sync import ASKED, BEGUN, JointStop
+from mujica_jax.runtime.preemption_sync import ASKED, BEGUN, PreemptionSync
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 60.0  # far more than anything here takes
@@ -51,42 +51,42 @@ with Preemption() as preemption:
     step = 0
     try:
         if where == "waiting" and process == 0:
-            distributed.meet("where the other one never comes")
+            distributed.barrier("where the other one never comes")
         while where != "learning":
             preemption.check()
             time.sleep(0.01)
         while not preemption.at_step():
             step += 1
-            distributed.meet("a step, which takes both")
+            distributed.barrier("a step, which takes both")
             if process == 1 and step == 20:
                 os.kill(os.getpid(), signal.SIGTERM)
         preemption.check()
     except Preempted as ended:
         print(f"{where} {step}; {ended}", flush=True)
         if where == "learning":
-            distributed.meet("both have said so")
-        distributed.leave(str(ended), 0)
+            distributed.barrier("both have said so")
+        distributed.abort(str(ended), 0)
 """
 
 THREE_PROCESSES = """
 import os, signal, sys, time
 from mujica_jax.runtime import distributed
 from mujica_jax.config.schema import DistributedConfig
-from mujica_jax.runtime.heartbeat import Watch
+from mujica_jax.runtime.heartbeat import Heartbeat
 from mujica_jax.runtime.preemption import Preempted, Preemption
 
 process, leaver = int(sys.argv[1]), int(sys.argv[3])
-beat = Watch.beat
+beat = Heartbeat.beat
 if process == 2:
-    Watch.beat = lambda watch, count: (time.sleep(4.0), beat(watch, count))
+    Heartbeat.beat = lambda watch, count: (time.sleep(4.0), beat(watch, count))
 with Preemption() as preemption:
     job = DistributedConfig(coordinator=sys.argv[2], processes=3, process=process, deadline_seconds=30)
     distributed.start(job, preemption)
     preemption.enter("round 1: waiting")
-    distributed.meet("the beginning")
+    distributed.barrier("the beginning")
     if process == leaver:
-        distributed.leave("preempted", 0)
-    distributed.meet("where one never comes")
+        distributed.abort("preempted", 0)
+    distributed.barrier("where one never comes")
 """
 
 
@@ -231,11 +231,11 @@ class Processes:
         self.heard: dict[int, list[int]] = {number: [] for number in range(count)}
         self.stops = [self.part(number, count) for number in range(count)]
 
-    def part(self, number: int, count: int) -> JointStop:
+    def part(self, number: int, count: int) -> PreemptionSync:
         def write(what: str, value: int) -> None:
             self.store[what][number] = value
 
-        stop = JointStop(count, read=lambda what: dict(self.store[what]), write=write)
+        stop = PreemptionSync(count, read=lambda what: dict(self.store[what]), write=write)
         stop.tell(self.heard[number].append)
         return stop
 

@@ -78,7 +78,7 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
         assert {frozenset(array.sharding.device_set) for array in handed} == {frozenset(jax.local_devices()[:tensor])}
         np.savez(Path(directory) / f"{process}-engine-{tensor}.npz", *map(np.asarray, handed))
     decoder = trainer.decoder(result.state)
-    if distributed.is_first():
+    if distributed.is_primary():
         save_checkpoint(decoder, Path(directory) / "policy")
     else:
         gather_checkpoint(decoder)
@@ -91,7 +91,7 @@ def guarded() -> None:
     try:
         main(sys.argv[1], *map(int, sys.argv[2:7]), *map(float, sys.argv[7:]))
     except jax.errors.JaxRuntimeError:
-        distributed.wait_for_watch()
+        distributed.wait_for_heartbeat()
         raise
 
 

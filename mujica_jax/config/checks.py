@@ -135,7 +135,7 @@ def check_rows(trainer: TrainerConfig) -> None:
 
 
 def check_distributed(distributed: DistributedConfig) -> None:
-    """A job is described wholly, or not at all. (A wrong address is answered when it is used, by `roll_call`.)"""
+    """A job is described wholly, or not at all. (A wrong address is answered when it is used, by `rendezvous`.)"""
     count, number = distributed.processes, distributed.process
     if distributed.coordinator is None and (count > 1 or number > 0):
         raise UserError(

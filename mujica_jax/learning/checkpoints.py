@@ -61,7 +61,7 @@ class Checkpoints:
         self._number = max(self._numbers(), default=0)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[None] | None = None
-        distributed.meet("checkpoints are listed")
+        distributed.barrier("checkpoints are listed")
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -70,7 +70,7 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors gone. Not where an
-        error ends one of several processes: a save needs them all, and `distributed.leave` runs no thread's end."""
+        error ends one of several processes: a save needs them all, and `distributed.abort` runs no thread's end."""
         if error is not None and distributed.processes() > 1:
             return
         try:
@@ -86,7 +86,7 @@ class Checkpoints:
             return
         under_way, self._under_way = self._under_way, None
         under_way.result()
-        distributed.meet("the checkpoint is committed")
+        distributed.barrier("the checkpoint is committed")
 
     def save(self, state: Any, loop_state: dict[str, Any], *, metric: float | None = None) -> None:
         """Begin to write a checkpoint, after which those beyond the last `keep` and the best are removed.

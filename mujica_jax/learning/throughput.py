@@ -12,7 +12,7 @@ import numpy as np
 from mujica_jax.learning.trainer import StepMetrics, Trainer
 from mujica_jax.models.flops import attended_pairs, training_operations
 from mujica_jax.runtime.chips import peak_operations
-from mujica_jax.runtime.compile_counter import compilations
+from mujica_jax.runtime.compile_counter import compile_counter
 from mujica_jax.runtime.host_memory import peak_bytes
 from mujica_jax.trajectories.packing import PackedRows
 
@@ -35,12 +35,12 @@ class StepFigures:
         )
         self._of_rows = {"packing_efficiency": rows.efficiency, "trained_fraction": rows.trained_tokens / tokens}
         self._peak = peak_operations(list(trainer.mesh.devices.flat), config.dtype)
-        self._seconds, self._programs = seconds, compilations().programs
+        self._seconds, self._programs = seconds, compile_counter().programs
         self._last = (done, seconds())
 
     def of(self, metrics: StepMetrics) -> dict[str, float | int]:
         """Speeds are those since the step that was asked for before."""
-        (step, seconds), programs = self._last, compilations().programs
+        (step, seconds), programs = self._last, compile_counter().programs
         self._last = (metrics.step, self._seconds())
         rate = (self._last[0] - step) / max(self._last[1] - seconds, 1e-9)
         found = {

@@ -60,7 +60,7 @@ def score_policy(
     processes share the questions, and `gather(kind, own trajectories)` brings together what they played.
     """
     questions = held_out_questions(task, config)
-    if not (own := distributed.share(questions)):
+    if not (own := distributed.shard_for_process(questions)):
         raise UserError(
             f"{len(questions)} held-out questions are fewer than {distributed.processes()} processes: raise eval.questions "
             f"{config.eval.questions}, or give the task more of them"

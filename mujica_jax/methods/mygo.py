@@ -118,7 +118,9 @@ def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversati
 def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -> tuple[list[Trajectory], float]:
     """All trajectories of a round and its threshold. Shards 0.. hold the first attempts, the same number after them the others."""
     config = run.config.mygo
-    if (earlier := distributed.in_turn(f"round {number} is read", lambda: _finished_round(run, number))) is not None:
+    if (
+        earlier := distributed.primary_first(f"round {number} is read", lambda: _finished_round(run, number))
+    ) is not None:
         return earlier
     questions = _questions_of(run, number)
     shards = [questions[at : at + config.shard_questions] for at in range(0, len(questions), config.shard_questions)]
@@ -129,7 +131,7 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
         "max_attempts": config.max_attempts,
         "keep_per_question": config.keep_per_question,
     }
-    if distributed.is_first():
+    if distributed.is_primary():
         run.store.write_plan(number, plan)
     run.preemption.enter(f"round {number}: sampling", kept=KEPT_SHARDS)
     run.use_policy(state, number - 1)
@@ -181,7 +183,7 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
         first = {trajectory.question_id: trajectory for trajectory in trajectories}
         played("later attempts", later_attempts)
     firsts = [t for t in trajectories if t.attempt == 0]
-    if distributed.is_first():
+    if distributed.is_primary():
         run.metrics.flush()  # a resumed run finds the round closed and does not write its line again
         run.store.write_done(number, entries, mean_reward=mean_first_attempt_reward(firsts), threshold=k)
     return trajectories, k

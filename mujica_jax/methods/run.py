@@ -37,7 +37,7 @@ from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import MetricsLog, NoMetrics, Phase, Progress, StageClock
 from mujica_jax.rewards import f1_reward
 from mujica_jax.runtime import distributed
-from mujica_jax.runtime.compile_counter import compilations
+from mujica_jax.runtime.compile_counter import compile_counter
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.environment import KnowledgeGraphEnvironment, TextEnvironment
 from mujica_jax.tasks.task import Task
@@ -80,7 +80,7 @@ class Run:
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
         self.progress, self.metrics, self.preemption = progress, metrics, preemption
         self.agent = make_agent(config, task, tokenizer)
-        self.clock = StageClock(compiled=lambda: compilations().seconds)
+        self.clock = StageClock(compiled=lambda: compile_counter().seconds)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer)
         self.counters = LiveCounters(lambda: self.generator.statistics)
@@ -98,11 +98,11 @@ class Run:
         """Write the policy as a Hugging Face directory. The first process writes; the others help to gather what lies on their devices."""
         self.preemption.enter(f"committing policy {version}")
         name = f"policy {version}"
-        if distributed.told(name, lambda: version in self.store.policies()):
+        if distributed.broadcast(name, lambda: version in self.store.policies()):
             return
-        if not distributed.is_first():
+        if not distributed.is_primary():
             gather_checkpoint(self.trainer.decoder(state))
-            distributed.meet(name)
+            distributed.barrier(name)
             return
 
         def write(directory: Path) -> None:
@@ -111,7 +111,7 @@ class Run:
 
         with self.clock.stage("saving"):
             self.store.commit_policy(version, write)
-        distributed.meet(name)
+        distributed.barrier(name)
 
     @contextlib.contextmanager
     def counted(self, kind: str, step: int) -> Iterator[None]:
@@ -126,7 +126,7 @@ class Run:
     def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
         """Tell how far the engine's log-probabilities are from those of the trainer, whose `state` is what they were sampled from."""
         conversations = self.config.metrics.compared_conversations
-        told = distributed.told(AGREEMENT, lambda: self.metrics.has(AGREEMENT, round_number))
+        told = distributed.broadcast(AGREEMENT, lambda: self.metrics.has(AGREEMENT, round_number))
         if not conversations or told:
             return
         with self.clock.stage("scoring"):
@@ -283,7 +283,7 @@ class Run:
                 state, done, input_state = result.state, result.steps, result.input_state
                 self.profile.after(done, state)
                 due = result.stopped or done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS
-                if distributed.told(f"{name}: save", lambda due=due: due) and done > saved:
+                if distributed.broadcast(f"{name}: save", lambda due=due: due) and done > saved:
                     with self.clock.stage("saving"):
                         self.metrics.flush()  # a resumed run does not come past these steps again
                         checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
@@ -309,7 +309,7 @@ class Run:
     ) -> PhaseResult:
         """Evaluate greedily and sampled on the held-out questions and write the phase down; read it where it is written."""
         file = f"phases/{name.replace(' ', '-')}.json"
-        if not distributed.told(file, lambda: self.store.exists(file)):
+        if not distributed.broadcast(file, lambda: self.store.exists(file)):
             self.use_policy(state, version)
             kind, step = self._line(name, version)
             with self.counted(f"{kind}{EVALUATING}", step):
@@ -339,7 +339,7 @@ class Run:
                 seconds=time.monotonic() - began,
             )
             result = PhaseResult(phase=phase, forward_tokens=forward_tokens, trained_slots=trained_slots)
-            if distributed.is_first():
+            if distributed.is_primary():
                 self._write_scores(name, scores)
                 # Before the phase counts as done: after that it is not come past again.
                 self._write_seconds(f"{kind}{TIME}", step)
@@ -348,7 +348,7 @@ class Run:
                     self.metrics.write(f"{kind}{RETRIEVAL}", step, dataclasses.asdict(statistics))
                 self.metrics.flush()
                 self.store.write_json_once(file, dataclasses.asdict(result))
-            distributed.meet(f"{name} is written down")
+            distributed.barrier(f"{name} is written down")
         found = self.store.read_json(file)
         self._write_costs(name)
         return PhaseResult(**{**found, "phase": Phase(**found["phase"])})

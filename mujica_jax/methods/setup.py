@@ -64,12 +64,14 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
         size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
     )
     about = dataclasses.asdict(config)
-    store = distributed.in_turn("the run", lambda: _open_shared(directory, about))
-    progress = Progress() if distributed.is_first() else Progress(NoConsole(), live=False)
+    store = distributed.primary_first("the run", lambda: _open_shared(directory, about))
+    progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
     tokenizer, decoder = loaded or _new_model(config, task, store)
     with (
-        MetricsLog(store.root, store.costs, config.metrics, about) if distributed.is_first() else NoMetrics() as metrics
+        MetricsLog(store.root, store.costs, config.metrics, about)
+        if distributed.is_primary()
+        else NoMetrics() as metrics
     ):
         run = Run(
             config,
@@ -88,7 +90,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
 
 def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
     """The run as its first process began it: every other one must find it, or each would train by itself on a disk of its own."""
-    if not distributed.is_first() and not Store(directory).exists(CONFIG):
+    if not distributed.is_primary() and not Store(directory).exists(CONFIG):
         raise UserError(
             f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has begun: "
             "give a --run directory that all hosts share"
@@ -216,7 +218,7 @@ def _mesh(config: Config) -> Mesh:
 
 def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder]:
     """A randomly initialised decoder of the configured size, and the run's tokenizer."""
-    tokenizer = distributed.in_turn("the tokenizer", lambda: _trained_tokenizer(config, task, store))
+    tokenizer = distributed.primary_first("the tokenizer", lambda: _trained_tokenizer(config, task, store))
     size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
     return tokenizer, Decoder(size, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))
 

@@ -20,21 +20,21 @@ def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
     """Returns when all units are in the store: this process has played its part of them, and the others theirs."""
     if distributed.processes() == 1:
         return
-    own = distributed.share(units)
+    own = distributed.shard_for_process(units)
     with progress.stage(f"{name}, the share of this host", total=len(own), unit="shards") as stage:
         for number, unit in enumerate(own, start=1):
             unit(lambda trajectory: None)
             stage.update(number)
-    distributed.meet(name)
+    distributed.barrier(name)
 
 
 def gather(store: Store, name: str, own: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """The trajectories of all processes in the order of what `distributed.share` dealt out; each brings its own."""
+    """The trajectories of all processes in the order of what `distributed.shard_for_process` dealt out; each brings its own."""
     if distributed.processes() == 1:
         return own
     count = distributed.processes()
     files = [f"eval/parts/{name.replace(' ', '-')}-{number}-of-{count}.parquet" for number in range(count)]
     store.create(files[distributed.process()], shards.encode(own))
-    distributed.meet(f"{name} is evaluated")
+    distributed.barrier(f"{name} is evaluated")
     parts = [shards.decode(store.read(file), file) for file in files]
     return [t for dealt in itertools.zip_longest(*parts) for t in dealt if t is not None]

@@ -1,6 +1,6 @@
 """Where the time of a run goes: seconds by stage, each second in one of them.
 
-clock = StageClock(compiled=lambda: compilations().seconds)
+clock = StageClock(compiled=lambda: compile_counter().seconds)
 with clock.stage("sampling"): ...
 clock.take()        # {"sampling": 12.1, "compiling": 3.0, "other": 0.2}, and begin anew
 """

@@ -1,6 +1,6 @@
 """How many programs this process has compiled and how long that took, as JAX itself reports it.
 
-`compilations()` counts from its first call on; a program that is read from the cache on disk counts as one. Under steady work the
+`compile_counter()` counts from its first call on; a program that is read from the cache on disk counts as one. Under steady work the
 number stands still: one that grows means that shapes, types or static arguments change.
 """
 
@@ -19,7 +19,7 @@ STAGES = (
 REMEMBERED_SPANS = 256  # what a span may contain has ended shortly before it
 
 
-class Compilations:
+class CompileCounter:
     """Counted in whichever thread compiles."""
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class Compilations:
 
 
 @functools.cache
-def compilations() -> Compilations:
+def compile_counter() -> CompileCounter:
     """The count of this process."""
-    counted = Compilations()
+    counted = CompileCounter()
     jax.monitoring.register_event_time_span_listener(counted.add)
     return counted

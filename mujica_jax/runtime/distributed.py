@@ -3,11 +3,11 @@
 A job is started before anything else of JAX is used: on a TPU pod from what the pod says of itself, elsewhere from an explicit coordinator
 (`DistributedConfig`). Then the processes run the same program and agree at three kinds of places:
 
-    meet(name)                 all wait for all, at most `barrier_seconds`; whoever does not come is named
-    told(name, decide)         process 0 decides, everybody gets its answer: where a clock or a disk decides, and all must do the same
-    in_turn(name, work)        process 0 does the work first; what it created once, the others find
+    barrier(name)                 all wait for all, at most `barrier_seconds`; whoever does not come is named
+    broadcast(name, decide)         process 0 decides, everybody gets its answer: where a clock or a disk decides, and all must do the same
+    primary_first(name, work)        process 0 does the work first; what it created once, the others find
 
-Somebody who dies is noticed within `deadline_seconds` (`host_watch`), somebody who ends by an error tells the others why (`leave`).
+Somebody who dies is noticed within `deadline_seconds` (`heartbeat`), somebody who ends by an error tells the others why (`abort`).
 With one process all of this is nothing: no import, no thread, no wait. Called by every floor that shares work or files.
 """
 
@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError
-from mujica_jax.runtime.rendezvous import call_roll, listens, split_address
+from mujica_jax.runtime.rendezvous import listens, rendezvous, split_address
 
 if TYPE_CHECKING:
-    from mujica_jax.runtime.heartbeat import Watch
+    from mujica_jax.runtime.heartbeat import Heartbeat
     from mujica_jax.runtime.preemption import Preemption
 
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")  # one of them is there where a TPU is
@@ -54,7 +54,7 @@ class Job:
     barrier_seconds: float = 0.0
     coordinator: str | None = None
     meetings: int = 0  # so far: every process counts the same, and every meeting has a name of its own
-    watch: "Watch | None" = None
+    watch: "Heartbeat | None" = None
 
 
 # Like JAX's own state of its processes: one a process, set once, before anything else runs.
@@ -74,9 +74,9 @@ def start(config: DistributedConfig, preemption: "Preemption") -> None:
         import jax
 
         _job = _job_of(config, process=jax.process_index(), hosts=("?",) * count)
-        _job.hosts = tuple(str(told(f"host {number}", _host_name, teller=number)) for number in range(count))
+        _job.hosts = tuple(str(broadcast(f"host {number}", _host_name, source=number)) for number in range(count))
     else:
-        hosts = call_roll(
+        hosts = rendezvous(
             config.coordinator,
             config.processes,
             config.process,
@@ -108,17 +108,17 @@ def processes() -> int:
     return len(_job.hosts)
 
 
-def is_first() -> bool:
+def is_primary() -> bool:
     """Whether this process writes what is written once: metrics, tables, manifests."""
     return _job.process == 0
 
 
-def share(items: Iterable[Result]) -> list[Result]:
+def shard_for_process(items: Iterable[Result]) -> list[Result]:
     """This process's part of units of work: every `processes()`-th."""
     return [item for number, item in enumerate(items) if number % processes() == _job.process]
 
 
-def meet(name: str) -> None:
+def barrier(name: str) -> None:
     """Wait until every process is here. Raises HostMissing naming who did not come within `barrier_seconds`."""
     if processes() == 1:
         return
@@ -136,30 +136,30 @@ def meet(name: str) -> None:
         raise HostMissing(_did_not_come(missing, name)) from error
 
 
-def told(name: str, decide: Callable[[], Any], *, teller: int = 0) -> Any:
-    """What `decide` returns in process `teller`: a value that JSON holds. The others wait for it."""
+def broadcast(name: str, decide: Callable[[], Any], *, source: int = 0) -> Any:
+    """What `decide` returns in process `source`: a value that JSON holds. The others wait for it."""
     if processes() == 1:
         return decide()
     from jax.errors import JaxRuntimeError
 
     client, key = _client(), f"told/{_key(name)}"
-    if _job.process == teller:
+    if _job.process == source:
         client.key_value_set(key, json.dumps(decide()))
     try:
         return json.loads(client.blocking_key_value_get(key, _milliseconds(_job.barrier_seconds)))
     except JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
-        raise HostMissing(_did_not_come([teller], name)) from error
+        raise HostMissing(_did_not_come([source], name)) from error
 
 
-def in_turn(name: str, work: Callable[[], Result]) -> Result:
+def primary_first(name: str, work: Callable[[], Result]) -> Result:
     """`work` in process 0, and then in all the others."""
-    if is_first():
+    if is_primary():
         result = work()
-        meet(name)
+        barrier(name)
         return result
-    meet(name)
+    barrier(name)
     return work()
 
 
@@ -167,14 +167,14 @@ def finish() -> None:
     """The end of a job that went well, for all processes together."""
     if _job.watch is None:
         return
-    meet("the end")
+    barrier("the end")
     _job.watch.stop()
     import jax
 
     jax.distributed.shutdown()
 
 
-def leave(sentence: str, status: int) -> None:
+def abort(sentence: str, status: int) -> None:
     """This process ends by itself, and the others are told why. Returns only where there are no others."""
     if _job.watch is None:
         return
@@ -183,7 +183,7 @@ def leave(sentence: str, status: int) -> None:
     _at_the_latest(LEAVE_SECONDS, lambda: os._exit(status))
     try:
         _client().key_value_set(f"{LEFT}{_job.process}", json.dumps([status, sentence]))
-        if is_first():  # the store ends with this process: everybody is to read it before, and to have ended
+        if is_primary():  # the store ends with this process: everybody is to read it before, and to have ended
             while not _all_know():
                 time.sleep(SECONDS_A_LOOK)
             time.sleep(_job.watch.seconds_to_end)
@@ -194,13 +194,13 @@ def leave(sentence: str, status: int) -> None:
         os._exit(status)
 
 
-def wait_for_watch() -> None:
+def wait_for_heartbeat() -> None:
     """An operation over all hosts failed: if one of them is lost, the watch says so and ends this process within its deadline."""
     if _job.watch is not None:
         time.sleep(_job.deadline_seconds)
 
 
-def wait_for_farewell(error: Exception) -> None:
+def wait_for_shutdown_notice(error: Exception) -> None:
     """Where `error` is how JAX shows that another process has ended, and that one said why, the watch ends this process in here."""
     from jax.errors import JaxRuntimeError
 
@@ -227,7 +227,7 @@ def _pod_processes() -> int:
 def _initialise(processes: int, deadline_seconds: float, **where: Any) -> None:
     import jax
 
-    # JAX would keep SIGTERM for its training steps: no other phase could hear it (`joint_stop`).
+    # JAX would keep SIGTERM for its training steps: no other phase could hear it (`preemption_sync`).
     jax.config.update("jax_enable_preemption_service", False)
 
     def too_late() -> NoReturn:
@@ -259,8 +259,8 @@ def _at_the_latest(seconds: float, act: Callable[[], Any]) -> threading.Timer:
 
 
 def _begin_watch(job: Job, preemption: "Preemption") -> None:
-    from mujica_jax.runtime.heartbeat import Watch
-    from mujica_jax.runtime.preemption_sync import JointStop
+    from mujica_jax.runtime.heartbeat import Heartbeat
+    from mujica_jax.runtime.preemption_sync import PreemptionSync
 
     client = _client()
     address = None if job.coordinator is None else split_address(job.coordinator)
@@ -269,19 +269,19 @@ def _begin_watch(job: Job, preemption: "Preemption") -> None:
         client.key_value_set(f"watch/alive/{job.process}", str(count), allow_overwrite=True)
         return {number: int(value) for number, value in _by_process("watch/alive/")}
 
-    joint_stop = JointStop(
+    preemption_sync = PreemptionSync(
         len(job.hosts),
         read=lambda what: {number: int(value) for number, value in _by_process(f"stop/{what}/")},
         write=lambda what, value: client.key_value_set(f"stop/{what}/{job.process}", str(value), allow_overwrite=True),
     )
-    preemption.join(joint_stop, leave)
-    job.watch = Watch(
+    preemption.join(preemption_sync, abort)
+    job.watch = Heartbeat(
         job.hosts,
         job.process,
         deadline_seconds=job.deadline_seconds,
         exchange=exchange,
-        joint_stop=joint_stop,
-        farewells=lambda: {number: tuple(json.loads(said)) for number, said in _by_process(LEFT)},
+        preemption_sync=preemption_sync,
+        shutdown_notices=lambda: {number: tuple(json.loads(said)) for number, said in _by_process(LEFT)},
         confirm=lambda: client.key_value_set(f"{KNOWS}{job.process}", "", allow_overwrite=True),
         all_know=_all_know,
         store_is_gone=lambda: address is not None and not listens(address, 1.0),

@@ -5,10 +5,10 @@ So each process writes a count into the job's key-value store every second and r
 for nearly the deadline is lost. The store lives in process 0: where it does not answer and nobody listens at its address, process 0
 is lost. Ending in the middle is allowed: what was saved is on disk, whole.
 
-    beat thread   writes and reads the counts, and passes on who was asked to end (`joint_stop`); may hang in a call of JAX's client
+    beat thread   writes and reads the counts, and passes on who was asked to end (`preemption_sync`); may hang in a call of JAX's client
     judge thread  calls nothing of JAX, so that nothing keeps it from printing the sentence
 
-A process that ends by itself leaves a farewell in the store, and every other one ends when it has read it. The store ends with process 0,
+A process that ends by itself leaves a shutdown notice in the store, and every other one ends when it has read it. The store ends with process 0,
 so that this one ends last: every process confirms that it has read of an end, and process 0 waits for that.
 """
 
@@ -22,20 +22,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mujica_jax.runtime.preemption_sync import JointStop
+from mujica_jax.runtime.preemption_sync import PreemptionSync
 
 LOST = 75  # exit status: EX_TEMPFAIL, the same command may work again
-MOST_SECONDS_A_BEAT = 1.0
+MAX_SECONDS_A_BEAT = 1.0
 BEATS_A_DEADLINE = 10
 SECONDS_A_NEAR_BEAT = 0.05  # while the processes agree where to stop
-MOST_SECONDS_FOR_ALL_TO_KNOW = 6.0  # one that is lost confirms nothing
+MAX_SECONDS_FOR_ALL_TO_KNOW = 6.0  # one that is lost confirms nothing
 GO_ON = "what was saved is in the run directory, and the same command on all hosts goes on from it"
 
 
-class Watch:
+class Heartbeat:
     """Watches from `start` to `stop`. `exchange(count)` writes this process's count and returns those of all, by process number;
-    `farewells()` exit status and closing sentence of those that ended by themselves, `confirm()` writes that this process has read one
-    and `all_know()` says whether all have; `store_is_gone()` whether process 0 certainly is.
+    `shutdown_notices()` exit status and closing sentence of those that ended by themselves, `confirm()` writes that this process has read
+    one and `all_know()` says whether all have; `store_is_gone()` whether process 0 certainly is.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class Watch:
         *,
         deadline_seconds: float,
         exchange: Callable[[int], Mapping[int, int]],
-        farewells: Callable[[], Mapping[int, tuple[int, str]]],
+        shutdown_notices: Callable[[], Mapping[int, tuple[int, str]]],
         confirm: Callable[[], object],
         all_know: Callable[[], bool],
-        joint_stop: JointStop,
+        preemption_sync: PreemptionSync,
         store_is_gone: Callable[[], bool],
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self._hosts, self._process, self._deadline = hosts, process, deadline_seconds
-        self._exchange, self._farewells, self._store_is_gone, self._end = exchange, farewells, store_is_gone, end
+        self._exchange, self._shutdown_notices, self._store_is_gone, self._end = exchange, shutdown_notices, store_is_gone, end
         self._confirm, self._all_know = confirm, all_know
-        self._joint_stop = joint_stop
-        self._interval = min(MOST_SECONDS_A_BEAT, deadline_seconds / BEATS_A_DEADLINE)
+        self._preemption_sync = preemption_sync
+        self._interval = min(MAX_SECONDS_A_BEAT, deadline_seconds / BEATS_A_DEADLINE)
         # From a last beat to the sentence: this, then at most a beat until it is read and half a beat until it is judged.
         self._silence = deadline_seconds - 3 * self._interval
         self._counts = dict.fromkeys(range(len(hosts)), 0)
@@ -88,8 +88,8 @@ class Watch:
     def beat(self, count: int) -> None:
         """One round of the beat thread."""
         counts = self._exchange(count)
-        ended = {process: said for process, said in self._farewells().items() if process != self._process}
-        self._joint_stop.beat()
+        ended = {process: said for process, said in self._shutdown_notices().items() if process != self._process}
+        self._preemption_sync.beat()
         now = time.monotonic()
         for process, value in counts.items():
             if value != self._counts[process]:
@@ -98,7 +98,7 @@ class Watch:
         if not ended:
             return
         if not self._ended:
-            self._ended, self._end_from = ended, now + MOST_SECONDS_FOR_ALL_TO_KNOW
+            self._ended, self._end_from = ended, now + MAX_SECONDS_FOR_ALL_TO_KNOW
         self._confirm()
         if self._process:
             self._end_from = now
@@ -140,7 +140,7 @@ class Watch:
 
     def _beats(self) -> None:
         count = 0
-        while not self._stopped.wait(SECONDS_A_NEAR_BEAT if self._joint_stop.is_near else self._interval):
+        while not self._stopped.wait(SECONDS_A_NEAR_BEAT if self._preemption_sync.is_near else self._interval):
             count += 1
             try:
                 self.beat(count)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from mujica_jax.runtime.preemption_sync import JointStop
+from mujica_jax.runtime.preemption_sync import PreemptionSync
 
 GRACE_SECONDS = 20.0  # platforms kill 30 s after the notice at the earliest; what is left is for printing one line
 KEPT = "what was finished is kept"
@@ -53,10 +53,10 @@ class Preemption:
         self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
         self._asked = self._answered = False
         self._handlers: dict[int, Any] = {}
-        self._joint: JointStop | None = None
+        self._joint: PreemptionSync | None = None
         self._leave: Callable[[str, int], Any] = lambda sentence, status: None
 
-    def join(self, joint: JointStop, leave: Callable[[str, int], Any]) -> None:
+    def join(self, joint: PreemptionSync, leave: Callable[[str, int], Any]) -> None:
         """From now on this process is one of several; `leave(sentence, status)` tells the others that it ends in the middle."""
         self._joint, self._leave = joint, leave
         joint.tell(self.notice)

@@ -5,7 +5,7 @@ writes it into the job's key-value store. Every process that reads it lets no fu
 all stop before the step that follows the furthest one. (JAX's own agreement, `multihost_utils.reached_preemption_sync_point`, is for
 training steps alone and keeps SIGTERM to itself, so that nothing else could hear of it.)
 
-Reading and writing is done in `beat`, by a thread that no collective holds up (`host_watch`); `at_step` only waits.
+Reading and writing is done in `beat`, by a thread that no collective holds up (`heartbeat`); `at_step` only waits.
 """
 
 import threading
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 ASKED, BEGUN = "asked", "begun"
 
 
-class JointStop:
+class PreemptionSync:
     """One process's part. `read(what)` gives what each process wrote under that name, by process number; `write(what, value)` writes."""
 
     def __init__(

@@ -20,7 +20,9 @@ RETRY_SECONDS = 0.1
 PATIENCE_SECONDS = 5.0  # for one caller's line: whoever connects and says nothing is no process of ours
 
 
-def call_roll(coordinator: str, processes: int, process: int, *, host: str, deadline_seconds: float) -> tuple[str, ...]:
+def rendezvous(
+    coordinator: str, processes: int, process: int, *, host: str, deadline_seconds: float
+) -> tuple[str, ...]:
     """The host names of all processes, by number. Raises UserError, in all of them, where one is missing or was started otherwise."""
     until = time.monotonic() + deadline_seconds
     address = split_address(coordinator)
