@@ -7,13 +7,14 @@ questions of which it only knows the answers.
 """
 
 from mujica_jax.config.schema import (
-    AgentConfig,
     Config,
     EngineConfig,
     EvalConfig,
     ModelConfig,
+    MujicaConfig,
     MygoConfig,
-    ReadingConfig,
+    PretrainingConfig,
+    SamplingConfig,
     TinyWorldConfig,
     TrainerConfig,
     WarmupConfig,
@@ -26,6 +27,7 @@ def get_config() -> Config:
         task=TinyWorldConfig(
             train_questions=5_000,
             demonstrations=400,
+            dev_questions=400,
             test_questions=400,
             augmented_copies=1,
             facts_per_entity=5,
@@ -41,7 +43,7 @@ def get_config() -> Config:
             num_kv_heads=4,
             head_dim=32,
         ),
-        agent=AgentConfig(
+        agent=MujicaConfig(
             prompt="brief",
             max_iterations=4,
             max_searches_per_turn=4,
@@ -51,19 +53,23 @@ def get_config() -> Config:
         ),
         engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
         trainer=TrainerConfig(row_tokens=400, rows_per_step=11),
-        reading=ReadingConfig(documents=20_000, steps=1100, learning_rate=6e-3, learning_rate_floor=4e-3),
-        warmup=WarmupConfig(steps=700, learning_rate=6e-3, learning_rate_floor=3e-4, reading_share=0.1, oversight=0.1),
-        mygo=MygoConfig(
-            rounds=2,
+        pretraining=PretrainingConfig(documents=20_000, steps=1100, learning_rate=6e-3, end_learning_rate=4e-3),
+        warmup=WarmupConfig(
+            steps=700, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
+        ),
+        sampling=SamplingConfig(
             questions_per_round=800,
-            max_attempts=3,
-            keep_per_question=2,
             shard_questions=400,
             temperature=0.8,
+        ),
+        method=MygoConfig(
+            rounds=2,
+            max_attempts=3,
+            keep_per_question=2,
             learning_rate=1e-3,
-            learning_rate_floor=1e-4,
+            end_learning_rate=1e-4,
             epochs=3,
             replay=0.5,
         ),
-        eval=EvalConfig(questions=400),
+        eval=EvalConfig(questions=400, split="test"),
     )

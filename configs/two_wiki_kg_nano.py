@@ -6,13 +6,14 @@ DIR holds the official records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...)
 """
 
 from mujica_jax.config.schema import (
-    AgentConfig,
     Config,
     EngineConfig,
     EvalConfig,
     ModelConfig,
+    MujicaConfig,
     MygoConfig,
-    ReadingConfig,
+    PretrainingConfig,
+    SamplingConfig,
     TrainerConfig,
     TwoWikiConfig,
     WarmupConfig,
@@ -26,7 +27,8 @@ def get_config() -> Config:
             environment="graph",
             data_dir="data/2wikimultihopqa",
             hold_out_percent=15,
-            test_questions=400,
+            dev_questions=200,
+            test_questions=200,
             top_k=8,
             augmented_copies=6,
         ),
@@ -40,7 +42,7 @@ def get_config() -> Config:
             num_kv_heads=4,
             head_dim=32,
         ),
-        agent=AgentConfig(
+        agent=MujicaConfig(
             prompt="brief",
             max_iterations=4,
             max_searches_per_turn=4,
@@ -50,19 +52,21 @@ def get_config() -> Config:
         ),
         engine=EngineConfig(slots=192, decode_steps_per_call=16, prefill_tokens=4096),
         trainer=TrainerConfig(row_tokens=464, rows_per_step=8),
-        reading=ReadingConfig(documents=20_000, steps=1200, learning_rate=5e-3, learning_rate_floor=3e-3),
-        warmup=WarmupConfig(steps=2400, learning_rate=5e-3, learning_rate_floor=2e-4, reading_share=0.15),
-        mygo=MygoConfig(
-            rounds=2,
+        pretraining=PretrainingConfig(documents=20_000, steps=1200, learning_rate=5e-3, end_learning_rate=3e-3),
+        warmup=WarmupConfig(steps=2400, learning_rate=5e-3, end_learning_rate=2e-4, pretraining_share=0.15),
+        sampling=SamplingConfig(
             questions_per_round=1000,
-            max_attempts=4,
-            keep_per_question=2,
             shard_questions=250,
             temperature=0.8,
+        ),
+        method=MygoConfig(
+            rounds=2,
+            max_attempts=4,
+            keep_per_question=2,
             learning_rate=1.5e-3,
-            learning_rate_floor=1e-4,
+            end_learning_rate=1e-4,
             epochs=2,
             replay=1.0,
         ),
-        eval=EvalConfig(questions=400, control=False),
+        eval=EvalConfig(questions=200),
     )

@@ -9,13 +9,14 @@ paper, and so is the embedder, bge-large-en-v1.5. The `model` section is not rea
 """
 
 from mujica_jax.config.schema import (
-    AgentConfig,
     Config,
     EngineConfig,
     EvalConfig,
     ModelConfig,
+    MujicaConfig,
     MygoConfig,
-    ReadingConfig,
+    PretrainingConfig,
+    SamplingConfig,
     TrainerConfig,
     TwoWikiConfig,
     WarmupConfig,
@@ -29,6 +30,7 @@ def get_config() -> Config:
             environment="text",
             data_dir="data/2wikimultihopqa",
             hold_out_percent=15,
+            dev_questions=500,
             test_questions=500,
             top_k=5,
             retriever="dense",
@@ -44,7 +46,7 @@ def get_config() -> Config:
             num_kv_heads=2,
             head_dim=64,
         ),
-        agent=AgentConfig(
+        agent=MujicaConfig(
             prompt="zero_shot",
             max_iterations=5,
             max_searches_per_turn=4,
@@ -54,19 +56,21 @@ def get_config() -> Config:
         ),
         engine=EngineConfig(slots=128, decode_steps_per_call=16, prefill_tokens=4096, tensor=4, cache_gigabytes=1.5),
         trainer=TrainerConfig(row_tokens=4096, rows_per_step=32, dtype="bfloat16", fsdp=32),
-        reading=ReadingConfig(documents=0, steps=0, learning_rate=0.0, learning_rate_floor=0.0),
-        warmup=WarmupConfig(steps=100, learning_rate=1e-5, learning_rate_floor=1e-6, reading_share=0.0),
-        mygo=MygoConfig(
-            rounds=20,
+        pretraining=PretrainingConfig(documents=0, steps=0, learning_rate=0.0, end_learning_rate=0.0),
+        warmup=WarmupConfig(steps=100, learning_rate=1e-5, end_learning_rate=1e-6, pretraining_share=0.0),
+        sampling=SamplingConfig(
             questions_per_round=1000,
-            max_attempts=16,
-            keep_per_question=3,
             shard_questions=125,
             temperature=1.0,
+        ),
+        method=MygoConfig(
+            rounds=20,
+            max_attempts=16,
+            keep_per_question=3,
             learning_rate=5e-7,
-            learning_rate_floor=1e-8,
+            end_learning_rate=1e-8,
             epochs=1,
             replay=0.1,
         ),
-        eval=EvalConfig(questions=500, control=False),
+        eval=EvalConfig(questions=500),
     )

@@ -1,5 +1,8 @@
 """Errors a user can cause: an entry point prints the sentence and exits with 2. Everything else is our fault and keeps its traceback."""
 
+import difflib
+from collections.abc import Collection
+
 
 class UserError(ValueError):
     """One sentence for the user: what is wrong, both values where two disagree, and what to do."""
@@ -15,3 +18,9 @@ class RunMismatch(UserError):
 
 class StoreUnavailable(UserError):
     """A store did not answer within its deadline. Nothing is known about its objects, so none of them counts as damaged."""
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """A hint for a name that is not known."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"

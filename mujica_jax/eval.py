@@ -9,7 +9,7 @@ a configuration, as `train` takes it; given with a run, that one replaces the ru
 questions, other limits, or the passages of a task whose graph the policy was trained on (`--task.environment text`). A model behind an
 OpenAI-compatible endpoint is evaluated under a configuration as well, with the prompts that its agent.prompt names (docs/endpoints.md).
 
-Results go to RUN/eval/<task>-<environment>.json (without a run ./eval, or --out), the greedy predictions beside it as JSON lines.
+Results go to RUN/eval/<task>-<environment>-<split>.json (without a run ./eval, or --out), the greedy predictions beside it as JSON lines.
 """
 
 import argparse
@@ -59,6 +59,7 @@ class EvalArguments:
     agent: AgentConfig
     engine: EngineConfig
     eval: EvalConfig
+    reward: str
     seed: int
     remote: RemoteConfig
 
@@ -164,13 +165,12 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
         out = run_path(given.out or "eval")
         return Checkpoint(name=str(folder), model=folder, place=str(folder), version=0, out=out)
 
-    from mujica_jax.methods.control import POLICY as CONTROL
     from mujica_jax.trajectories.store import Store
 
     store = Store(folder)
     version = given.policy
     if version is None:
-        version = max((version for version in store.policies() if version != CONTROL), default=None)
+        version = max(store.policies(), default=None)
     if version is None:
         raise UserError(f"{folder} has no policy yet: go on with the run until its warm-up is done")
     model = store.policy_path(version) / "model"
@@ -189,13 +189,13 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     from mujica_jax.inference.counters import LiveCounters
     from mujica_jax.inference.scheduler import BatchedGenerator
     from mujica_jax.methods.evaluation import score_policy
-    from mujica_jax.methods.run import make_agent
+    from mujica_jax.methods.run import make_agent, statistics_of
     from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
     from mujica_jax.report import Progress, score_table
+    from mujica_jax.rewards import find_reward
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
     from mujica_jax.runtime.host_memory import keep_freed_memory
     from mujica_jax.storage.run_directory import write_over
-    from mujica_jax.tasks.environment import KnowledgeGraphEnvironment, TextEnvironment
 
     _require_writable(policy.out)
     require_packages(config)
@@ -206,10 +206,11 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     tokenizer, generator = policy.open(config)
     live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
     progress = Progress()
-    progress.line(f"{policy.name} from {policy.place}, {task.name} ({task.environment.kind})")
+    progress.line(f"{policy.name} from {policy.place}, {task.name} ({task.environment_kind}), {config.eval.split}")
     scores = score_policy(
         policy.name,
-        agent=make_agent(config, task, tokenizer),
+        agent=make_agent(config.agent, tokenizer),
+        reward=find_reward(config.reward, task.rule),
         generator=generator,
         task=task,
         config=config,
@@ -219,10 +220,12 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
         preemption=preemption,
     )
     summary = scores.summary()
-    file = policy.out / f"{task.name}-{task.environment.kind}.json"
+    file = policy.out / f"{task.name}-{task.environment_kind}-{config.eval.split}.json"
     about = {
         "task": task.name,
-        "environment": task.environment.kind,
+        "environment": task.environment_kind,
+        "split": config.eval.split,
+        "agent": config.agent.kind,
         **policy.about(),
         "prompt": config.agent.prompt,
         "seed": config.seed,
@@ -234,8 +237,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     for kind, found in summary.items():
         reasons = ", ".join(f"{reason} {count}" for reason, count in found["stop_reasons"].items())
         progress.line(f"{kind}: {found['searches']:.2f} searches a question; episodes ended: {reasons}")
-    if isinstance(task.environment, TextEnvironment | KnowledgeGraphEnvironment):
-        progress.line(f"retrieval: {task.environment.statistics.sentence()}")
+    progress.line(f"retrieval: {statistics_of(task, scores.questions).sentence()}")
     for line in policy.closing_lines():
         progress.line(line)
     progress.line(f"results and predictions: {file}")

@@ -42,10 +42,12 @@ class Score:
     recall: float
 
 
-def score(prediction: str, golds: Sequence[str], rule: Rule) -> Score:
-    """The score of one prediction against the gold answer and its aliases; `golds` must not be empty."""
+def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
+    """The score of one prediction against the gold answer and its aliases, which must not be empty. No prediction (None) scores zero."""
     if not golds:
         raise ValueError("score needs at least one gold answer and got none")
+    if prediction is None:
+        return Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
     normalise = normalise_triviaqa if rule == "triviaqa" else normalise_squad
     answer = normalise(prediction)
     singles = [_score_one(answer, normalise(gold), rule) for gold in golds]

@@ -6,23 +6,22 @@ made; text is never tokenised again for training. Every file above imports these
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-ConversationRole = Literal["planner", "worker", "single"]
 TurnRole = Literal["context", "model"]
 
 
 class StopReason(enum.StrEnum):
     """Why an episode ended. Only ANSWERED carries an answer that can be scored; all others score zero."""
 
-    ANSWERED = "answered"  # the planner closed with an <answer> tag
-    NO_ACTION = "no_action"  # a planner turn held neither a search nor an answer that the parser accepts
+    ANSWERED = "answered"  # the agent closed with an <answer> tag
+    NO_ACTION = "no_action"  # a turn held neither a search nor an answer that the parser accepts
     UNKNOWN_CANDIDATE = "unknown_candidate"  # a graph search named a candidate number that was never given
-    TOO_MANY_SEARCHES = "too_many_searches"  # one planner turn asked more searches than max_searches_per_turn
+    TOO_MANY_SEARCHES = "too_many_searches"  # one turn asked more searches than max_searches_per_turn
     ITERATION_LIMIT = "iteration_limit"  # max_iterations turns passed without an answer
-    TURN_LENGTH = "turn_length"  # a planner turn reached max_turn_tokens before it ended
-    TRAJECTORY_LENGTH = "trajectory_length"  # the planner's conversation would exceed max_trajectory_tokens
+    TURN_LENGTH = "turn_length"  # a turn reached max_turn_tokens before it ended
+    TRAJECTORY_LENGTH = "trajectory_length"  # the conversation would exceed max_trajectory_tokens
     RETRIEVER_FAILED = "retriever_failed"  # the environment raised a typed retrieval error after its retries
 
 
@@ -46,12 +45,20 @@ class Evidence:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GoldPassage:
+    """A passage that supports the answer."""
+
+    title: str
+    text: str = ""  # empty where the data name a title and no corpus holds it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
     id: str
     text: str
     answers: tuple[str, ...]  # gold answer first, aliases after it
     candidates: tuple[Entity, ...] = ()  # topic entities, for graph environments
-    gold_passages: tuple[str, ...] = ()  # titles
+    gold_passages: tuple[GoldPassage, ...] = ()
     evidences: tuple[Evidence, ...] = ()
     kind: str = ""  # compositional, comparison, inference, bridge_comparison, ...
 
@@ -77,7 +84,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
-    role: ConversationRole
+    role: str  # a plain word of its agent: "planner", "worker", "single", ...
     turns: tuple[Turn, ...]
 
     @property
@@ -104,24 +111,37 @@ class Search:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Reward:
+    """What an episode earned: the number that a method compares, and what it is made of."""
+
+    total: float
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Trajectory:
+    """One episode. The agent leaves it without a reward; `run_episodes` adds that (`with_reward`)."""
+
     question_id: str
     attempt: int
     policy_version: int
     seed: int
-    planner: Conversation
-    workers: tuple[Conversation, ...]
+    conversations: tuple[Conversation, ...]  # each an independent training row; the first one holds the final answer
     answer: str
-    reward: float
-    rewards_by_part: dict[str, float]
+    reward: float = 0.0
+    rewards_by_part: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what the agent counted, by its own names
     stop_reason: StopReason
     searches: tuple[Search, ...]
     seconds: float  # not part of the trajectory's identity: excluded from checksums of content
 
     @property
-    def conversations(self) -> tuple[Conversation, ...]:
-        """The planner's conversation and every worker's: each an independent training row."""
-        return (self.planner, *self.workers)
+    def final_answer(self) -> str | None:
+        """What is scored: None where the episode ended without an answer."""
+        return self.answer if self.stop_reason is StopReason.ANSWERED else None
+
+    def with_reward(self, reward: Reward) -> "Trajectory":
+        return dataclasses.replace(self, reward=reward.total, rewards_by_part=dict(reward.parts))
 
 
 def generated_tokens(trajectories: Sequence[Trajectory]) -> int:

@@ -1,16 +1,82 @@
-"""The reward of an episode: the official F1 of the answer that the planner generated, nothing else.
+"""Rewards of an episode, by the names that a configuration gives them. `run_episodes` applies one after each episode.
 
-MyGO's threshold needs the best reward there can be (`r_sup` in the paper); for F1 that is 1. Who calls it: agents, when an episode
-ends with an answer. Every other end of an episode is worth 0.
+| name | total | best |
+|---|---|---|
+| `f1` | the official F1 of the answer (Mujica-MyGO, section 3.1) | 1 |
+| `em` | its exact match | 1 |
+| `f1_format` | 0.9 F1 + 0.1 if every turn was well-formed | 1 |
+
+A reward reads the trajectory that the agent recorded, which holds only what the model generated as answer; an episode without an answer
+earns nothing for it. Scores shown to users come from `metrics`, never from here.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
 
+from mujica_jax.errors import UserError, nearest
 from mujica_jax.metrics import Rule, score
+from mujica_jax.records import Question, Reward, StopReason, Trajectory
 
-BEST_REWARD = 1.0
+FORMAT_SHARE = 0.1
+MALFORMED = "malformed_"  # what an agent counts under such a name speaks against the format
+ILL_FORMED_ENDS = (
+    StopReason.NO_ACTION,
+    StopReason.UNKNOWN_CANDIDATE,
+    StopReason.TOO_MANY_SEARCHES,
+    StopReason.TURN_LENGTH,
+)
 
 
-def f1_reward(answer: str, golds: Sequence[str], rule: Rule) -> float:
-    """F1 between 0 and `BEST_REWARD` under the task's rule; `answer` is the text of the planner's own <answer> span."""
-    return score(answer, golds, rule).f1
+class RewardFunction(Protocol):
+    @property
+    def best(self) -> float:
+        """The best total there can be (`r_sup` in the Mujica-MyGO paper): thresholds are measured against it."""
+        ...
+
+    def __call__(self, trajectory: Trajectory, question: Question) -> Reward: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class F1:
+    rule: Rule
+    best: float = 1.0
+
+    def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
+        f1 = score(trajectory.final_answer, question.answers, self.rule).f1
+        return Reward(total=f1, parts={"f1": f1})
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactMatch:
+    rule: Rule
+    best: float = 1.0
+
+    def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
+        em = score(trajectory.final_answer, question.answers, self.rule).em
+        return Reward(total=em, parts={"em": em})
+
+
+@dataclasses.dataclass(frozen=True)
+class F1AndFormat:
+    """Well-formed: the episode did not end by a turn that its parser refused, and the agent counted nothing malformed."""
+
+    rule: Rule
+    best: float = 1.0
+
+    def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
+        f1 = score(trajectory.final_answer, question.answers, self.rule).f1
+        malformed = sum(count for name, count in trajectory.counts.items() if name.startswith(MALFORMED))
+        well_formed = float(trajectory.stop_reason not in ILL_FORMED_ENDS and not malformed)
+        total = (1 - FORMAT_SHARE) * f1 + FORMAT_SHARE * well_formed
+        return Reward(total=total, parts={"f1": f1, "format": well_formed})
+
+
+REWARDS: dict[str, Callable[[Rule], RewardFunction]] = {"f1": F1, "em": ExactMatch, "f1_format": F1AndFormat}
+
+
+def find_reward(name: str, rule: Rule) -> RewardFunction:
+    """The reward of this name under a task's scoring rule. Raises UserError with the nearest name if there is none."""
+    if name not in REWARDS:
+        raise UserError(f"there is no reward {name}: {nearest(name, REWARDS)}")
+    return REWARDS[name](rule)

@@ -1,4 +1,4 @@
-"""Train an agent: warm-up, MyGO, the equal-compute control, and the table of what came of it.
+"""Train an agent by the configured method, and show the table of what came of it.
 
     python -m mujica_jax.train [configs/NAME.py] [--run DIR] [--init HF_DIR] [--section.field value ...]
 
@@ -55,21 +55,18 @@ def main(arguments: list[str] | None = None) -> int:
 def train(config: Config, directory: str, preemption: Preemption) -> None:
     """The whole run. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
-    from mujica_jax.methods.control import run_control
-    from mujica_jax.methods.mygo import run_mygo
+    from mujica_jax.config.files import implementation
     from mujica_jax.methods.setup import open_training
-    from mujica_jax.methods.supervised import warm_up
     from mujica_jax.report import Summary, closing_table, question_tree, summary_dict
     from mujica_jax.storage.run_directory import run_path
 
     with open_training(config, run_path(directory), preemption) as run:
-        state, warmed, demonstrations = warm_up(run)
-        _, rounds = run_mygo(run, state, demonstrations.rewarded)
-        control = [run_control(run, state, demonstrations.rows, rounds)] if config.eval.control else []
-        phases = tuple(result.phase for result in (warmed, *control, *rounds))
+        phases = tuple(result.row for result in implementation(config.method)(run))
         summary = Summary(
             task=run.task.name,
-            method="mygo",
+            method=config.method.kind,
+            reward=config.reward,
+            split=config.eval.split,
             seed=config.seed,
             phases=phases,
             seconds=sum(phase.seconds for phase in phases),

@@ -6,18 +6,17 @@ tokens are made.
 
 from mujica_jax.inference.requests import Completion
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Conversation, ConversationRole, Turn
+from mujica_jax.records import Conversation, Turn
 
 
 class Dialogue:
-    def __init__(self, tokenizer: Tokenizer, role: ConversationRole, system: str) -> None:
-        self._tokenizer, self._system = tokenizer, system
-        self._role: ConversationRole = role
+    def __init__(self, tokenizer: Tokenizer, role: str, system: str) -> None:
+        self._tokenizer, self._role, self._system = tokenizer, role, system
         self._turns: list[Turn] = []
         self._stopped = False
         self.token_ids: list[int] = []
 
-    def hear(self, text: str) -> None:
+    def add_user(self, text: str) -> None:
         """Append a user message and the beginning of the model's turn. `text` is untrusted."""
         if self._turns:
             ids = self._tokenizer.continue_conversation(text, stopped=self._stopped)
@@ -25,7 +24,7 @@ class Dialogue:
             ids = self._tokenizer.open_conversation(self._system, text)
         self._append(Turn(role="context", token_ids=tuple(ids), text=text))
 
-    def say(self, completion: Completion) -> str:
+    def add_model(self, completion: Completion) -> str:
         """Append what the model generated and return its text, without the stop token.
 
         A turn that was cut off by a length limit carries no loss: it would teach the policy to be cut off.

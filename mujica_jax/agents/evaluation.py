@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mujica_jax import metrics
-from mujica_jax.agents.mujica import Attempt, Mujica, Policy, run_episodes
+from mujica_jax.agents.agent import Agent, Attempt, EnvironmentOf, Policy, run_episodes
 from mujica_jax.metrics import Rule
-from mujica_jax.records import Question, StopReason, Trajectory
-from mujica_jax.tasks.task import Environment
+from mujica_jax.records import Question, Trajectory
+from mujica_jax.rewards import RewardFunction
 
 ALL_KINDS = "all"
 
@@ -56,13 +56,13 @@ class Evaluation:
 
 
 async def evaluate(
-    agent: Mujica,
+    agent: Agent,
     questions: Sequence[Question],
-    environment: Environment,
+    environment: EnvironmentOf,
     policy: Policy,
     *,
     rule: Rule,
-    policy_version: int,
+    reward: RewardFunction,
     temperature: float,
     seed: int,
     concurrency: int,
@@ -75,7 +75,7 @@ async def evaluate(
         attempts,
         environment,
         policy,
-        policy_version=policy_version,
+        reward=reward,
         concurrency=concurrency,
         on_episode=on_episode,
         poll=poll,
@@ -86,9 +86,7 @@ async def evaluate(
 def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule) -> Evaluation:
     """Scores of one trajectory a question, in the same order. An episode that did not answer scores zero."""
     scores = [
-        metrics.score(trajectory.answer, question.answers, rule)
-        if trajectory.stop_reason is StopReason.ANSWERED
-        else metrics.Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
+        metrics.score(trajectory.final_answer, question.answers, rule)
         for question, trajectory in zip(questions, trajectories, strict=True)
     ]
     kinds = {ALL_KINDS: list(range(len(questions)))}

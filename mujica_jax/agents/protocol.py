@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mujica_jax.records import Entity, StopReason
+from mujica_jax.tasks.task import EnvironmentKind
 
-EnvironmentKind = Literal["graph", "text"]
 PromptMode = Literal["brief", "zero_shot", "few_shot"]
 
 NOTHING_FOUND = "No relevant information found."
@@ -30,7 +30,7 @@ class SearchCall:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannerMove:
+class PlannerAction:
     """One parsed planner turn: searches, or an answer, or neither with the reason."""
 
     searches: tuple[SearchCall, ...] = ()
@@ -64,14 +64,14 @@ _SENTENCE = re.compile(r"<sentence>(.*?)</sentence>", re.DOTALL)
 _INDEX = re.compile(r"\[\s*(-?\d{1,6})\s*\]")
 
 
-def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int) -> PlannerMove:
+def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int) -> PlannerAction:
     """Read one planner turn. `candidates` is how many are numbered so far; thoughts are not read.
 
     An answer ends the episode even where the turn also searches: searching on after an answer has no meaning.
     """
     said = _THINK.sub("", text)
     if answer := _ANSWER.search(said):
-        return PlannerMove(answer=one_line(answer[1]))
+        return PlannerAction(answer=one_line(answer[1]))
     if kind == "graph":
         calls = [
             SearchCall(query=one_line(query), candidate=int(number))
@@ -79,15 +79,15 @@ def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_sear
             for number, query in _SEARCH_CALL.findall(action)
         ]
         if any(call.candidate >= candidates for call in calls if call.candidate is not None):
-            return PlannerMove(refused=StopReason.UNKNOWN_CANDIDATE)
+            return PlannerAction(refused=StopReason.UNKNOWN_CANDIDATE)
     else:
         calls = [SearchCall(query=one_line(query), candidate=None) for query in _SEARCH_TAG.findall(said)]
     calls = [call for call in dict.fromkeys(calls) if call.query]
     if not calls:
-        return PlannerMove(refused=StopReason.NO_ACTION)
+        return PlannerAction(refused=StopReason.NO_ACTION)
     if len(calls) > max_searches:
-        return PlannerMove(refused=StopReason.TOO_MANY_SEARCHES)
-    return PlannerMove(searches=tuple(calls))
+        return PlannerAction(refused=StopReason.TOO_MANY_SEARCHES)
+    return PlannerAction(searches=tuple(calls))
 
 
 def parse_worker(text: str, *, materials: int) -> WorkerReply:

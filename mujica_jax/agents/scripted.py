@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from mujica_jax.agents import protocol
-from mujica_jax.agents.mujica import PlannerView, WorkerView
+from mujica_jax.agents.mujica import PlannerState, WorkerState
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Evidence, Question
@@ -30,23 +30,24 @@ _YEAR = re.compile(r"\b\d{3,4}\b")
 class ScriptedPolicy:
     """Writes any question's episode; what it cannot do right it leaves unanswered.
 
-    Its one kind of noise: with the probability `oversight` its worker says that nothing was found where the fact stands before it.
+    Its one kind of noise: with the probability `miss_rate` its worker says that nothing was found where the fact stands before it.
     The planner then gives up, as after any fact that is missing.
     """
 
     version = 0
 
-    def __init__(self, tokenizer: Tokenizer, *, oversight: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, miss_rate: float = 0.0, seed: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._oversight = oversight
+        self._miss_rate = miss_rate
         self._seed = seed
-        self.overlooked: set[str] = set()  # queries whose fact was overlooked
+        self.missed: set[str] = set()  # queries whose fact was missed
 
-    async def write(
-        self, prompt: Sequence[int], params: SamplingParams, view: PlannerView | WorkerView, *, continues: bool
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        del prompt, continues  # the script reads the view
-        text = self._plan(view) if isinstance(view, PlannerView) else self._read(view)
+        del prompt, continues  # the script reads the state
+        assert isinstance(state, PlannerState | WorkerState), f"{state} is no state of Mujica"
+        text = self._plan(state) if isinstance(state, PlannerState) else self._read(state)
         ids = (*self._tokenizer.encode_model(text), self._tokenizer.stop_token_ids[0])
         fits = len(ids) <= params.max_new_tokens
         return Completion(
@@ -57,43 +58,43 @@ class ScriptedPolicy:
             policy_version=0,
         )
 
-    def _plan(self, view: PlannerView) -> str:
-        calls = self._open_searches(view)
+    def _plan(self, state: PlannerState) -> str:
+        calls = self._open_searches(state)
         if calls:
             needed = _distinct(evidence.relation for evidence, _ in calls)
             thought = f"I need the {' and '.join(needed)}."
             return protocol.write_graph_searches(thought, [call for _, call in calls])
-        found = {search.query for search in view.searches if search.found}
-        gold = {(evidence.subject_id or evidence.subject, evidence.relation) for evidence in view.question.evidences}
+        found = {search.query for search in state.searches if search.found}
+        gold = {(evidence.subject_id or evidence.subject, evidence.relation) for evidence in state.question.evidences}
         if len(found) < len(gold):  # an answer would be a guess: the episode ends without one
             return protocol.write_graph_searches(protocol.NOTHING_FOUND, [])
-        answer = view.question.answers[0]
-        return protocol.write_answer(conclusion(view.question, answer), answer)
+        answer = state.question.answers[0]
+        return protocol.write_answer(conclusion(state.question, answer), answer)
 
-    def _open_searches(self, view: PlannerView) -> list[tuple[Evidence, protocol.SearchCall]]:
+    def _open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]]:
         """Gold triples whose subject is numbered and that were not asked yet."""
-        number_of = {entity.id: number for number, entity in enumerate(view.candidates)}
-        number_of |= {entity.label: number_of[entity.id] for entity in view.candidates}
-        asked = {search.query for search in view.searches}
+        number_of = {entity.id: number for number, entity in enumerate(state.candidates)}
+        number_of |= {entity.label: number_of[entity.id] for entity in state.candidates}
+        asked = {search.query for search in state.searches}
         calls = []
-        for evidence in view.question.evidences:
+        for evidence in state.question.evidences:
             number = number_of.get(evidence.subject_id or evidence.subject, number_of.get(evidence.subject))
             if number is None:
                 continue
-            query = query_of(evidence.relation, view.candidates[number].label)
+            query = query_of(evidence.relation, state.candidates[number].label)
             if query not in asked:
                 asked.add(query)
                 calls.append((evidence, protocol.SearchCall(query=query, candidate=number)))
         return calls
 
-    def _read(self, view: WorkerView) -> str:
-        assert view.entity is not None, "demonstrations are scripted for graphs, where a search names an entity"
-        label = view.entity.label
-        relation = view.query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
-        triples = [_triple(material) for material in view.materials]
+    def _read(self, state: WorkerState) -> str:
+        assert state.entity is not None, "demonstrations are scripted for graphs, where a search names an entity"
+        label = state.entity.label
+        relation = state.query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
+        triples = [_triple(material) for material in state.materials]
         chosen = [n for n, triple in enumerate(triples) if triple[0] == label and triple[1] == relation]
-        if chosen and random.Random(f"{self._seed} {view.query}").random() < self._oversight:
-            self.overlooked.add(view.query)
+        if chosen and random.Random(f"{self._seed} {state.query}").random() < self._miss_rate:
+            self.missed.add(state.query)
             chosen = []
         if not chosen:
             return protocol.write_worker(f"{relation}, none [-1]", [], protocol.NOTHING_FOUND)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
-LEAST: Mapping[str, int | float] = {  # smallest value of a field
+MIN: Mapping[str, int | float] = {  # smallest value of a field, where the section has it
     "model.hidden_size": 1,
     "model.intermediate_size": 1,
     "model.num_layers": 1,
@@ -42,19 +42,19 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "trainer.data": 1,
     "trainer.fsdp": 1,
     "trainer.tensor": 1,
-    "reading.documents": 0,
-    "reading.steps": 0,
+    "pretraining.documents": 0,
+    "pretraining.steps": 0,
     "warmup.steps": 0,
-    "warmup.reading_share": 0,
+    "warmup.pretraining_share": 0,
     "warmup.few_shot_trajectories": 1,
     "warmup.few_shot_attempts": 1,
-    "mygo.rounds": 0,
-    "mygo.questions_per_round": 1,
-    "mygo.max_attempts": 1,
-    "mygo.keep_per_question": 1,
-    "mygo.shard_questions": 1,
-    "mygo.epochs": 1,
-    "mygo.replay": 0,
+    "sampling.questions_per_round": 1,
+    "sampling.shard_questions": 1,
+    "method.rounds": 0,
+    "method.max_attempts": 1,
+    "method.keep_per_question": 1,
+    "method.epochs": 1,
+    "method.replay": 0,
     "eval.questions": 1,
     "distributed.processes": 1,
     "distributed.process": 0,
@@ -65,31 +65,32 @@ LEAST: Mapping[str, int | float] = {  # smallest value of a field
     "metrics.port": 0,
     "seed": 0,
 }
-ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "trainer.lora_alpha", "mygo.temperature", "eval.temperature")
-BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.oversight")  # and at least 0: shares
+ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "trainer.lora_alpha", "sampling.temperature", "eval.temperature")
+BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.miss_rate")  # and at least 0: shares
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
-LARGEST_PORT = 65535
-LARGEST_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
+MAX_PORT = 65535
+MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
 
 
 def check(config: Config) -> None:
     """Raises UserError naming the first field that cannot be, its value, and what could."""
-    for name, least in LEAST.items():
+    for name, least in MIN.items():
         _require(config, name, lambda value, least=least: value >= least, f"at least {least}")
     for name in ABOVE_ZERO:
         _require(config, name, lambda value: value > 0, "above 0")
     for name in BELOW_ONE:
         _require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
-    _require(config, "seed", lambda value: value <= LARGEST_SEED, f"at most {LARGEST_SEED}")
-    _require(config, "metrics.port", lambda value: value <= LARGEST_PORT, f"at most {LARGEST_PORT}")
+    _require(config, "seed", lambda value: value <= MAX_SEED, f"at most {MAX_SEED}")
+    _require(config, "metrics.port", lambda value: value <= MAX_PORT, f"at most {MAX_PORT}")
     check_profile(config.profile)
-    for section, steps in (("reading", config.reading.steps), ("warmup", config.warmup.steps), ("mygo", 1)):
+    for section, steps in (("pretraining", config.pretraining.steps), ("warmup", config.warmup.steps), ("method", 1)):
         if steps:
             _check_rates(config, section)
-    if config.init is None and config.reading.documents == 0 and (config.reading.steps or config.warmup.reading_share):
+    share = config.warmup.pretraining_share
+    if config.init is None and config.pretraining.documents == 0 and (config.pretraining.steps or share):
         raise UserError(
-            f"reading.documents is 0, and reading.steps {config.reading.steps} and warmup.reading_share "
-            f"{config.warmup.reading_share} read some: give documents, or set both to 0"
+            f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and warmup.pretraining_share {share} "
+            "need some: give documents, or set both to 0"
         )
     if config.trainer.lora_rank and config.init is None:
         raise UserError(
@@ -190,20 +191,29 @@ def check_remote(remote: RemoteConfig) -> None:
 
 
 def _check_rates(config: Config, section: str) -> None:
+    if not _has(config, f"{section}.learning_rate"):
+        return
     _require(config, f"{section}.learning_rate", lambda value: value > 0, "above 0")
     peak = _value(config, f"{section}.learning_rate")
     _require(
         config,
-        f"{section}.learning_rate_floor",
+        f"{section}.end_learning_rate",
         lambda value: 0 <= value <= peak,
         f"between 0 and {section}.learning_rate {peak}",
     )
 
 
 def _require(config: Config, name: str, holds: Callable[[float], bool], what: str) -> None:
+    if not _has(config, name):  # a section of several kinds, and this kind has no such field
+        return
     value = _value(config, name)
     if not (isinstance(value, int | float) and math.isfinite(value) and holds(value)):
         raise UserError(f"{name} is {value!r} and must be {what}: change it in the configuration or pass {_flag(name)}")
+
+
+def _has(config: Config, name: str) -> bool:
+    section, _, field = name.rpartition(".")
+    return hasattr(getattr(config, section) if section else config, field)
 
 
 def _value(config: Config, name: str) -> int | float:

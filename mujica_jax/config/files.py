@@ -1,19 +1,22 @@
 """Configuration files and the command line: `configs/NAME.py` gives a Config, flags override its fields.
 
 A mistyped flag is answered by tyro with the nearest known one, a wrong choice with the list of choices; both exit with status 2.
+
+A section of several kinds is a union of dataclasses that carry a `kind` literal (`schema.py`). `--section.kind NAME` changes the kind:
+fields that both kinds have keep their values, others take the default of the new kind or must be given.
 """
 
 import dataclasses
-import difflib
+import importlib
 import importlib.util
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from mujica_jax.config.schema import Config
-from mujica_jax.errors import UserError
+from mujica_jax.errors import UserError, nearest
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 
@@ -42,9 +45,12 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
     """The dataclass with the fields that flags name replaced."""
     import tyro  # 0.2 s
 
+    words = list(arguments)
+    for section, kinds in _sections_with_kinds(type(values)).items():
+        values = _of_kind(values, section, kinds, words)
     return tyro.cli(
         tyro.conf.AvoidSubcommands[type(values)],
-        args=list(arguments),
+        args=words,
         default=values,
         prog=prog,
         config=(tyro.conf.FlagConversionOff,),
@@ -56,9 +62,7 @@ def load_config(name: str) -> Config:
     known = {path.stem: path for path in sorted(CONFIG_FOLDER.glob("*.py"))}
     path = Path(name) if Path(name).suffix == ".py" and Path(name).exists() else known.get(Path(name).stem)
     if path is None:
-        near = difflib.get_close_matches(Path(name).stem, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
-        raise UserError(f"there is no configuration {name}: {hint}")
+        raise UserError(f"there is no configuration {name}: {nearest(Path(name).stem, known)}")
     spec = importlib.util.spec_from_file_location(f"mujica_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -74,6 +78,12 @@ def load_config(name: str) -> Config:
     return config
 
 
+def implementation(section: Any) -> Callable[..., Any]:
+    """What a section of several kinds names as its implementation, imported now."""
+    module, _, name = section.implementation.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
     """A config dataclass from what `dataclasses.asdict` made of it, read back from JSON.
 
@@ -83,8 +93,7 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise UserError(f"{kind.__name__} has no field {name}" + (f"; did you mean {near[0]}?" if near else ""))
+            raise UserError(f"{kind.__name__} has no field {name}: {nearest(name, sorted(known))}")
     try:
         return kind(**{name: _value(hints[name], value) for name, value in values.items()})
     except TypeError as error:
@@ -92,17 +101,86 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
 
 
 def _value(hint: Any, value: Any) -> Any:
-    options = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
+    options = _options(hint)
     if isinstance(value, list) and any(typing.get_origin(option) is tuple for option in options):
         return tuple(value)
     if not isinstance(value, Mapping):
         return value
-    sections = [option for option in options if dataclasses.is_dataclass(option)]
-    for section in sections:
-        if {field.name for field in dataclasses.fields(section)} == set(value):
-            return from_dict(section, value)  # type: ignore[arg-type]
-    return from_dict(sections[0], value)  # type: ignore[arg-type]  # names the field that does not fit
+    sections = [option for option in options if _is_section(option)]
+    kinds = {_kind_of(section): section for section in sections}
+    if "kind" in value:
+        if value["kind"] not in kinds:
+            raise UserError(f"there is no kind {value['kind']}: {nearest(str(value['kind']), kinds.keys())}")
+        return from_dict(kinds[value["kind"]], value)
+    # Written before kinds were: the section that shares most fields, which names those that do not fit.
+    return from_dict(max(sections, key=lambda section: len(_fields(section) & set(value))), value)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _is_section(option: Any) -> TypeGuard[type]:
+    return isinstance(option, type) and dataclasses.is_dataclass(option)
+
+
+def _fields(section: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(section)}
+
+
+def _kind_of(section: type) -> str:
+    """The literal that tells this dataclass from the others of its union; empty for one that has none."""
+    hint = typing.get_type_hints(section).get("kind")
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Literal else ""
+
+
+def _sections_with_kinds(config: type) -> dict[str, dict[str, type]]:
+    """Section -> kind -> dataclass."""
+    found = {}
+    for name, hint in typing.get_type_hints(config).items():
+        members = {_kind_of(option): option for option in _options(hint) if _is_section(option)}
+        if members and "" not in members:
+            found[name] = members
+    return found
+
+
+def _of_kind(values: Section, section: str, kinds: Mapping[str, type], words: list[str]) -> Section:
+    """`values` with the section of the kind that a flag names, which is taken out of `words`."""
+    current = getattr(values, section)
+    kind = _take_flag(words, f"--{section}.kind")
+    kind = current.kind if kind is None else kind
+    if kind not in kinds:
+        raise UserError(f"--{section}.kind is {kind} and there is none of this name: {nearest(kind, kinds.keys())}")
+    fields = _fields(kinds[kind])
+    for word in words:
+        name = word.partition("=")[0].removeprefix(f"--{section}.").replace("-", "_")
+        owners = [other for other, member in kinds.items() if name in _fields(member)]
+        if word.startswith(f"--{section}.") and name not in fields and owners:
+            raise UserError(
+                f"--{section}.{name} is a field of {section}.kind {' and '.join(owners)}, and {section}.kind is {kind}: leave it out, "
+                f"or add --{section}.kind {owners[0]}"
+            )
+    if kind == current.kind:
+        return values
+    import tyro
+
+    kept = {name: getattr(current, name) for name in fields & _fields(type(current)) - {"kind"}}
+    required = {
+        field.name: tyro.MISSING
+        for field in dataclasses.fields(kinds[kind])
+        if field.default is dataclasses.MISSING and field.name not in kept
+    }
+    return dataclasses.replace(values, **{section: kinds[kind](**kept, **required)})  # type: ignore[type-var]
+
+
+def _take_flag(words: list[str], flag: str) -> str | None:
+    """Remove `flag VALUE` or `flag=VALUE` from a command line; the last one counts."""
+    value = None
+    for place in reversed(range(len(words))):
+        if words[place].startswith(f"{flag}="):
+            value = value or words.pop(place).partition("=")[2]
+        elif words[place] == flag and place + 1 < len(words):
+            value = value or words[place + 1]
+            del words[place : place + 2]
+    return value

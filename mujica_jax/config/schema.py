@@ -2,10 +2,14 @@
 
 Every field is read by some code and changes what a run does; a field's comment is its help text on the command line. What a config
 file sets has no default here.
+
+Sections of several kinds (`task`, `agent`, `method`) are unions of dataclasses told apart by their `kind`. Each names its
+`implementation` as `module:function`, called with (config) for a task, (tokenizer, config) for an agent and (run) for a method. A new
+kind is a dataclass, in this file or its own, and its name in the union (docs/extending.md).
 """
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 
@@ -14,9 +18,12 @@ DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 class TinyWorldConfig:
     """The generated encyclopaedia. Its entities in train, dev and test are disjoint."""
 
+    kind: Literal["tiny_world"] = "tiny_world"
+    implementation: ClassVar[str] = "mujica_jax.tasks.tiny_world.world:build"
     train_questions: int  # questions MyGO may sample
     demonstrations: int  # fixed scripted demonstrations for the warm-up
-    test_questions: int  # held-out questions over entities never seen in training
+    dev_questions: int  # held-out questions over entities never seen in training, for choices
+    test_questions: int  # the same over entities of their own, for reports
     # Upper bound of triples a person or film carries: more facts, more distractors for the worker.
     facts_per_entity: int
     distractor_names: float  # share of entities that borrow part of their name from another one (0 to 1)
@@ -30,10 +37,13 @@ class TinyWorldConfig:
 class TwoWikiConfig:
     """Real 2WikiMultihopQA in its official record formats."""
 
+    kind: Literal["two_wiki"] = "two_wiki"
+    implementation: ClassVar[str] = "mujica_jax.tasks.two_wiki.task:build"
     environment: Literal["graph", "text"]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
     data_dir: str  # folder with dev_evidences*.json.gz, triples.tsv.gz, corpus*.json.gz, questions*.jsonl.gz
-    hold_out_percent: int  # share of question ids (by hash) that are kept out of training, demonstrations and tokenizer
-    test_questions: int  # how many held-out questions are evaluated, first by hash
+    hold_out_percent: int  # share of question ids (by hash) that are kept out of training: half of them dev, half test
+    dev_questions: int  # how many there are at most, first by hash
+    test_questions: int
     top_k: int  # materials shown to the worker
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
     # Of passages, and of a crowded entity's triples: by their words, or by embeddings.
@@ -65,15 +75,20 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AgentConfig:
-    """Limits and prompts of planner and worker. Three limits, each with its unit."""
+class MujicaConfig:
+    """Planner and workers. Three limits, each with its unit."""
 
+    kind: Literal["mujica"] = "mujica"
+    implementation: ClassVar[str] = "mujica_jax.agents.mujica:Mujica"
     prompt: Literal["brief", "zero_shot", "few_shot"]  # brief: one line, for models that were trained on the format
     max_iterations: int  # planner turns before the episode ends without an answer
     max_searches_per_turn: int
     max_turn_tokens: int  # tokens one model turn may generate
     max_trajectory_tokens: int  # tokens a conversation may hold, context included
     max_observation_tokens: int  # tokens of materials shown to a worker; further materials are left out
+
+
+AgentConfig = MujicaConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,13 +143,13 @@ class TrainerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadingConfig:
+class PretrainingConfig:
     """What stands in for pre-training when a model starts from scratch: plain text about the training side of the task."""
 
     documents: int  # distinct documents; 0 with `--init`
     steps: int
     learning_rate: float
-    learning_rate_floor: float
+    end_learning_rate: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,35 +158,47 @@ class WarmupConfig:
 
     steps: int
     learning_rate: float
-    learning_rate_floor: float
-    reading_share: float  # reading documents mixed into the demonstrations, as a share of their tokens
-    # Share of worker turns in which the scripted demonstrator overlooks the fact before it (0 to 1): its one kind of noise.
-    oversight: float = 0.0
+    end_learning_rate: float
+    pretraining_share: float  # pre-training documents mixed into the demonstrations, as a share of their tokens
+    # Share of worker turns in which the scripted demonstrator misses the fact before it (0 to 1): its one kind of noise.
+    miss_rate: float = 0.0
     few_shot_trajectories: int = 300  # how many correct trajectories to sample with `--init` (appendix D.3)
     few_shot_attempts: int = 4  # at most this many tries a question
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How trajectories are sampled, by every method and by the few-shot warm-up."""
+
+    questions_per_round: int
+    shard_questions: int  # questions in one unit of work: a killed run repeats at most one shard
+    temperature: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MygoConfig:
     """MyGO: rounds of sample, select above a rising threshold, maximise likelihood."""
 
+    kind: Literal["mygo"] = "mygo"
+    implementation: ClassVar[str] = "mujica_jax.methods.mygo:mygo"
     rounds: int
-    questions_per_round: int
     max_attempts: int  # attempts a question (16 in the paper)
     keep_per_question: int  # m, trajectories kept a question (3 in the paper)
-    shard_questions: int  # questions in one unit of work: a killed run repeats at most one shard
-    temperature: float
     learning_rate: float
-    learning_rate_floor: float
+    end_learning_rate: float
     epochs: int  # passes over a round's selected trajectories
     replay: float  # rows of earlier rounds and of the warm-up mixed in, as a share of the new rows
+
+
+MethodConfig = MygoConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     questions: int  # held-out questions evaluated (the first ones)
+    split: Literal["dev", "test"] = "dev"  # choose on dev, report test
     temperature: float = 1.0  # of the sampled score; the other one is greedy
-    control: bool = True  # also run the equal-compute control
+    control: bool = False  # also run the equal-compute control: the warm-up's demonstrations for as much computation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,10 +258,12 @@ class Config:
     agent: AgentConfig
     engine: EngineConfig
     trainer: TrainerConfig
-    reading: ReadingConfig
+    pretraining: PretrainingConfig
     warmup: WarmupConfig
-    mygo: MygoConfig
+    sampling: SamplingConfig
+    method: MethodConfig
     eval: EvalConfig
+    reward: str = "f1"  # what methods learn from: f1, em or f1_format (rewards.py); scores shown are EM and F1 always
     distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()

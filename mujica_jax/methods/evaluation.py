@@ -6,14 +6,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from mujica_jax import metrics
+from mujica_jax.agents.agent import Agent, EnginePolicy
 from mujica_jax.agents.evaluation import Evaluation, evaluate, summarise
-from mujica_jax.agents.mujica import EnginePolicy, Mujica
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Generator
+from mujica_jax.metrics import Rule
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import Progress
 from mujica_jax.report.progress import Figure
+from mujica_jax.rewards import RewardFunction
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
@@ -32,6 +35,7 @@ class Scores:
     """The same questions twice: greedy, and at `eval.temperature`."""
 
     questions: Sequence[Question]
+    rule: Rule
     greedy: Evaluation
     sampled: Evaluation
 
@@ -40,13 +44,14 @@ class Scores:
 
     def predictions(self) -> bytes:
         """The greedy predictions, as JSON lines."""
-        return prediction_lines(self.questions, self.greedy).encode()
+        return prediction_lines(self.questions, self.greedy, self.rule).encode()
 
 
 def score_policy(
     name: str,
     *,
-    agent: Mujica,
+    agent: Agent,
+    reward: RewardFunction,
     generator: ScoredGenerator,
     task: Task,
     config: Config,
@@ -74,14 +79,15 @@ def score_policy(
         kind = "greedy" if temperature == 0 else "sampled"
         preemption.enter(f"{name}: evaluating, {kind}")
         generator.forget()  # so that a score does not depend on what was decoded before
-        right = done = 0
+        golds = {question.id: question.answers for question in own}
+        done, correct = 0, 0.0
         with progress.stage(f"{name}: evaluating, {kind}", total=len(own), unit="episodes", live=live) as stage:
 
             def on_episode(trajectory: Trajectory) -> None:
-                nonlocal right, done
+                nonlocal done, correct
                 done += 1
-                right += trajectory.reward >= 1.0
-                stage.update(done, em=100 * right / done)
+                correct += metrics.score(trajectory.final_answer, golds[trajectory.question_id], task.rule).em
+                stage.update(done, em=100 * correct / done)
 
             evaluation = asyncio.run(
                 evaluate(
@@ -90,7 +96,7 @@ def score_policy(
                     task.environment,
                     EnginePolicy(generator),
                     rule=task.rule,
-                    policy_version=generator.policy_version,
+                    reward=reward,
                     temperature=temperature,
                     seed=config.seed,
                     concurrency=concurrency,
@@ -102,24 +108,29 @@ def score_policy(
             return evaluation
         return summarise(questions, gather(kind, evaluation.trajectories), task.rule)
 
-    return Scores(questions=questions, greedy=evaluated(0.0), sampled=evaluated(config.eval.temperature))
+    return Scores(
+        questions=questions, rule=task.rule, greedy=evaluated(0.0), sampled=evaluated(config.eval.temperature)
+    )
 
 
 def held_out_questions(task: Task, config: Config) -> Sequence[Question]:
-    return task.questions("test")[: config.eval.questions]
+    return task.questions(config.eval.split)[: config.eval.questions]
 
 
-def prediction_lines(questions: Sequence[Question], evaluation: Evaluation) -> str:
-    """One JSON object a question: what was asked, what came, how it scored."""
+def prediction_lines(questions: Sequence[Question], evaluation: Evaluation, rule: Rule) -> str:
+    """One JSON object a question: what was asked, what came, how it scored and what its reward was."""
     lines = []
     for question, trajectory in zip(questions, evaluation.trajectories, strict=True):
+        score = metrics.score(trajectory.final_answer, question.answers, rule)
         row = {
             "id": question.id,
             "kind": question.kind,
             "question": question.text,
             "answers": question.answers,
             "prediction": trajectory.answer,
-            "f1": trajectory.reward,
+            "em": score.em,
+            "f1": score.f1,
+            "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason.value,
             "searches": [{"query": search.query, "sentence": search.sentence} for search in trajectory.searches],
         }

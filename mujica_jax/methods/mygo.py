@@ -21,13 +21,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mujica_jax.agents.mujica import Attempt
+from mujica_jax.agents.agent import Attempt
+from mujica_jax.config.schema import MygoConfig
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
-from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, PhaseResult, Run, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, Phase, PhaseResult, Run, tokens_of
 from mujica_jax.methods.shares import play_share
-from mujica_jax.methods.supervised import fitting
+from mujica_jax.methods.supervised import run_control, warm_up
 from mujica_jax.records import Conversation, Question, Trajectory
-from mujica_jax.rewards import BEST_REWARD
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.packing import PackedRows, pack, too_long
 from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, select, threshold, training_rows
@@ -36,22 +36,36 @@ from mujica_jax.trajectories.store import ShardEntry
 OnEpisode = Callable[[Trajectory], None]
 
 
-def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> tuple[TrainState, list[PhaseResult]]:
-    """All rounds, from the warmed-up state; `rewarded` are the warm-up's rows whose trajectories pass any threshold, for the replay.
-    Rounds that an earlier run finished are read from the run directory.
-    """
-    config = run.config.mygo
+def mygo(run: Run) -> list[PhaseResult]:
+    """The warm-up, all rounds, and the control if it is asked for. What an earlier start finished is read from the run directory."""
+    config = _config(run)
+    state, warmed, demonstrations = warm_up(run)
+    rounds = _run_rounds(run, state, demonstrations.rewarded)
+    if not run.config.eval.control:
+        return [warmed, *rounds]
+    rates = {"peak": config.learning_rate, "end_value": config.end_learning_rate}
+    return [warmed, run_control(run, state, demonstrations.rows, rounds, **rates), *rounds]
+
+
+def _config(run: Run) -> MygoConfig:
+    assert isinstance(run.config.method, MygoConfig), f"method {run.config.method.kind} is not run by this file"
+    return run.config.method
+
+
+def _run_rounds(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> list[PhaseResult]:
+    """From the warmed-up state; `rewarded` are the warm-up's rows whose trajectories pass any threshold, for the replay."""
+    config = _config(run)
     k = 0.0
     replay = list(rewarded)
     results: list[PhaseResult] = []
     for number in range(1, config.rounds + 1):
         began = time.monotonic()
-        name = f"round {number}"
+        phase = Phase(name=f"round {number}", step=number)
         trajectories, k = _sample_round(run, state, number, k)
         run.compare(state, trajectories, number)
-        kept = select(trajectories, k=k, keep_per_question=config.keep_per_question, best_reward=BEST_REWARD)
+        kept = select(trajectories, k=k, keep_per_question=config.keep_per_question, best_reward=run.reward.best)
         selected = training_rows(kept)
-        rows = fitting(run, selected)
+        rows = run.fitting(selected)
         with run.clock.stage("packing"):
             packed = _mixture(run, rows, replay, number)
         steps = steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs) if kept else 0
@@ -59,15 +73,14 @@ def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> t
             state = _learn_round(run, state, packed, number, steps)
         else:
             run.progress.line(
-                f"{name}: no trajectory of {len(trajectories)} beat K = {k:.3f}; the policy stays as it is"
+                f"{phase.name}: no trajectory of {len(trajectories)} beat K = {k:.3f}; the policy stays as it is"
             )
         replay += rows
         run.commit_policy(state, number)
         results.append(
             run.finish_phase(
-                name,
+                phase,
                 state,
-                number,
                 began=began,
                 trajectories=len(trajectories),
                 accepted=len(kept),
@@ -88,21 +101,21 @@ def run_mygo(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> t
                 "steps": steps,
             },
         )
-    return state, results
+    return results
 
 
 def _learn_round(run: Run, state: TrainState, packed: PackedRows, number: int, steps: int) -> TrainState:
-    peak, floor = _rates(run, number)
-    return run.learn(f"round {number}", lambda: state, lambda: packed, steps=steps, peak=peak, floor=floor)
+    peak, end_value = _rates(run, number)
+    return run.learn(f"round {number}", lambda: state, lambda: packed, steps=steps, peak=peak, end_value=end_value)
 
 
 def _rates(run: Run, number: int) -> tuple[float, float]:
     """Learning rate at the beginning and the end of a round: its stretch of one cosine over all rounds."""
-    config = run.config.mygo
+    config = _config(run)
 
     def at(progress: float) -> float:
-        span = config.learning_rate - config.learning_rate_floor
-        return config.learning_rate_floor + span * 0.5 * (1 + math.cos(math.pi * progress))
+        span = config.learning_rate - config.end_learning_rate
+        return config.end_learning_rate + span * 0.5 * (1 + math.cos(math.pi * progress))
 
     return at((number - 1) / config.rounds), at(number / config.rounds)
 
@@ -110,20 +123,23 @@ def _rates(run: Run, number: int) -> tuple[float, float]:
 def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversation], number: int) -> PackedRows:
     """The round's rows and `replay` times as many older ones, drawn without replacement."""
     draw = np.random.default_rng((run.config.seed, number))
-    count = min(len(replay), round(run.config.mygo.replay * len(rows)))
+    count = min(len(replay), round(_config(run).replay * len(rows)))
     older = [replay[index] for index in sorted(draw.choice(len(replay), count, replace=False))] if count else []
     return pack([*rows, *older], row_tokens=run.config.trainer.row_tokens, seed=run.config.seed + number)
 
 
 def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -> tuple[list[Trajectory], float]:
     """All trajectories of a round and its threshold. Shards 0.. hold the first attempts, the same number after them the others."""
-    config = run.config.mygo
+    config = _config(run)
     if (
         earlier := distributed.primary_first(f"round {number} is read", lambda: _finished_round(run, number))
     ) is not None:
         return earlier
     questions = _questions_of(run, number)
-    shards = [questions[at : at + config.shard_questions] for at in range(0, len(questions), config.shard_questions)]
+    shards = [
+        questions[at : at + run.config.sampling.shard_questions]
+        for at in range(0, len(questions), run.config.sampling.shard_questions)
+    ]
     plan = {
         "policy_version": number - 1,
         "shards": [[question.id for question in shard] for shard in shards],
@@ -149,7 +165,7 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal seen, correct
             seen += 1
-            correct += accepts(trajectory.reward, k=k, best_reward=BEST_REWARD)
+            correct += accepts(trajectory.reward, k=k, best_reward=run.reward.best)
             stage.update(stage_done, k=k, acceptance=correct / seen, episodes=seen)
 
         def first_attempts(index: int, heard: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
@@ -178,7 +194,7 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
         k = threshold(
             previous_k=previous_k,
             mean_first_attempt_reward=mean_first_attempt_reward(trajectories),
-            best_reward=BEST_REWARD,
+            best_reward=run.reward.best,
         )
         first = {trajectory.question_id: trajectory for trajectory in trajectories}
         played("later attempts", later_attempts)
@@ -208,13 +224,13 @@ def _wave(
     number: int,
 ) -> list[Attempt]:
     """The next attempts of a shard's questions that still lack kept trajectories; empty when nothing is left to try."""
-    config = run.config.mygo
+    config = _config(run)
     tried = 1 + max((t.attempt for t in earlier), default=0)
     if tried >= config.max_attempts:
         return []
     kept: dict[str, int] = dict.fromkeys((question.id for question in shard), 0)
     for trajectory in [*(first[question.id] for question in shard), *earlier]:
-        kept[trajectory.question_id] += accepts(trajectory.reward, k=k, best_reward=BEST_REWARD)
+        kept[trajectory.question_id] += accepts(trajectory.reward, k=k, best_reward=run.reward.best)
     wave = range(tried, min(2 * tried, config.max_attempts))
     return [
         _attempt(run, question, attempt, number)
@@ -226,17 +242,20 @@ def _wave(
 
 def _attempt(run: Run, question: Question, attempt: int, number: int) -> Attempt:
     return Attempt(
-        question=question, number=attempt, seed=1000 * run.config.seed + number, temperature=run.config.mygo.temperature
+        question=question,
+        number=attempt,
+        seed=1000 * run.config.seed + number,
+        temperature=run.config.sampling.temperature,
     )
 
 
 def _questions_of(run: Run, number: int) -> list[Question]:
     """The questions of a round: the next ones in the task's order, from the beginning again when they are used up."""
     questions = run.task.questions("train")
-    per_round = min(run.config.mygo.questions_per_round, len(questions))
-    if per_round < run.config.mygo.questions_per_round:
+    per_round = min(run.config.sampling.questions_per_round, len(questions))
+    if per_round < run.config.sampling.questions_per_round:
         run.progress.line(
-            f"round {number}: all {per_round} training questions; mygo.questions_per_round is {run.config.mygo.questions_per_round}"
+            f"round {number}: all {per_round} training questions; sampling.questions_per_round is {run.config.sampling.questions_per_round}"
         )
     start = (number - 1) * per_round
     return [questions[index % len(questions)] for index in range(start, start + per_round)]

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mujica_jax.agents.mujica import Attempt, EnginePolicy, Mujica, run_episodes
-from mujica_jax.config.schema import Config
+from mujica_jax import metrics as scores_of_answers
+from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
+from mujica_jax.config.files import implementation
+from mujica_jax.config.schema import AgentConfig, Config
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
 from mujica_jax.inference.engine.factory import make_engine
@@ -26,20 +28,20 @@ from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
 from mujica_jax.learning.throughput import StepFigures
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
-from mujica_jax.methods.evaluation import Scores, score_policy
+from mujica_jax.methods.evaluation import Scores, held_out_questions, score_policy
 from mujica_jax.methods.mismatch import compared
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
-from mujica_jax.records import Question, Trajectory
-from mujica_jax.report import MetricsLog, NoMetrics, Phase, Progress, StageClock
-from mujica_jax.rewards import f1_reward
+from mujica_jax.records import Conversation, Question, Trajectory
+from mujica_jax.report import MetricsLog, NoMetrics, PhaseRow, Progress, StageClock
+from mujica_jax.retrieval.retriever import RetrievalStatistics
+from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compile_counter import compile_counter
 from mujica_jax.runtime.preemption import Preemption
-from mujica_jax.tasks.environment import KnowledgeGraphEnvironment, TextEnvironment
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.packing import PackedRows
@@ -54,10 +56,19 @@ RETRIEVAL = "retrieval"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of a run that ends with an evaluation: the warm-up, a round, the control."""
+
+    name: str  # its row of the table, and its files
+    step: int  # of its lines in metrics.jsonl; also the version of the policy that it leaves
+    prefix: str = ""  # before the names of these lines, for a phase beside the others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseResult:
     """What a phase left: its row of the table, and what it computed, so that the control can be given as much."""
 
-    phase: Phase
+    row: PhaseRow
     forward_tokens: int  # tokens that went through the model once, while sampling
     trained_slots: int  # row slots that went forward and backward
 
@@ -79,7 +90,8 @@ class Run:
     ) -> None:
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
         self.progress, self.metrics, self.preemption = progress, metrics, preemption
-        self.agent = make_agent(config, task, tokenizer)
+        self.agent = make_agent(config.agent, tokenizer)
+        self.reward = find_reward(config.reward, task.rule)
         self.clock = StageClock(compiled=lambda: compile_counter().seconds)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer)
@@ -143,7 +155,7 @@ class Run:
         attempts: Sequence[Attempt],
         on_episode: Callable[[Trajectory], None],
         *,
-        agent: Mujica | None = None,
+        agent: Agent | None = None,
     ) -> tuple[ShardEntry, list[Trajectory]]:
         """One unit of work: play the attempts and write their shard, or read the shard that an earlier run left."""
 
@@ -161,7 +173,7 @@ class Run:
         wave: Callable[[Sequence[Trajectory]], Sequence[Attempt]],
         on_episode: Callable[[Trajectory], None],
         *,
-        agent: Mujica | None = None,
+        agent: Agent | None = None,
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
         """A unit of work whose attempts depend on those before: `wave(trajectories so far)` gives the next ones, or none.
 
@@ -184,7 +196,7 @@ class Run:
                     attempts,
                     self.task.environment,
                     EnginePolicy(self.generator),
-                    policy_version=self.generator.policy_version,
+                    reward=self.reward,
                     concurrency=self.config.engine.slots,
                     on_episode=on_episode,
                     poll=self.preemption.check,
@@ -220,6 +232,17 @@ class Run:
         reason = self.store.quarantine(name, str(damage))
         self.progress.line(f"{name} is damaged and sampled again; it is kept in {reason.parent}. {damage}")
 
+    def fitting(self, conversations: Sequence[Conversation], what: str = "conversations") -> list[Conversation]:
+        """Conversations that train anything and fit a row; how many do not fit is said."""
+        trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
+        limit = self.config.trainer.row_tokens
+        kept = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
+        if len(kept) < len(trained):
+            self.progress.line(
+                f"{len(trained) - len(kept)} of {len(trained)} {what} exceed {limit} tokens and are left out"
+            )
+        return kept
+
     def learn(
         self,
         name: str,
@@ -228,7 +251,7 @@ class Run:
         *,
         steps: int,
         peak: float,
-        floor: float,
+        end_value: float,
         warmup_steps: int = 0,
     ) -> TrainState:
         """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase.
@@ -273,7 +296,7 @@ class Run:
                         self.trainer,
                         state,
                         packed,
-                        schedule=schedule(peak=peak, floor=floor, total_steps=steps, warmup_steps=warmup_steps),
+                        schedule=schedule(peak=peak, floor=end_value, total_steps=steps, warmup_steps=warmup_steps),
                         steps=stretch,
                         seed=self.config.seed,
                         input_state=input_state,
@@ -297,9 +320,8 @@ class Run:
 
     def finish_phase(
         self,
-        name: str,
+        phase: Phase,
         state: TrainState,
-        version: int,
         *,
         began: float,
         trajectories: int = 0,
@@ -308,14 +330,15 @@ class Run:
         trained_slots: int = 0,
     ) -> PhaseResult:
         """Evaluate greedily and sampled on the held-out questions and write the phase down; read it where it is written."""
+        name, step = phase.name, phase.step
         file = f"phases/{name.replace(' ', '-')}.json"
         if not distributed.broadcast(file, lambda: self.store.exists(file)):
-            self.use_policy(state, version)
-            kind, step = self._line(name, version)
-            with self.counted(f"{kind}{EVALUATING}", step):
+            self.use_policy(state, step)
+            with self.counted(f"{phase.prefix}{EVALUATING}", step):
                 scores = score_policy(
                     name,
                     agent=self.agent,
+                    reward=self.reward,
                     generator=self.generator,
                     task=self.task,
                     config=self.config,
@@ -325,7 +348,7 @@ class Run:
                     live=self.counters.figures,
                     gather=lambda kind, own: gather(self.store, f"{name} {kind}", own),
                 )
-            phase = Phase(
+            row = PhaseRow(
                 name=name,
                 em=scores.greedy.em,
                 f1=scores.greedy.f1,
@@ -338,24 +361,20 @@ class Run:
                 by_kind=scores.greedy.summary()["by_kind"],
                 seconds=time.monotonic() - began,
             )
-            result = PhaseResult(phase=phase, forward_tokens=forward_tokens, trained_slots=trained_slots)
+            result = PhaseResult(row=row, forward_tokens=forward_tokens, trained_slots=trained_slots)
             if distributed.is_primary():
                 self._write_scores(name, scores)
                 # Before the phase counts as done: after that it is not come past again.
-                self._write_seconds(f"{kind}{TIME}", step)
-                if isinstance(self.task.environment, TextEnvironment | KnowledgeGraphEnvironment):
-                    statistics = self.task.environment.statistics
-                    self.metrics.write(f"{kind}{RETRIEVAL}", step, dataclasses.asdict(statistics))
+                self._write_seconds(f"{phase.prefix}{TIME}", step)
+                self.metrics.write(
+                    f"{phase.prefix}{RETRIEVAL}", step, dataclasses.asdict(statistics_of(self.task, scores.questions))
+                )
                 self.metrics.flush()
                 self.store.write_json_once(file, dataclasses.asdict(result))
             distributed.barrier(f"{name} is written down")
         found = self.store.read_json(file)
         self._write_costs(name)
-        return PhaseResult(**{**found, "phase": Phase(**found["phase"])})
-
-    def _line(self, name: str, version: int) -> tuple[str, int]:
-        """What stands before the names of a phase's lines, and their step: the round, or 0 for a phase that is none."""
-        return ("", version) if version <= self.config.mygo.rounds else (f"{name}/", 0)
+        return PhaseResult(**{**found, "row": PhaseRow(**found["row"])})
 
     def _write_seconds(self, name: str, step: int) -> None:
         if not self.metrics.has(name, step):
@@ -378,16 +397,30 @@ class Run:
         """A held-out question that the policy of a phase solved, greedily: the one with most searches, as it says most."""
         path = f"eval/{name.replace(' ', '-')}.parquet"
         trajectories = shards.decode(self.store.read(path), path)
-        solved = [trajectory for trajectory in trajectories if trajectory.reward >= 1.0]
+        questions = {question.id: question for question in held_out_questions(self.task, self.config)}
+
+        def is_solved(trajectory: Trajectory) -> bool:
+            golds = questions[trajectory.question_id].answers
+            return scores_of_answers.score(trajectory.final_answer, golds, self.task.rule).em == 1.0
+
+        solved = [trajectory for trajectory in trajectories if is_solved(trajectory)]
         if not solved:
             return None
         chosen = max(solved, key=lambda trajectory: len(trajectory.searches))
-        questions = {question.id: question for question in self.task.questions("test")}
         return questions[chosen.question_id], chosen
 
 
-def make_agent(config: Config, task: Task, tokenizer: Tokenizer) -> Mujica:
-    return Mujica(tokenizer, config.agent, lambda answer, question: f1_reward(answer, question.answers, task.rule))
+def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
+    return implementation(config)(tokenizer, config)
+
+
+def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatistics:
+    """Of all environments that these questions are answered in; those that share a retriever share its statistics."""
+    all_statistics = [task.environment(question).statistics for question in questions]
+    total = RetrievalStatistics()
+    for statistics in {id(statistics): statistics for statistics in all_statistics}.values():
+        total = total.with_more(**dataclasses.asdict(statistics))
+    return total
 
 
 def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> BatchedGenerator:

@@ -13,11 +13,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mujica_jax.agents.scripted import sample_text
-from mujica_jax.config.schema import Config, TinyWorldConfig
+from mujica_jax.config.files import implementation
+from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
 from mujica_jax.methods.run import Run
+from mujica_jax.methods.supervised import from_scratch
 from mujica_jax.models import quantization
 from mujica_jax.models.attention import check_platform
 from mujica_jax.models.decoder import Decoder
@@ -29,6 +31,7 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.report import MetricsLog, NoConsole, NoMetrics, Progress
 from mujica_jax.report.wandb_log import import_wandb
+from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.host_memory import keep_freed_memory
@@ -55,6 +58,9 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     use_compilation_cache()
     mesh = _mesh(config)
     task = build_task(config)
+    find_reward(config.reward, task.rule)
+    if not config.init:
+        from_scratch(task)
     loaded = load_model(config.init, config, mesh if mesh.size > 1 else None) if config.init else None
     size = loaded[1].config if loaded else decoder_config(config, config.model.vocab_tokens, ())
     if mesh.size > 1:  # the model can be split over it
@@ -113,19 +119,13 @@ def _served(run: Run) -> Iterator[None]:
 
 
 def build_task(config: Config) -> Task:
-    """The configured task; both of its splits have questions."""
-    if isinstance(config.task, TinyWorldConfig):
-        from mujica_jax.tasks.tiny_world import world as tiny_world
-
-        task = tiny_world.build(config.task)
-    else:
-        from mujica_jax.tasks.two_wiki import task as two_wiki
-
-        task = two_wiki.build(config.task)
-    counts = {split: len(task.questions(split)) for split in ("train", "test")}
-    if not all(counts.values()):
+    """The configured task; the split that is learnt and the one that is evaluated have questions."""
+    task = implementation(config.task)(config.task)
+    held_out = config.eval.split
+    learnt, evaluated = len(task.questions("train")), len(task.questions(held_out))
+    if not (learnt and evaluated):
         raise UserError(
-            f"task {task.name} has {counts['train']} training and {counts['test']} held-out questions and needs both: "
+            f"task {task.name} has {learnt} training and {evaluated} {held_out} questions and needs both: "
             "give it more data or change the share that is held out"
         )
     return task
@@ -226,6 +226,8 @@ def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Dec
 def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
     """The run's tokenizer: trained once on the task's training text and the words that our prompts and scripts use."""
     if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
-        texts = itertools.chain(task.tokenizer_text(), *itertools.repeat(tuple(sample_text()), SCRIPT_REPEATS))
+        texts = itertools.chain(
+            from_scratch(task).tokenizer_text(), *itertools.repeat(tuple(sample_text()), SCRIPT_REPEATS)
+        )
         store.commit_folder(TOKENIZER, Tokenizer.train(texts, config.model.vocab_tokens).save, {})
     return Tokenizer.load(store.folder(TOKENIZER))

@@ -1,8 +1,12 @@
-"""Before MyGO: a policy that knows the format.
+"""What methods do by plain maximum likelihood: the warm-up before them, and the equal-compute control beside them.
 
-From scratch: read plain text about the training side of the task (in place of pre-training), then learn a fixed set of scripted
-demonstrations by maximum likelihood. With a checkpoint (`--init`): sample trajectories under worked examples, keep those with
+Warm-up: a policy that knows the format. From scratch: learn plain text about the training side of the task (in place of pre-training),
+then a fixed set of scripted demonstrations. With a checkpoint (`--init`): sample trajectories under worked examples, keep those with
 EM = 1, and learn them without the examples (appendix D.3 of the Mujica-MyGO paper).
+
+Control: what a method's computation gives when it is spent on the warm-up's own demonstrations. From the warmed-up state, training goes
+on over the same rows with the method's learning rates, until as many floating-point operations are spent as the method used for
+sampling and learning together. A token that goes forward counts one, a trained slot three (the backward pass costs twice the forward).
 """
 
 import asyncio
@@ -13,24 +17,23 @@ import time
 from collections.abc import Callable, Sequence
 
 from mujica_jax import metrics
-from mujica_jax.agents import protocol
+from mujica_jax.agents.agent import Attempt
 from mujica_jax.agents.dialogue import with_system
-from mujica_jax.agents.mujica import Attempt, Mujica
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
-from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, PhaseResult, Run, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, Phase, PhaseResult, Run, make_agent, tokens_of
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Conversation, Question, Trajectory, Turn
-from mujica_jax.rewards import BEST_REWARD
 from mujica_jax.runtime import distributed
-from mujica_jax.trajectories.packing import pack, too_long
+from mujica_jax.tasks.task import FromScratchTask, Task
+from mujica_jax.trajectories.packing import pack
 from mujica_jax.trajectories.select import accepts, training_rows
 
-ROUND = 0  # the warm-up's trajectories are round 0 of the run directory
-POLICY = 0
-NAME = "warm-up"
-READING = "reading"
+WARM_UP = Phase(name="warm-up", step=0)  # its trajectories are round 0 of the run directory
+PRETRAINING = "pretraining"
+CONTROL = "control"
+FORWARD_AND_BACKWARD = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,55 +49,63 @@ def warm_up(run: Run) -> tuple[TrainState, PhaseResult, Demonstrations]:
     began = time.monotonic()
     config = run.config.warmup
     trajectories, kept = _few_shot(run) if run.config.init else _scripted(run)
-    conversations = fitting(run, training_rows(kept))
+    conversations = run.fitting(training_rows(kept))
     if not conversations:
         raise UserError(_why_nothing_to_learn(run, len(trajectories), kept))
     state = run.learn(
-        NAME,
-        run.initial_state if run.config.init else lambda: _read(run),
+        WARM_UP.name,
+        run.initial_state if run.config.init else lambda: _pretrain(run),
         lambda: pack(
-            conversations + _mixed_reading(run, conversations),
+            conversations + _mixed_documents(run, conversations),
             row_tokens=run.config.trainer.row_tokens,
             seed=run.config.seed,
         ),
         steps=config.steps,
         peak=config.learning_rate,
-        floor=config.learning_rate_floor,
+        end_value=config.end_learning_rate,
         warmup_steps=min(20, config.steps),
     )
-    run.commit_policy(state, POLICY)
-    steps = config.steps if run.config.init else config.steps + run.config.reading.steps
+    run.commit_policy(state, WARM_UP.step)
+    steps = config.steps if run.config.init else config.steps + run.config.pretraining.steps
     result = run.finish_phase(
-        NAME,
+        WARM_UP,
         state,
-        POLICY,
         began=began,
         trajectories=len(trajectories),
         accepted=len(kept),
         forward_tokens=tokens_of(trajectories) if run.config.init else 0,
         trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
     )
-    rewarded = training_rows([t for t in kept if accepts(t.reward, k=BEST_REWARD, best_reward=BEST_REWARD)])
-    limit = run.config.trainer.row_tokens
-    return state, result, Demonstrations(rows=conversations, rewarded=_trainable(rewarded, limit))
+    best = run.reward.best
+    rewarded = {id(row) for row in training_rows([t for t in kept if accepts(t.reward, k=best, best_reward=best)])}
+    rows = [row for row in conversations if id(row) in rewarded]
+    return state, result, Demonstrations(rows=conversations, rewarded=rows)
 
 
-def fitting(run: Run, conversations: list[Conversation]) -> list[Conversation]:
-    """Conversations that fit a row and train anything; how many do not is said."""
-    limit = run.config.trainer.row_tokens
-    trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
-    kept = _trainable(trained, limit)
-    _say_left_out(run, too_long(trained, limit), len(trained), "conversations")
-    return kept
-
-
-def _say_left_out(run: Run, left_out: int, of: int, what: str) -> None:
-    if left_out:
-        run.progress.line(f"{left_out} of {of} {what} exceed {run.config.trainer.row_tokens} tokens and are left out")
-
-
-def _trainable(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
-    return [row for row in conversations if any(row.loss_mask) and len(row.token_ids) <= limit]
+def run_control(
+    run: Run,
+    state: TrainState,
+    demonstrations: Sequence[Conversation],
+    phases: Sequence[PhaseResult],
+    *,
+    peak: float,
+    end_value: float,
+) -> PhaseResult:
+    """`state` is the warmed-up one, `phases` are the method's own, `peak` and `end_value` its learning rates."""
+    began = time.monotonic()
+    spent = sum(result.forward_tokens + FORWARD_AND_BACKWARD * result.trained_slots for result in phases)
+    slots = run.config.trainer.rows_per_step * run.config.trainer.row_tokens
+    steps = max(1, round(spent / (FORWARD_AND_BACKWARD * slots)))
+    trained = run.learn(
+        CONTROL,
+        lambda: state,
+        lambda: pack(list(demonstrations), row_tokens=run.config.trainer.row_tokens, seed=run.config.seed),
+        steps=steps,
+        peak=peak,
+        end_value=end_value,
+    )
+    phase = Phase(name=CONTROL, step=WARM_UP.step + len(phases) + 1, prefix=f"{CONTROL}/")
+    return run.finish_phase(phase, trained, began=began, trained_slots=steps * slots)
 
 
 def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str:
@@ -115,30 +126,40 @@ def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str
     )
 
 
+def from_scratch(task: Task) -> FromScratchTask:
+    """The task's demonstrations and texts. Raises UserError if it has none."""
+    if not isinstance(task, FromScratchTask):
+        raise UserError(
+            f"task {task.name} has no demonstrations for a model from scratch: start from a checkpoint with --init"
+        )
+    return task
+
+
 def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Play the demonstrations in their environments. A script that fails by an oversight stays in, as the noise it is meant to be; one
+    """Play the demonstrations in their environments. A script that fails by a miss stays in, as the noise it is meant to be; one
     that cannot reach the gold answer is left out.
     """
-    policy = ScriptedPolicy(run.tokenizer, oversight=run.config.warmup.oversight, seed=run.config.seed)
-    demonstrations = run.task.demonstrations()
+    policy = ScriptedPolicy(run.tokenizer, miss_rate=run.config.warmup.miss_rate, seed=run.config.seed)
+    demonstrations = from_scratch(run.task).demonstrations()
 
     async def play() -> list[Trajectory]:
         played = []
         for question, environment in demonstrations:
             run.preemption.check()
             attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
-            played.append(await run.agent.run(attempt, environment, policy, policy.version))
+            trajectory = await run.agent.run(attempt, environment, policy)
+            played.append(trajectory.with_reward(run.reward(trajectory, question)))
         return played
 
-    run.preemption.enter(f"{NAME}: playing the demonstrations")
+    run.preemption.enter(f"{WARM_UP.name}: playing the demonstrations")
     trajectories = asyncio.run(play())
     golds = {question.id: question.answers for question, _ in demonstrations}
-    right = [metrics.score(t.answer, golds[t.question_id], run.task.rule).em == 1.0 for t in trajectories]
-    slipped = [any(search.query in policy.overlooked for search in t.searches) for t in trajectories]
+    right = [metrics.score(t.final_answer, golds[t.question_id], run.task.rule).em == 1.0 for t in trajectories]
+    slipped = [any(search.query in policy.missed for search in t.searches) for t in trajectories]
     kept = [t for t, *keep in zip(trajectories, right, slipped, strict=True) if any(keep)]
     run.progress.line(
         f"{sum(right)} of {len(trajectories)} scripted demonstrations reach the gold answer, {len(kept) - sum(right)} of the others "
-        f"fail by an oversight; these {len(kept)} are kept"
+        f"fail by a miss; these {len(kept)} are kept"
     )
     return trajectories, kept
 
@@ -146,31 +167,31 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
 def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     """Sample with worked examples in the prompt until enough trajectories are right, then take the examples out."""
     config = run.config
-    run.preemption.enter(f"{NAME}: sampling with worked examples", kept=KEPT_SHARDS)
-    run.use_policy(run.initial_state(), POLICY)
-    few_shot = Mujica(run.tokenizer, dataclasses.replace(config.agent, prompt="few_shot"), run.agent.reward)
+    run.preemption.enter(f"{WARM_UP.name}: sampling with worked examples", kept=KEPT_SHARDS)
+    run.use_policy(run.initial_state(), WARM_UP.step)
+    few_shot = make_agent(dataclasses.replace(config.agent, prompt="few_shot"), run.tokenizer)
     questions = run.task.questions("train")
     wanted = config.warmup.few_shot_trajectories
     sampled: list[Trajectory] = []
     kept: list[Trajectory] = []
     orders = itertools.product(
-        range(config.warmup.few_shot_attempts), range(0, len(questions), config.mygo.shard_questions)
+        range(config.warmup.few_shot_attempts), range(0, len(questions), config.sampling.shard_questions)
     )
 
     def chosen(start: int) -> Sequence[Question]:
-        return questions[start : start + config.mygo.shard_questions]
+        return questions[start : start + config.sampling.shard_questions]
 
     def unit(shard: int, order: tuple[int, int], heard: Callable[[Trajectory], None]) -> list[Trajectory]:
         number, start = order
         attempts = [
-            Attempt(question=question, number=number, seed=config.seed, temperature=config.mygo.temperature)
+            Attempt(question=question, number=number, seed=config.seed, temperature=config.sampling.temperature)
             for question in chosen(start)
         ]
-        return run.sample(ROUND, shard, attempts, heard, agent=few_shot)[1]
+        return run.sample(WARM_UP.step, shard, attempts, heard, agent=few_shot)[1]
 
-    name = f"{NAME}: sampling with worked examples"
+    name = f"{WARM_UP.name}: sampling with worked examples"
     with (
-        run.counted(SAMPLING, ROUND),
+        run.counted(SAMPLING, WARM_UP.step),
         run.progress.stage(name, total=wanted, unit="correct", live=run.counters.figures) as stage,
     ):
         # As many shards at a time as there are processes; what is played beyond what is wanted is not used, whatever their number.
@@ -184,7 +205,9 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
                 sampled += trajectories
                 golds = {question.id: question.answers for question in chosen(order[1])}
                 kept += [
-                    t for t in trajectories if metrics.score(t.answer, golds[t.question_id], run.task.rule).em == 1.0
+                    t
+                    for t in trajectories
+                    if metrics.score(t.final_answer, golds[t.question_id], run.task.rule).em == 1.0
                 ]
                 stage.update(min(len(kept), wanted), sampled=len(sampled))
             if len(kept) >= wanted:
@@ -196,56 +219,51 @@ def _zero_shot(run: Run, trajectory: Trajectory) -> Trajectory:
     """The same trajectory under the prompt that is trained."""
 
     def prompted(conversation: Conversation) -> Conversation:
-        role = "planner" if conversation.role == "planner" else "worker"
-        system = protocol.system_prompt(role, run.task.environment.kind, run.config.agent.prompt)
+        system = run.agent.system_prompt(conversation.role, run.task.environment_kind)
         return with_system(conversation, run.tokenizer, system)
 
-    return dataclasses.replace(
-        trajectory, planner=prompted(trajectory.planner), workers=tuple(map(prompted, trajectory.workers))
-    )
+    return dataclasses.replace(trajectory, conversations=tuple(map(prompted, trajectory.conversations)))
 
 
-def _read(run: Run) -> TrainState:
-    """Pre-training on reading documents, from the random start."""
-    config = run.config.reading
+def _pretrain(run: Run) -> TrainState:
+    """On plain text, from the random start."""
+    config = run.config.pretraining
     if config.steps == 0:
         return run.initial_state()
     return run.learn(
-        READING,
+        PRETRAINING,
         run.initial_state,
         lambda: pack(
-            reading_rows(run, config.documents, stream=0),
+            document_rows(run, config.documents, stream=0),
             row_tokens=run.config.trainer.row_tokens,
             seed=run.config.seed,
         ),
         steps=config.steps,
         peak=config.learning_rate,
-        floor=config.learning_rate_floor,
+        end_value=config.end_learning_rate,
         warmup_steps=min(50, config.steps),
     )
 
 
-def reading_rows(run: Run, count: int, stream: int) -> list[Conversation]:
+def document_rows(run: Run, count: int, stream: int) -> list[Conversation]:
     """`count` documents as rows, all of their tokens trained, without those longer than a row; `stream` chooses other documents."""
-    documents = run.task.reading_documents(seed=1000 * run.config.seed + stream)
+    documents = from_scratch(run.task).pretraining_documents(seed=1000 * run.config.seed + stream)
     rows = []
     for text in itertools.islice(documents, count):
         ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
         turn = Turn(role="model", token_ids=ids, text=text, trained=True)
-        rows.append(Conversation(role="single", turns=(turn,)))
-    kept = [row for row in rows if len(row.token_ids) <= run.config.trainer.row_tokens]
-    _say_left_out(run, len(rows) - len(kept), len(rows), "reading documents")
-    return kept
+        rows.append(Conversation(role="document", turns=(turn,)))
+    return run.fitting(rows, "documents")
 
 
-def _mixed_reading(run: Run, conversations: list[Conversation]) -> list[Conversation]:
-    """Reading documents kept in the mixture, so that learning the format does not unlearn copying."""
-    share = run.config.warmup.reading_share
+def _mixed_documents(run: Run, conversations: list[Conversation]) -> list[Conversation]:
+    """Documents kept in the mixture, so that learning the format does not unlearn copying."""
+    share = run.config.warmup.pretraining_share
     if run.config.init or share == 0:
         return []
     wanted = share * sum(len(conversation.token_ids) for conversation in conversations)
     rows, tokens = [], 0
-    for row in reading_rows(run, run.config.reading.documents, stream=1):
+    for row in document_rows(run, run.config.pretraining.documents, stream=1):
         if tokens >= wanted:
             break
         rows.append(row)

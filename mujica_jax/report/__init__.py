@@ -6,7 +6,7 @@ tensorboardX are imported at their first use, so that importing this package cos
 
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
 from mujica_jax.report.progress import NoConsole, Progress, Stage
-from mujica_jax.report.results import Phase, Summary, closing_table, question_tree, score_table, summary_dict
+from mujica_jax.report.results import PhaseRow, Summary, closing_table, question_tree, score_table, summary_dict
 from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.report.text import plain, visible
 
@@ -14,7 +14,7 @@ __all__ = [
     "MetricsLog",
     "NoConsole",
     "NoMetrics",
-    "Phase",
+    "PhaseRow",
     "Progress",
     "Stage",
     "StageClock",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Phase:
+class PhaseRow:
     """One row of the closing table: what a phase cost and how the policy after it scores on held-out questions."""
 
     name: str
@@ -35,23 +35,27 @@ class Phase:
 class Summary:
     task: str
     method: str
+    reward: str
+    split: str  # that the phases were evaluated on
     seed: int
-    phases: tuple[Phase, ...]
+    phases: tuple[PhaseRow, ...]
     seconds: float  # of all runs that worked on the directory
 
 
 def summary_dict(summary: Summary) -> dict[str, Any]:
-    """The content of `summary.json`. Numbers are rounded to two decimals; `Phase(**phase)` takes a phase back."""
+    """The content of `summary.json`. Numbers are rounded to two decimals; `PhaseRow(**phase)` takes a phase back."""
     return {
         "task": summary.task,
         "method": summary.method,
+        "reward": summary.reward,
+        "split": summary.split,
         "seed": summary.seed,
         "phases": [_rounded(dataclasses.asdict(phase)) for phase in summary.phases],
         "seconds": round(summary.seconds, 2),
     }
 
 
-def closing_table(phases: Sequence[Phase]) -> "Table":
+def closing_table(phases: Sequence[PhaseRow]) -> "Table":
     """A row a phase: scores in percent, greedy unless it says sampled, and searches a question. For `Progress.show` or `plain`."""
     from rich import box
     from rich.table import Table
@@ -117,7 +121,7 @@ def question_tree(question: Question, trajectory: Trajectory) -> "Tree":
             nothing = f"nothing found in {len(search.materials)} materials"
             branch.add(node("worker: ", search.sentence or ("" if search.found else nothing)))
     if trajectory.stop_reason is StopReason.ANSWERED:
-        tree.add(node("answer: ", trajectory.answer, "green" if trajectory.reward > 0 else "red"))
+        tree.add(node("answer: ", trajectory.answer, "bold"))
     else:
         tree.add(node("no answer: ", trajectory.stop_reason.value, "red"))
     tree.add(node("gold: ", " | ".join(question.answers)))

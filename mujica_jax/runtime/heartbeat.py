@@ -53,7 +53,12 @@ class Heartbeat:
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self._hosts, self._process, self._deadline = hosts, process, deadline_seconds
-        self._exchange, self._shutdown_notices, self._store_is_gone, self._end = exchange, shutdown_notices, store_is_gone, end
+        self._exchange, self._shutdown_notices, self._store_is_gone, self._end = (
+            exchange,
+            shutdown_notices,
+            store_is_gone,
+            end,
+        )
         self._confirm, self._all_know = confirm, all_know
         self._preemption_sync = preemption_sync
         self._interval = min(MAX_SECONDS_A_BEAT, deadline_seconds / BEATS_A_DEADLINE)

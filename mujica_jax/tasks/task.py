@@ -1,16 +1,19 @@
-"""What a task is: questions by split, an environment to search, a scoring rule, and text for a tokenizer.
+"""The task door: questions by split, an environment for each question, and a scoring rule.
 
-Methods and agents see these two protocols and never a concrete task.
+Methods and agents see these protocols and never a concrete task. What only a model that starts from scratch needs (demonstrations,
+pre-training text, text for a tokenizer) is a second protocol, which a real data set may leave out.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Question
+from mujica_jax.retrieval.retriever import RetrievalStatistics
 
-Split = Literal["train", "test"]
+Split = Literal["train", "dev", "test"]  # learn on train, choose on dev, report test
+EnvironmentKind = Literal["graph", "text"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,9 +26,14 @@ class Material:
 
 
 class Environment(Protocol):
-    """Where a worker looks things up. `kind` decides the planner's action syntax."""
+    """Where an agent looks things up. `kind` decides the planner's action syntax."""
 
-    kind: Literal["graph", "text"]
+    kind: EnvironmentKind
+
+    @property
+    def statistics(self) -> RetrievalStatistics:
+        """Of all searches so far; environments that share a retriever share its statistics."""
+        ...
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         """Materials for one sub-question, best first; `entity` is given for graphs only. Raises RetrievalError."""
@@ -35,20 +43,29 @@ class Environment(Protocol):
 class Task(Protocol):
     name: str
     rule: Rule  # scoring rule of `metrics.score`
-    environment: Environment
+    environment_kind: EnvironmentKind
 
     def questions(self, split: Split) -> Sequence[Question]:
-        """Questions in a fixed order; train and test share no entity (tiny world) or no id (real data)."""
+        """Questions in a fixed order; splits share no entity (tiny world) or no id (real data)."""
         ...
+
+    def environment(self, question: Question) -> Environment:
+        """Where this question is answered: often the same environment for all."""
+        ...
+
+
+@runtime_checkable
+class FromScratchTask(Protocol):
+    """What a task has besides, if a model can start from scratch on it. All of it is of the training side, never of dev or test."""
 
     def demonstrations(self) -> Sequence[tuple[Question, Environment]]:
         """Questions with gold evidence for scripted demonstrations, each with the environment it is answered in."""
         ...
 
-    def reading_documents(self, seed: int) -> Iterator[str]:
-        """Endless training-side text (never held-out) that a from-scratch model reads before it is shown any demonstration."""
+    def pretraining_documents(self, seed: int) -> Iterator[str]:
+        """Endless text that a model reads before it is shown any demonstration."""
         ...
 
     def tokenizer_text(self) -> Iterator[str]:
-        """Training-side text (never held-out) on which a from-scratch tokenizer is trained."""
+        """Text that a tokenizer is trained on."""
         ...

@@ -40,8 +40,8 @@ def select(
 ) -> list[Trajectory]:
     """At most `keep_per_question` accepted trajectories of each question, the earliest attempts first.
 
-    A trajectory whose planner conversation repeats, token for token, one already kept for its question is dropped: it would only
-    weigh the same text twice. The result stands in the order in which questions first appear, attempts ascending, whatever the order
+    A trajectory whose first conversation (the planner's) repeats, token for token, one already kept for its question is dropped: it
+    would only weigh the same text twice. The result stands in the order in which questions first appear, attempts ascending, whatever the order
     in which samplers finished within a question.
     """
     by_question: dict[str, list[Trajectory]] = collections.defaultdict(list)
@@ -52,7 +52,7 @@ def select(
         kept: dict[tuple[int, ...], Trajectory] = {}
         for trajectory in sorted(attempts, key=lambda trajectory: trajectory.attempt):
             if len(kept) < keep_per_question and accepts(trajectory.reward, k=k, best_reward=best_reward):
-                kept.setdefault(tuple(trajectory.planner.token_ids), trajectory)
+                kept.setdefault(tuple(trajectory.conversations[0].token_ids), trajectory)
         selected.extend(kept.values())
     return selected
 

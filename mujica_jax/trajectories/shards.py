@@ -1,6 +1,6 @@
 """Shards: trajectories as one Parquet file that proves by itself that it is whole. The run directory's `store.py` names and keeps them.
 
-One row a trajectory: scalars in plain columns, conversations and searches nested; the first conversation is the planner's. The file's
+One row a trajectory: scalars in plain columns, conversations and searches nested. The file's
 own key-value metadata hold the schema version, the row count and the SHA-256 of all its bytes, taken while the digest's own place was
 filled with zeros. So a shard needs no second file to be checked, and a damaged one is refused before a Parquet reader sees it.
 """
@@ -18,7 +18,7 @@ from mujica_jax.records import Conversation, Search, StopReason, Trajectory, Tur
 if TYPE_CHECKING:
     import pyarrow
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 DIGEST_MARK = b"sha256 of this file with zeros here: "
 DIGEST_HOLE = b"0" * 64  # the hexadecimal digest takes its place
 COMPRESSION = "zstd"
@@ -31,6 +31,7 @@ SCALARS = {  # columns that carry a field of Trajectory as it is, with their Arr
     "reward": "float64",
     "seconds": "float64",
 }
+MAPS = ("rewards_by_part", "counts")  # from names to numbers
 
 
 def encode(trajectories: Sequence[Trajectory]) -> bytes:
@@ -101,8 +102,8 @@ def content_sha256(trajectories: Sequence[Trajectory]) -> str:
         scalars = {name: getattr(trajectory, name) for name in SCALARS if name != "seconds"}
         texts = [(turn.role, turn.text, turn.trained, len(turn.token_ids), turn.logprobs is None) for turn in turns]
         searches = [list(vars(search).values()) for search in trajectory.searches]
-        parts = sorted(trajectory.rewards_by_part.items())
-        digest.update(json.dumps([scalars, trajectory.stop_reason, parts, shape, texts, searches]).encode())
+        maps = [sorted(getattr(trajectory, name).items()) for name in MAPS]
+        digest.update(json.dumps([scalars, trajectory.stop_reason, maps, shape, texts, searches]).encode())
         for turn in turns:
             digest.update(array("i", turn.token_ids).tobytes())
             digest.update(array("f", turn.logprobs or ()).tobytes())
@@ -116,7 +117,6 @@ def _table(trajectories: Sequence[Trajectory]) -> "pyarrow.Table":
     conversations = [conversation for trajectory in trajectories for conversation in trajectory.conversations]
     turns = [turn for conversation in conversations for turn in conversation.turns]
     searches = [search for trajectory in trajectories for search in trajectory.searches]
-    parts = [list(trajectory.rewards_by_part.items()) for trajectory in trajectories]
     turn_column = _structs(
         role=pa.array([turn.role for turn in turns], pa.string()),
         token_ids=_numbers([turn.token_ids for turn in turns], "i"),
@@ -142,7 +142,12 @@ def _table(trajectories: Sequence[Trajectory]) -> "pyarrow.Table":
             **{name: pa.array([getattr(t, name) for t in trajectories], kind) for name, kind in SCALARS.items()},
             "stop_reason": pa.array([trajectory.stop_reason.value for trajectory in trajectories], pa.string()),
             "search_count": pa.array([len(trajectory.searches) for trajectory in trajectories], pa.int32()),
-            "rewards_by_part": pa.array(parts, pa.map_(pa.string(), pa.float64())),
+            **{
+                name: pa.array(
+                    [list(getattr(t, name).items()) for t in trajectories], pa.map_(pa.string(), pa.float64())
+                )
+                for name in MAPS
+            },
             "conversations": _lists(
                 [len(trajectory.conversations) for trajectory in trajectories], conversation_column
             ),
@@ -188,9 +193,8 @@ def _trajectories(table: "pyarrow.Table") -> list[Trajectory]:
     found = _cut(searches, [_search(value) for value in searches.values.to_pylist()])
     trajectories = []
     for row, own, asked in zip(rows, _cut(conversations, built), found, strict=True):
-        planner, *workers = own
-        row |= {"stop_reason": StopReason(row["stop_reason"]), "rewards_by_part": dict(row["rewards_by_part"])}
-        trajectories.append(Trajectory(**row, planner=planner, workers=tuple(workers), searches=asked))
+        row |= {"stop_reason": StopReason(row["stop_reason"])} | {name: dict(row[name]) for name in MAPS}
+        trajectories.append(Trajectory(**row, conversations=own, searches=asked))
     return trajectories
 
 

@@ -1,13 +1,14 @@
 """A whole run in seconds: every phase of the tiny world, too small to learn anything. `test_train.py` starts it as users start a run."""
 
 from mujica_jax.config.schema import (
-    AgentConfig,
     Config,
     EngineConfig,
     EvalConfig,
     ModelConfig,
+    MujicaConfig,
     MygoConfig,
-    ReadingConfig,
+    PretrainingConfig,
+    SamplingConfig,
     TinyWorldConfig,
     TrainerConfig,
     WarmupConfig,
@@ -18,7 +19,7 @@ def get_config() -> Config:
     return Config(
         name="smoke",
         task=TinyWorldConfig(
-            train_questions=64, demonstrations=100, test_questions=16, facts_per_entity=4, distractor_names=0.0
+            train_questions=64, demonstrations=100, dev_questions=16, test_questions=16, facts_per_entity=4, distractor_names=0.0
         ),
         model=ModelConfig(
             family="qwen3",
@@ -30,7 +31,7 @@ def get_config() -> Config:
             num_kv_heads=1,
             head_dim=16,
         ),
-        agent=AgentConfig(
+        agent=MujicaConfig(
             prompt="brief",
             max_iterations=4,
             max_searches_per_turn=4,
@@ -40,19 +41,21 @@ def get_config() -> Config:
         ),
         engine=EngineConfig(slots=16, decode_steps_per_call=16, prefill_tokens=1024),
         trainer=TrainerConfig(row_tokens=384, rows_per_step=4),
-        reading=ReadingConfig(documents=200, steps=20, learning_rate=1e-2, learning_rate_floor=1e-3),
-        warmup=WarmupConfig(steps=120, learning_rate=2e-2, learning_rate_floor=1e-3, reading_share=0.1),
-        mygo=MygoConfig(
-            rounds=2,
+        pretraining=PretrainingConfig(documents=200, steps=20, learning_rate=1e-2, end_learning_rate=1e-3),
+        warmup=WarmupConfig(steps=120, learning_rate=2e-2, end_learning_rate=1e-3, pretraining_share=0.1),
+        sampling=SamplingConfig(
             questions_per_round=16,
-            max_attempts=2,
-            keep_per_question=1,
             shard_questions=8,
             temperature=1.0,
+        ),
+        method=MygoConfig(
+            rounds=2,
+            max_attempts=2,
+            keep_per_question=1,
             learning_rate=2e-3,
-            learning_rate_floor=2e-4,
+            end_learning_rate=2e-4,
             epochs=4,
             replay=0.5,
         ),
-        eval=EvalConfig(questions=12),
+        eval=EvalConfig(questions=12, control=True),
     )

@@ -30,12 +30,13 @@ SHARE_MARRIED = 0.85
 PEOPLE_LIMITS: dict[names.Part, tuple[int, int]] = {
     "train": (1600, 2200),
     "demonstration": (1000, 1500),
+    "dev": (600, 600),
     "test": (600, 600),
 }
 PEOPLE_PER_QUESTION = 0.6
 FILMS_PER_PERSON = 0.6
-CITIES: dict[names.Part, int] = {"train": 120, "demonstration": 80, "test": 60}
-COUNTRIES: dict[names.Part, int] = {"train": 40, "demonstration": 24, "test": 20}
+CITIES: dict[names.Part, int] = {"train": 120, "demonstration": 80, "dev": 60, "test": 60}
+COUNTRIES: dict[names.Part, int] = {"train": 40, "demonstration": 24, "dev": 20, "test": 20}
 
 MOVED_YEARS = (-20, 20)  # how far a renamed copy moves its years
 INCEPTION_YEARS = (1800, 1849)  # of countries, cities and institutions

@@ -10,10 +10,15 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-Part = Literal["train", "demonstration", "test"]
+Part = Literal["train", "demonstration", "dev", "test"]
 
 # Percent of all pairs that each part of the world owns, by checksum.
-SHARES: dict[Part, range] = {"test": range(15), "demonstration": range(15, 50), "train": range(50, 100)}
+SHARES: dict[Part, range] = {
+    "test": range(15),
+    "dev": range(0),
+    "demonstration": range(15, 50),
+    "train": range(50, 100),
+}
 LEARNING_SHARES = range(15, 100)
 
 MALE_NAMES = tuple(

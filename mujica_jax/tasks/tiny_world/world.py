@@ -1,23 +1,24 @@
 """The tiny world: a generated encyclopaedia with the question kinds of 2WikiMultihopQA, needing no download.
 
-It has three parts without a common entity (`tiny_facts.py`): train, demonstrations and test. Their names share words and no full name
-(`tiny_names.py`). Each question is a template (`tiny_questions.py`) filled with entities whose facts reach the end of its path
-(`tiny_draws.py`), so its answer can be computed again from its evidences. A part is generated when it is first asked for.
+It has four parts without a common entity (`facts.py`): train, demonstrations, dev and test. Their names share words and no full name
+(`names.py`). Each question is a template (`questions.py`) filled with entities whose facts reach the end of its path
+(`sampling.py`), so its answer can be computed again from its evidences. A part is generated when it is first asked for.
 """
 
 import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Literal, overload
+from typing import overload
 
 from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
-from mujica_jax.records import Entity, Evidence, Question
+from mujica_jax.records import Entity, Evidence, GoldPassage, Question
+from mujica_jax.retrieval.retriever import RetrievalStatistics
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
-from mujica_jax.tasks.task import Environment, Material, Split
+from mujica_jax.tasks.task import Environment, EnvironmentKind, Material, Split
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
 from mujica_jax.tasks.tiny_world.names import Part
 from mujica_jax.tasks.tiny_world.questions import MAX_PARAPHRASES, Template
@@ -26,6 +27,7 @@ from mujica_jax.tasks.tiny_world.sampling import Plan, draw_plans
 LIMITS = {  # inclusive bounds of the configuration
     "train_questions": (1, 100_000),
     "demonstrations": (1, 100_000),
+    "dev_questions": (1, 100_000),
     "test_questions": (1, 100_000),
     "augmented_copies": (0, 100),
     "facts_per_entity": (4, 13),  # a city has 4 facts, a person at most 13
@@ -34,10 +36,10 @@ LIMITS = {  # inclusive bounds of the configuration
     "paraphrases": (1, MAX_PARAPHRASES),
 }
 # Keys of entities look like Wikidata's: the first one of a part, and how many it may give away.
-FIRST_KEY: dict[Part, int] = {"train": 1_000_000, "test": 2_000_000, "demonstration": 3_000_000}
+FIRST_KEY: dict[Part, int] = {"train": 1_000_000, "dev": 2_000_000, "test": 3_000_000, "demonstration": 4_000_000}
 PARTS_BY_NAME: dict[str, Part] = {str(part): part for part in FIRST_KEY}
 KEYS_PER_PART = 1_000_000  # a renamed copy of the demonstrations has those of the copy before, plus this
-READING_YEARS = (1850, 2015)  # the years that facts of the world lie in
+PRETRAINING_YEARS = (1850, 2015)  # the years that facts of the world lie in
 YEARS = (1780, 2040)  # those and the moved ones of renamed copies
 YEAR_REPEATS = 50  # how often they are shown to the tokenizer, so that each becomes one token
 TOKENIZER_QUESTIONS = 1000  # of each training-side part
@@ -57,15 +59,17 @@ def build(config: TinyWorldConfig) -> "TinyWorld":
 class TinyGraph:
     """The encyclopaedia as a knowledge graph: the triples that name an entity, at most `facts_per_entity` of them."""
 
-    kind: Literal["graph", "text"] = "graph"
+    kind: EnvironmentKind = "graph"
 
     def __init__(self, world: "TinyWorld") -> None:
         self._world = world
+        self.statistics = RetrievalStatistics()
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         """Triples in an order that the query does not change: choosing among them is the worker's part."""
         if entity is None:
             raise ValueError("a graph search names the entity whose triples it wants, and this one names none")
+        self.statistics = self.statistics.with_more(queries=1)
         return self.materials(entity.id)
 
     def materials(self, key: str) -> tuple[Material, ...]:
@@ -110,15 +114,15 @@ class QuestionList(Sequence[Question]):
 class TinyWorld:
     name = "tiny_world"
     rule: Rule = "two_wiki"
-    environment: Environment
+    environment_kind: EnvironmentKind = "graph"
 
     def __init__(self, config: TinyWorldConfig) -> None:
         self.config = config
         self.graph = TinyGraph(self)
-        self.environment = self.graph
         self._sizes: dict[Part, int] = {
             "train": config.train_questions,
             "demonstration": config.demonstrations,
+            "dev": config.dev_questions,
             "test": config.test_questions,
         }
         self._part = cache(lambda part, copy=0: WorldPart(part, config, self._sizes[part], copy))
@@ -127,10 +131,14 @@ class TinyWorld:
     def questions(self, split: Split) -> QuestionList:
         return self._list(split)
 
+    def environment(self, question: Question) -> Environment:
+        del question  # all are answered in the one graph
+        return self.graph
+
     def demonstrations(self) -> list[tuple[Question, Environment]]:
         """The originals, then copy after copy."""
         copies = range(1 + self.config.augmented_copies)
-        return [(question, self.environment) for copy in copies for question in self._list("demonstration", copy)]
+        return [(question, self.graph) for copy in copies for question in self._list("demonstration", copy)]
 
     def _list(self, part: Part, copy: int = 0) -> QuestionList:
         return QuestionList(self._part(part, copy), self._plans(part))
@@ -165,8 +173,8 @@ class TinyWorld:
             for number in random.Random(part).sample(range(len(owner.labels)), TOKENIZER_ENTITIES):
                 yield from (material.text for material in self.graph.materials(_key(owner, number)))
 
-    def reading_documents(self, seed: int) -> Iterator[str]:
-        """Facts put together anew from the labels and values of the train part, see `reading.py`."""
+    def pretraining_documents(self, seed: int) -> Iterator[str]:
+        """Facts combined from the labels and values of the train part, see `pretraining_text.py`."""
         owner = self._part("train")
         labels: dict[str, list[str]] = {}
         values: dict[str, dict[str, list[str]]] = {}
@@ -176,7 +184,7 @@ class TinyWorld:
                 seen = values.setdefault(kind, {}).setdefault(relation, [])
                 seen.append(value if isinstance(value, str) else owner.labels[value])
         vocabulary = Vocabulary(
-            labels=labels, values=values, years=READING_YEARS, most_facts=self.config.facts_per_entity
+            labels=labels, values=values, years=PRETRAINING_YEARS, most_facts=self.config.facts_per_entity
         )
         return documents(vocabulary, seed)
 
@@ -185,13 +193,7 @@ class TinyWorld:
         for part in FIRST_KEY:
             owner = self._part(part)
             for number, label in enumerate(owner.labels):
-                sentences = [
-                    f"The {relation} of {label} is {_label(owner, value)}."
-                    for relation, value in owner.facts[number].items()
-                    if (number, relation) not in owner.hidden
-                ]
-                text = " ".join([f"{label} is a {owner.kinds[number]}.", *sentences])
-                yield Passage(id=_key(owner, number), title=label, text=text)
+                yield Passage(id=_key(owner, number), title=label, text=_passage_text(owner, number))
 
 
 def _batched(labels: Sequence[str], size: int) -> Iterator[Sequence[str]]:
@@ -208,10 +210,28 @@ def _question(part: WorldPart, place: int, plan: Plan) -> Question:
         text=wording.format(**dict(zip("ab", topics, strict=False))),
         answers=(template.answer(topics, [_label(part, chain[-1]) for chain in plan.chains]),),
         candidates=tuple(_entity(part, topic) for topic in plan.topics),
-        gold_passages=tuple(dict.fromkeys(evidence.subject for evidence in evidences)),
+        gold_passages=_gold_passages(part, evidences),
         evidences=evidences,
         kind=template.kind,
     )
+
+
+def _gold_passages(part: WorldPart, evidences: Sequence[Evidence]) -> tuple[GoldPassage, ...]:
+    """Of the subjects, in the order of the chain."""
+    first = FIRST_KEY[part.part] + part.copy * KEYS_PER_PART
+    numbers = {evidence.subject: int(evidence.subject_id[1:]) - first for evidence in evidences}
+    return tuple(GoldPassage(title=title, text=_passage_text(part, number)) for title, number in numbers.items())
+
+
+def _passage_text(part: WorldPart, number: int) -> str:
+    """What the graph says of an entity, in sentences."""
+    label = part.labels[number]
+    sentences = [
+        f"The {relation} of {label} is {_label(part, value)}."
+        for relation, value in part.facts[number].items()
+        if (number, relation) not in part.hidden
+    ]
+    return " ".join([f"{label} is a {part.kinds[number]}.", *sentences])
 
 
 def _evidences(part: WorldPart, plan: Plan) -> tuple[Evidence, ...]:

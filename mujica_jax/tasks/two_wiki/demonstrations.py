@@ -1,7 +1,7 @@
 """Questions with usable gold chains for scripted demonstrations: as they are, and in renamed copies with a small graph of their own.
 
 A copy is made when it is read, from the question's id and the copy's number alone, in about a third of a millisecond; nothing is
-stored. `renaming.py` says how names change.
+stored. `augmentation.py` says how names change.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ class Demonstrations(Sequence[tuple[Question, Environment]]):
 def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
     """None where the text does not name the candidates in a way that can be found and replaced."""
     bridges = {evidence.object for evidence in question.evidences}
-    titles = [title for title in question.gold_passages if title not in bridges]
+    titles = [passage.title for passage in question.gold_passages if passage.title not in bridges]
     places = mentions(question.text, [candidate.label for candidate in question.candidates], titles)
     if places is None:
         return None

@@ -6,7 +6,7 @@
 - `environment="text"` (2Wiki-Text): the questions made for the corpus (`questions*.jsonl`, with aliases) whose gold passages it
   holds; a search is BM25 over the corpus, or whatever the index that `index` names does with its own corpus.
 
-Questions are held out by a hash of their id. Held-out questions, and triples or passages that no training question uses, appear
+Questions are held out by a hash of their id, half of them as dev and half as test. Held-out questions, and triples or passages that no training question uses, appear
 neither in demonstrations' new names nor in the tokenizer's text; the graph and the corpus that are searched are the whole ones.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
-from mujica_jax.records import Entity, Question
+from mujica_jax.records import Entity, GoldPassage, Question
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph, read_triples
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.retrieval.text.passages import PassageFile
@@ -44,10 +44,10 @@ from mujica_jax.tasks.two_wiki.records import (
 )
 from mujica_jax.tasks.two_wiki.search import open_knowledge_graph, open_passages, ranking
 
-READING_COPIES = 4  # of each training question
-READING_FACTS = 5  # most facts a document lists
+PRETRAINING_COPIES = 4  # of each training question
+PRETRAINING_FACTS = 5  # most facts a document lists
 WORK_RELATIONS = {"director", "performer", "composer", "publication date", "country of origin", "producer", "publisher"}
-READING_YEARS = (1000, 2020)  # the years that dates of copies lie in
+PRETRAINING_YEARS = (1000, 2020)  # the years that dates of copies lie in
 
 
 class TwoWiki:
@@ -62,20 +62,27 @@ class TwoWiki:
         environment: Environment,
         questions: Sequence[Question],
         *,
-        gold_passages: Sequence[Passage] = (),
-        taught_in: GraphEnvironment | None = None,
+        demonstrated_in: GraphEnvironment | None = None,
     ) -> None:
-        """`gold_passages` are those of all questions, for text; `taught_in` is where demonstrations are played, for graphs."""
+        """`demonstrated_in` is where demonstrations are played, for graphs."""
         ordered = sorted(questions, key=lambda question: _hash(question.id))
-        held_out = [question for question in ordered if is_held_out(question.id, config.hold_out_percent)]
-        self.config, self.environment, self._gold_passages = config, environment, gold_passages
-        self._taught_in = taught_in
-        self._train = [question for question in ordered if not is_held_out(question.id, config.hold_out_percent)]
-        self._test = held_out[: config.test_questions]
+        self.config, self._environment = config, environment
+        self.environment_kind = environment.kind
+        self._demonstrated_in = demonstrated_in
+        sizes: dict[Split, int | None] = {"train": None, "dev": config.dev_questions, "test": config.test_questions}
+        self._questions = {
+            split: [question for question in ordered if split_of(question.id, config.hold_out_percent) == split][:size]
+            for split, size in sizes.items()
+        }
+        self._train = self._questions["train"]
+
+    def environment(self, question: Question) -> Environment:
+        del question  # all are answered from the one graph or corpus
+        return self._environment
 
     def questions(self, split: Split) -> Sequence[Question]:
         """In the order of the hash of their ids, so a prefix is a random sample and stays one when files are added."""
-        return self._train if split == "train" else self._test
+        return self._questions[split]
 
     def demonstrations(self) -> Demonstrations:
         """Training questions whose gold answer follows from their evidence, then `augmented_copies` renamed copies of each.
@@ -84,21 +91,21 @@ class TwoWiki:
         """
         usable = [question for question in self._train if follows_from_evidence(question)]
         originals = [_with_label_as_answer(question) for question in usable]
-        if self._taught_in is None:
-            return Demonstrations(originals, self.environment)
+        if self._demonstrated_in is None:
+            return Demonstrations(originals, self._environment)
         return Demonstrations(
             originals,
-            self._taught_in,
-            plans=self._plans(originals, self._taught_in.graph) if self.config.augmented_copies else (),
+            self._demonstrated_in,
+            plans=self._plans(originals, self._demonstrated_in.graph) if self.config.augmented_copies else (),
             parts=self._parts,
             copies=self.config.augmented_copies,
             top_k=self.config.top_k,
         )
 
-    def reading_documents(self, seed: int) -> Iterator[str]:
-        """Graph: facts put together anew from renamed copies, see `reading.py`. Text: the passages of the training side."""
-        if self._taught_in is not None:
-            return documents(self._reading_vocabulary, seed)
+    def pretraining_documents(self, seed: int) -> Iterator[str]:
+        """Graph: facts combined from renamed copies, see `pretraining_text.py`. Text: the passages of the training side."""
+        if self._demonstrated_in is not None:
+            return documents(self._vocabulary, seed)
         passages = self._training_passages()
         draw = random.Random(f"reading {seed}")
         return (draw.choice(passages) for _ in itertools.repeat(None))
@@ -119,14 +126,14 @@ class TwoWiki:
         return [plan for question in questions if (plan := copy_plan(question, graph)) is not None]
 
     @functools.cached_property
-    def _reading_vocabulary(self) -> Vocabulary:
+    def _vocabulary(self) -> Vocabulary:
         """Labels and values of renamed copies that no demonstration uses. A work has a director or the like, a person none."""
-        assert self._taught_in is not None, "only graphs have copies"
+        assert self._demonstrated_in is not None, "only graphs have copies"
         labels: dict[str, list[str]] = {"work": [], "other": []}
         values: dict[str, dict[str, list[str]]] = {"work": {}, "other": {}}
         usable = [question for question in self._train if follows_from_evidence(question)]
-        for plan in self._plans(usable, self._taught_in.graph):
-            for number in range(READING_COPIES):
+        for plan in self._plans(usable, self._demonstrated_in.graph):
+            for number in range(PRETRAINING_COPIES):
                 question, _ = renamed_copy(plan, self._parts, -1 - number, self.config.top_k)
                 relations: dict[str, set[str]] = {}
                 for evidence in question.evidences:
@@ -135,12 +142,12 @@ class TwoWiki:
                     kind = "work" if relations[evidence.subject] & WORK_RELATIONS else "other"
                     labels[kind].append(evidence.subject)
                     values[kind].setdefault(evidence.relation, []).append(evidence.object)
-        return Vocabulary(labels=labels, values=values, years=READING_YEARS, most_facts=READING_FACTS)
+        return Vocabulary(labels=labels, values=values, years=PRETRAINING_YEARS, most_facts=PRETRAINING_FACTS)
 
     def _training_passages(self) -> list[str]:
         """Gold passages of the training questions; none for graphs."""
-        titles = {title for question in self._train for title in question.gold_passages}
-        return [f"{passage.title}: {passage.text}" for passage in self._gold_passages if passage.title in titles]
+        passages = dict.fromkeys(passage for question in self._train for passage in question.gold_passages)
+        return [f"{passage.title}: {passage.text}" for passage in passages if passage.text]
 
     def _training_triples(self) -> list[Triple]:
         """What the training questions' evidences say, without the bridge's second name."""
@@ -165,6 +172,7 @@ def build(config: TwoWikiConfig) -> TwoWiki:
         )
     for name, value, least in (
         ("top_k", config.top_k, 1),
+        ("dev_questions", config.dev_questions, 1),
         ("test_questions", config.test_questions, 1),
         ("augmented_copies", config.augmented_copies, 0),
     ):
@@ -179,17 +187,21 @@ def build(config: TwoWikiConfig) -> TwoWiki:
     questions = [question for record in records if (question := graph_question(record, graph)) is not None]
     _refuse_none(questions, config, "evidences and entity_ids")
     ranked = ranking(config)
-    taught_in = GraphEnvironment(graph, config.top_k, ranked)
-    searched = taught_in
+    demonstrated_in = GraphEnvironment(graph, config.top_k, ranked)
+    searched = demonstrated_in
     if config.index is not None:
         searched = KnowledgeGraphEnvironment(
             open_knowledge_graph(config.index, config.queries_per_second), config.top_k, ranked
         )
-    return TwoWiki(config, searched, questions, taught_in=taught_in)
+    return TwoWiki(config, searched, questions, demonstrated_in=demonstrated_in)
 
 
-def is_held_out(question_id: str, hold_out_percent: int) -> bool:
-    return _hash(question_id) % 100 < hold_out_percent
+def split_of(question_id: str, hold_out_percent: int) -> Split:
+    """By the hash of the id alone: one half of what is held out is dev, the other one test."""
+    half, percent = divmod(_hash(question_id), 100)
+    if percent >= hold_out_percent:
+        return "train"
+    return "test" if half % 2 else "dev"
 
 
 def graph_question(record: Record, graph: TripleGraph) -> Question | None:
@@ -213,7 +225,7 @@ def graph_question(record: Record, graph: TripleGraph) -> Question | None:
         text=record.text,
         answers=record.answers,
         candidates=tuple(candidates),
-        gold_passages=record.titles,
+        gold_passages=tuple(GoldPassage(title=title) for title in record.titles),
         evidences=evidences,
         kind=record.kind,
     )
@@ -227,7 +239,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
         )
     retriever, passages = open_passages(config)
     gold = _titled(passages, {title for record in records for title in record.titles})
-    titles = {passage.title for passage in gold}
+    texts = {passage.title: passage.text for passage in gold}
     sample = {
         record.id
         for record in read_questions(data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus"))
@@ -237,15 +249,15 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
             id=record.id,
             text=record.text,
             answers=record.answers,
-            gold_passages=record.titles,
+            gold_passages=tuple(GoldPassage(title=title, text=texts[title]) for title in record.titles),
             evidences=chain_evidences(record.triples),
             kind=record.kind,
         )
         for record in records
-        if record.id in sample and record.titles and titles.issuperset(record.titles)
+        if record.id in sample and record.titles and texts.keys() >= set(record.titles)
     ]
     _refuse_none(questions, config, "gold passages in the corpus")
-    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions, gold_passages=gold)
+    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions)
 
 
 def _titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:

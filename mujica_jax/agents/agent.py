@@ -1,0 +1,114 @@
+"""The agent door: what an agent is, whom it asks for its turns, and how episodes are played.
+
+An agent plays one episode of an `Attempt` in an environment and records it. Who writes its turns is a `Policy`, which is asked with
+token ids, sampling parameters and a state: what the agent knows at this turn as plain values, opaque to everything but the agent's own
+scripts (`scripted.py`). Evaluation, runs and methods know this file and no agent's own types.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from mujica_jax.inference.requests import Completion, Generator, SamplingParams
+from mujica_jax.records import Question, Trajectory
+from mujica_jax.rewards import RewardFunction
+from mujica_jax.tasks.task import Environment, EnvironmentKind
+
+POLL_SECONDS = 0.1  # a call of the engine takes as long; asking costs microseconds
+
+EnvironmentOf = Callable[[Question], Environment]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One try at one question."""
+
+    question: Question
+    number: int
+    seed: int
+    temperature: float
+
+    def turn_seed(self, place: str) -> int:
+        """A seed for one turn: a function of run seed, question, attempt and place in the episode alone."""
+        text = f"{self.seed}/{self.question.id}/{self.number}/{place}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+class Policy(Protocol):
+    """Writes an agent's turns."""
+
+    @property
+    def version(self) -> int: ...
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
+        """The turn after `prompt` (token ids). `state` is the agent's own; `continues` says that the conversation may go on."""
+        ...
+
+
+class EnginePolicy:
+    """The model behind a `Generator`."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    @property
+    def version(self) -> int:
+        return getattr(self._generator, "policy_version", 0)
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
+        del state  # the model reads tokens
+        return await self._generator.generate(prompt, params, continues=continues)
+
+
+class Agent(Protocol):
+    """Plays episodes; any number may run at once."""
+
+    async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
+        """One episode, without its reward. What the model writes wrongly ends it with a `StopReason`, never with an exception."""
+        ...
+
+    def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
+        """What conversations of this role begin with, so that trajectories can be moved under another prompt."""
+        ...
+
+
+async def run_episodes(
+    agent: Agent,
+    attempts: Sequence[Attempt],
+    environment: EnvironmentOf,
+    policy: Policy,
+    *,
+    reward: RewardFunction,
+    concurrency: int,
+    on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    poll: Callable[[], None] = lambda: None,
+) -> list[Trajectory]:
+    """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in the order of `attempts`.
+
+    `poll` is called every POLL_SECONDS, between two calls of the engine; what it raises ends all episodes.
+    """
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(attempt: Attempt) -> Trajectory:
+        async with gate:
+            trajectory = await agent.run(attempt, environment(attempt.question), policy)
+        trajectory = trajectory.with_reward(reward(trajectory, attempt.question))
+        on_episode(trajectory)
+        return trajectory
+
+    playing = asyncio.gather(*(one(attempt) for attempt in attempts))
+    try:
+        while not (await asyncio.wait([playing], timeout=POLL_SECONDS))[0]:
+            poll()
+        return list(playing.result())
+    finally:
+        playing.cancel()
+        await asyncio.gather(
+            playing, return_exceptions=True
+        )  # cancelled episodes have ended, and their errors are read
