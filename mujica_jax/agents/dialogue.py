@@ -4,6 +4,9 @@ Token ids are only ever appended: what the model generated stays exactly as it w
 tokens are made.
 """
 
+import itertools
+from collections.abc import Sequence
+
 from mujica_jax.inference.requests import Completion
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Turn
@@ -24,23 +27,27 @@ class Dialogue:
             ids = self._tokenizer.open_conversation(self._system, text)
         self._append(Turn(role="context", token_ids=tuple(ids), text=text))
 
-    def add_model(self, completion: Completion) -> str:
+    def add_model(self, completion: Completion, *, cut_at: str | None = None) -> str:
         """Append what the model generated and return its text, without the stop token.
 
-        A turn that was cut off by a length limit carries no loss: it would teach the policy to be cut off.
+        A turn that was cut off by a length limit carries no loss: it would teach the policy to be cut off. Where the stop string
+        `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write.
         """
         self._stopped = completion.finish_reason == "stop"
-        spoken = completion.token_ids[:-1] if self._stopped else completion.token_ids
-        text = self._tokenizer.decode(spoken)
-        turn = Turn(
-            role="model",
-            token_ids=completion.token_ids,
-            text=text,
-            logprobs=completion.logprobs or None,
-            trained=self._stopped,
-        )
-        self._append(turn)
+        ids, logprobs = completion.token_ids, completion.logprobs or None
+        if cut_at is not None and completion.stop_string == cut_at:
+            ids = ids[: self._tokens_before(ids, cut_at)]
+            logprobs = logprobs and logprobs[: len(ids)]
+        text = self._tokenizer.decode(ids[:-1] if self._stopped else ids)
+        trained = completion.finish_reason != "length" and bool(ids)
+        self._append(Turn(role="model", token_ids=ids, text=text, logprobs=logprobs, trained=trained))
         return text
+
+    def _tokens_before(self, ids: Sequence[int], text: str) -> int:
+        """How many tokens end before `text` begins."""
+        pieces = [self._tokenizer.token_bytes(token) for token in ids]
+        begins = b"".join(pieces).find(text.encode())
+        return len(ids) if begins < 0 else sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
 
     def record(self) -> Conversation:
         return Conversation(role=self._role, turns=tuple(self._turns))

@@ -175,15 +175,16 @@ class _Episode:
         room = self._config.max_trajectory_tokens - len(dialogue.token_ids)
         if room < 1:
             return "", StopReason.TRAJECTORY_LENGTH
-        attempt = self._attempt
+        attempt, role = self._attempt, PLANNER if isinstance(state, PlannerState) else WORKER
         params = SamplingParams(
             max_new_tokens=min(room, self._config.max_turn_tokens),
             temperature=attempt.temperature,
             seed=attempt.turn_seed(place),
+            stop_strings=protocol.stop_strings(role, self._environment.kind),
         )
         completion = await self._policy.generate(dialogue.token_ids, params, state=state, continues=continues)
-        text = dialogue.add_model(completion)
-        if completion.finish_reason == "stop":
+        text = dialogue.add_model(completion, cut_at=protocol.OBSERVATION)
+        if completion.finish_reason != "length":
             return text, None
         limited_by_room = room < self._config.max_turn_tokens
         return text, StopReason.TRAJECTORY_LENGTH if limited_by_room else StopReason.TURN_LENGTH

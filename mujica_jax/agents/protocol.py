@@ -21,6 +21,7 @@ from mujica_jax.tasks.task import EnvironmentKind
 PromptMode = Literal["brief", "zero_shot", "few_shot"]
 
 NOTHING_FOUND = "No relevant information found."
+OBSERVATION = "Obs:"  # begins what the planner is told; a model that writes it itself is cut there
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,16 @@ class WorkerReply:
     @property
     def found(self) -> bool:
         return bool(self.selected)
+
+
+def stop_strings(role: Literal["planner", "worker"], kind: EnvironmentKind) -> tuple[str, ...]:
+    """What ends a turn besides the stop token: the tag that closes it, and the beginning of an observation.
+
+    A planner over texts may write several searches, so its closing tag of a search ends nothing.
+    """
+    if role == "worker":
+        return ("</sentence>", OBSERVATION)
+    return ("</answer>", OBSERVATION) if kind == "text" else ("</action>", "</answer>", OBSERVATION)
 
 
 # --- parsing what the model wrote ---
@@ -118,7 +129,7 @@ def planner_opening(question: str, candidates: Sequence[Entity]) -> str:
 
 def planner_observation(sentences: Sequence[str], new_candidates: Sequence[Entity], first: int) -> str:
     """What the workers found, in the order of the searches, and the entities that this makes searchable, numbered on."""
-    lines = ["Obs: " + " ".join(one_line(sentence) for sentence in sentences)]
+    lines = [f"{OBSERVATION} " + " ".join(one_line(sentence) for sentence in sentences)]
     if new_candidates:
         lines.append(_candidate_line(new_candidates, first=first))
     return "\n".join(lines)

@@ -8,7 +8,7 @@ All of it is computed in float32, whatever parameters and the first moment are k
 rates (5e-7) an update is a hundredth of their last bit, and rounding to nearest would drop every one. So it is rounded up or down at
 random, up with the probability that keeps the mean, by a key that follows from the step.
 
-The learning rate is no part of the optimiser: a `Schedule` is four numbers that reach the compiled step as arguments, so warm-up, every
+The learning rate is no part of the optimiser: a `Schedule` is six numbers that reach the compiled step as arguments, so warm-up, every
 round of MyGO and the control run share one compilation. Called by `learning.trainer`.
 """
 
@@ -25,33 +25,48 @@ from mujica_jax.errors import UserError
 
 
 class Schedule(NamedTuple):
-    """Linear from 0 to `peak` over `warmup_steps`, then half a cosine down to `floor` at `total_steps`, then `floor`."""
+    """Linear from 0 to `peak` over `warmup_steps`, then a stretch of half a cosine from `peak` to `end_value` until `total_steps`.
+
+    `begin` and `end` say which stretch: 0 is the peak of the cosine, 1 its end, where the rate stays.
+    """
 
     peak: np.float32 | Float[Array, ""]
-    floor: np.float32 | Float[Array, ""]
+    end_value: np.float32 | Float[Array, ""]
     total_steps: np.int32 | Int[Array, ""]
     warmup_steps: np.int32 | Int[Array, ""]
+    begin: np.float32 | Float[Array, ""]
+    end: np.float32 | Float[Array, ""]
 
 
-def schedule(*, peak: float, floor: float, total_steps: int, warmup_steps: int = 0) -> Schedule:
-    """A checked schedule for one phase of training."""
-    if not 0 <= floor <= peak:
-        raise UserError(f"the learning rate goes from {peak} down to {floor}: give a floor between 0 and the peak")
+def schedule(
+    *,
+    peak: float,
+    end_value: float,
+    total_steps: int,
+    warmup_steps: int = 0,
+    stretch: tuple[float, float] = (0.0, 1.0),
+) -> Schedule:
+    """A checked schedule for one phase of training; `stretch` is its part of a cosine that several phases share."""
+    if not 0 <= end_value <= peak:
+        raise UserError(f"the learning rate goes from {peak} down to {end_value}: give an end between 0 and the peak")
+    assert 0 <= stretch[0] <= stretch[1] <= 1, f"{stretch} is no stretch of a cosine"
     if not 0 <= warmup_steps <= total_steps:
         raise UserError(
             f"{warmup_steps} warm-up steps do not fit into {total_steps} steps: give at most as many warm-up steps as steps"
         )
     # Fixed types, because a schedule with other types would compile the step again.
-    return Schedule(np.float32(peak), np.float32(floor), np.int32(total_steps), np.int32(warmup_steps))
+    begin, end = map(np.float32, stretch)
+    return Schedule(np.float32(peak), np.float32(end_value), np.int32(total_steps), np.int32(warmup_steps), begin, end)
 
 
 def learning_rate(schedule: Schedule, step: int | Int[Array, ""]) -> Float[Array, ""]:
     """The rate of the update number `step`, counted from 0. The first warm-up step is not idle: it runs at peak / warmup_steps."""
-    peak, floor, total_steps, warmup_steps = (jnp.asarray(value, jnp.float32) for value in schedule)
+    peak, end_value, total_steps, warmup_steps, begin, end = (jnp.asarray(value, jnp.float32) for value in schedule)
     step = jnp.asarray(step, jnp.float32)
     rising = peak * (step + 1.0) / jnp.maximum(warmup_steps, 1.0)
     progress = jnp.clip((step - warmup_steps) / jnp.maximum(total_steps - warmup_steps, 1.0), 0.0, 1.0)
-    falling = floor + (peak - floor) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+    progress = begin + (end - begin) * progress
+    falling = end_value + (peak - end_value) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
     return jnp.where(step < warmup_steps, rising, falling)
 
 

@@ -139,7 +139,7 @@ class Trainer:
         batch = Batch(integers, integers, integers, mask)
         with jax.set_mesh(self.mesh):
             step: Any = self._program.train_step
-            return step.lower(self._program.abstract_state, batch, schedule(peak=1.0, floor=1.0, total_steps=1))
+            return step.lower(self._program.abstract_state, batch, schedule(peak=1.0, end_value=1.0, total_steps=1))
 
     def score(self, state: TrainState, rows: PackedRows) -> Float[np.ndarray, "rows time"]:
         """log p of every token given its prefix in its segment; 0 for padding and first tokens."""

@@ -9,13 +9,27 @@ with r_mean the mean reward of the round's first attempts and r_sup the best rew
 formula is read). A question is tried until m trajectories are kept or `max_attempts` are spent; each kept planner conversation
 brings the conversations of its workers along as rows of their own.
 
-Differences from the paper: attempts after the first come in waves of 1, 2, 4, ... so that the engine's batch stays full near a round's
-end (at most the last wave is more than needed); rows of earlier rounds and of the warm-up are replayed at a stated share; the
-learning rate follows one cosine over all rounds.
+Differences from the paper, all of them:
+
+- Its printed threshold lacks the factor one half and would accept nothing; a reward of r_sup passes where K = r_sup. K begins at 0, not
+  at a value chosen for the data set.
+- A trajectory whose planner conversation repeats one that is kept for its question is not kept, and does not count towards m.
+- Attempts after the first come in waves of 1, 2, 4, ... for all questions of a shard that lack kept ones, so that the engine's batch
+  stays full; what a wave samples beyond m is left out.
+- The reward is the one that the configuration names (`rewards.py`); the paper's is F1.
+- Rows of earlier rounds and of the warm-up's correct trajectories are replayed at a stated share, and a round may learn its rows in
+  several epochs (`epochs`; the paper does not say how many).
+- Conversations are packed and every trained token of a batch weighs the same, so a long conversation weighs more than a short one. The
+  paper's objective sums over a trajectory; its SFT framework averages over tokens as well.
+- Adam's moments live on from phase to phase; the learning rate falls along one cosine over all rounds, each round on its stretch of it.
+- Questions are taken in the task's fixed order, from the beginning again when all are used; the paper draws 20,000 once.
+- A turn that a length limit cut carries no loss. A turn ends at its closing tag or where the model begins to write an observation of
+  its own (`agents/protocol.py`); the paper does not say how turns end.
+- A conversation longer than a training row is left out, and counted.
 """
 
+import collections
 import functools
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -70,7 +84,15 @@ def _run_rounds(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -
             packed = _mixture(run, rows, replay, number)
         steps = steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs) if kept else 0
         if steps:
-            state = _learn_round(run, state, packed, number, steps)
+            state = run.learn(
+                phase.name,
+                lambda state=state: state,
+                lambda packed=packed: packed,
+                steps=steps,
+                peak=config.learning_rate,
+                end_value=config.end_learning_rate,
+                stretch=((number - 1) / config.rounds, number / config.rounds),
+            )
         else:
             run.progress.line(
                 f"{phase.name}: no trajectory of {len(trajectories)} beat K = {k:.3f}; the policy stays as it is"
@@ -102,22 +124,6 @@ def _run_rounds(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -
             },
         )
     return results
-
-
-def _learn_round(run: Run, state: TrainState, packed: PackedRows, number: int, steps: int) -> TrainState:
-    peak, end_value = _rates(run, number)
-    return run.learn(f"round {number}", lambda: state, lambda: packed, steps=steps, peak=peak, end_value=end_value)
-
-
-def _rates(run: Run, number: int) -> tuple[float, float]:
-    """Learning rate at the beginning and the end of a round: its stretch of one cosine over all rounds."""
-    config = _config(run)
-
-    def at(progress: float) -> float:
-        span = config.learning_rate - config.end_learning_rate
-        return config.end_learning_rate + span * 0.5 * (1 + math.cos(math.pi * progress))
-
-    return at((number - 1) / config.rounds), at(number / config.rounds)
 
 
 def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversation], number: int) -> PackedRows:
@@ -173,7 +179,15 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
 
         def later_attempts(index: int, heard: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
             def wave(earlier: Sequence[Trajectory]) -> list[Attempt]:
-                return _wave(run, shards[index], first, earlier, k, number)
+                following = next_attempts(
+                    shards[index],
+                    [*(first[question.id] for question in shards[index]), *earlier],
+                    k=k,
+                    best_reward=run.reward.best,
+                    keep_per_question=config.keep_per_question,
+                    max_attempts=config.max_attempts,
+                )
+                return [_attempt(run, question, attempt, number) for question, attempt in following]
 
             return run.sample_waves(number, len(shards) + index, wave, heard)
 
@@ -215,28 +229,30 @@ def _finished_round(run: Run, number: int) -> tuple[list[Trajectory], float] | N
     return found, done.threshold
 
 
-def _wave(
-    run: Run,
-    shard: Sequence[Question],
-    first: dict[str, Trajectory],
-    earlier: Sequence[Trajectory],
+def next_attempts(
+    questions: Sequence[Question],
+    trajectories: Sequence[Trajectory],
+    *,
     k: float,
-    number: int,
-) -> list[Attempt]:
-    """The next attempts of a shard's questions that still lack kept trajectories; empty when nothing is left to try."""
-    config = _config(run)
-    tried = 1 + max((t.attempt for t in earlier), default=0)
-    if tried >= config.max_attempts:
-        return []
-    kept: dict[str, int] = dict.fromkeys((question.id for question in shard), 0)
-    for trajectory in [*(first[question.id] for question in shard), *earlier]:
-        kept[trajectory.question_id] += accepts(trajectory.reward, k=k, best_reward=run.reward.best)
-    wave = range(tried, min(2 * tried, config.max_attempts))
+    best_reward: float,
+    keep_per_question: int,
+    max_attempts: int,
+) -> list[tuple[Question, int]]:
+    """Questions with the numbers of their next attempts: those with fewer than m kept trajectories, while attempts are left.
+
+    A trajectory counts if it would be kept, so one that repeats another does not (`trajectories.select`). Waves double: with `tried`
+    attempts behind them, questions get as many again.
+    """
+    tried = 1 + max(trajectory.attempt for trajectory in trajectories)
+    kept = collections.Counter(
+        trajectory.question_id
+        for trajectory in select(trajectories, k=k, keep_per_question=keep_per_question, best_reward=best_reward)
+    )
     return [
-        _attempt(run, question, attempt, number)
-        for question in shard
-        if kept[question.id] < config.keep_per_question
-        for attempt in wave
+        (question, number)
+        for question in questions
+        if kept[question.id] < keep_per_question
+        for number in range(tried, min(2 * tried, max_attempts))
     ]
 
 

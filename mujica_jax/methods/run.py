@@ -253,9 +253,11 @@ class Run:
         peak: float,
         end_value: float,
         warmup_steps: int = 0,
+        stretch: tuple[float, float] = (0.0, 1.0),
     ) -> TrainState:
         """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase.
 
+        The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine that several phases share.
         A preemption saves the step it comes at.
         """
         folder = self.store.root / "learning" / name.replace(" ", "-")
@@ -264,6 +266,7 @@ class Run:
         # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
         input_state = None if found is None else found[1].get("input")
+        rates = schedule(peak=peak, end_value=end_value, total_steps=steps, warmup_steps=warmup_steps, stretch=stretch)
         done = int(state.step)
         if done >= steps:
             return state
@@ -296,7 +299,7 @@ class Run:
                         self.trainer,
                         state,
                         packed,
-                        schedule=schedule(peak=peak, floor=end_value, total_steps=steps, warmup_steps=warmup_steps),
+                        schedule=rates,
                         steps=stretch,
                         seed=self.config.seed,
                         input_state=input_state,

@@ -28,8 +28,8 @@ SHARE_MARRIED = 0.85
 
 # Fewest: every word of the pools is drawn. Most: the part still owns free names.
 PEOPLE_LIMITS: dict[names.Part, tuple[int, int]] = {
-    "train": (1600, 2200),
-    "demonstration": (1000, 1500),
+    "train": (1600, 2000),
+    "demonstration": (1000, 1050),
     "dev": (600, 600),
     "test": (600, 600),
 }

@@ -1,4 +1,4 @@
-"""Names of the tiny world: word pools, and a namer that keeps train, demonstrations and test apart.
+"""Names of the tiny world: word pools, and a namer that keeps train, demonstrations, dev and test apart.
 
 A full name joins two words. A checksum of the pair says to which part of the world it belongs, so every word is used everywhere and no
 full name twice: a model can know the words of a test name, never the name. A checksum and not a rule: what a model can learn of the pairs
@@ -15,11 +15,11 @@ Part = Literal["train", "demonstration", "dev", "test"]
 # Percent of all pairs that each part of the world owns, by checksum.
 SHARES: dict[Part, range] = {
     "test": range(15),
-    "dev": range(0),
-    "demonstration": range(15, 50),
-    "train": range(50, 100),
+    "dev": range(15, 30),
+    "demonstration": range(30, 54),
+    "train": range(54, 100),
 }
-LEARNING_SHARES = range(15, 100)
+LEARNING_SHARES = range(30, 100)
 
 MALE_NAMES = tuple(
     """Adam Alan Albert Arthur Basil Bruno Carl Cecil Conrad Cyril Daniel David Dennis Edgar Edwin Emil Felix Frank Harry Henry Hugh

@@ -1,0 +1,144 @@
+"""MyGO's rule, played by hand: three rounds over two questions whose rewards stand in a table."""
+
+import contextlib
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from mujica_jax.agents.agent import Attempt
+from mujica_jax.config.schema import MygoConfig, SamplingConfig
+from mujica_jax.learning.optimizer import learning_rate, schedule
+from mujica_jax.methods import mygo
+from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
+from mujica_jax.trajectories.select import select
+
+METHOD = MygoConfig(
+    rounds=3, max_attempts=6, keep_per_question=2, learning_rate=1.0, end_learning_rate=0.0, epochs=1, replay=0.0
+)
+QUESTIONS = [Question(id=name, text=name, answers=(name,)) for name in ("easy", "hard")]
+
+
+def trajectory(attempt: Attempt, reward: float, said: int) -> Trajectory:
+    turn = Turn(role="model", token_ids=(said,), text=str(said), trained=True)
+    return Trajectory(
+        question_id=attempt.question.id,
+        attempt=attempt.number,
+        policy_version=0,
+        seed=attempt.seed,
+        conversations=(Conversation(role="planner", turns=(turn,)),),
+        answer="",
+        reward=reward,
+        stop_reason=StopReason.ANSWERED,
+        searches=(),
+        seconds=0.0,
+    )
+
+
+class Played:
+    """In the place of a `Run`: episodes come from `rewards[question][attempt]`; what was asked is kept."""
+
+    def __init__(self, rewards: dict[str, Sequence[float]], said: Callable[[Attempt], int]) -> None:
+        self.rewards, self.said = rewards, said
+        self.asked: list[tuple[str, int]] = []
+        self.done: dict[int, Any] = {}
+        self.config = types.SimpleNamespace(
+            method=METHOD,
+            sampling=SamplingConfig(questions_per_round=2, shard_questions=2, temperature=1.0),
+            seed=0,
+        )
+        self.task = types.SimpleNamespace(questions=lambda split: QUESTIONS)
+        self.reward = types.SimpleNamespace(best=1.0)
+        self.store = types.SimpleNamespace(
+            read_done=lambda number: None, write_plan=lambda number, plan: None, write_done=self._write_done
+        )
+        stage = types.SimpleNamespace(update=lambda *values, **figures: None)
+        self.progress = types.SimpleNamespace(
+            stage=lambda *names, **figures: contextlib.nullcontext(stage), line=lambda text: None
+        )
+        self.preemption = types.SimpleNamespace(enter=lambda *names, **kept: None)
+        self.counters = types.SimpleNamespace(figures=dict)
+        self.metrics = types.SimpleNamespace(flush=lambda: None)
+
+    def use_policy(self, state: object, version: int) -> None: ...
+
+    def counted(self, kind: str, step: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _write_done(self, number: int, entries: object, *, mean_reward: float, threshold: float) -> None:
+        self.done[number] = (mean_reward, threshold)
+
+    def _play(self, attempt: Attempt) -> Trajectory:
+        self.asked.append((attempt.question.id, attempt.number))
+        return trajectory(attempt, self.rewards[attempt.question.id][attempt.number], self.said(attempt))
+
+    def sample(self, number: int, shard: int, attempts: Sequence[Attempt], heard: object) -> Any:
+        return None, [self._play(attempt) for attempt in attempts]
+
+    def sample_waves(self, number: int, shard: int, wave: Callable[[list[Trajectory]], list[Attempt]], heard: object):
+        played: list[Trajectory] = []
+        while attempts := wave(played):
+            played += [self._play(attempt) for attempt in attempts]
+        return None, played
+
+
+def sampled(rewards: dict[str, Sequence[float]], *, k: float = 0.0, said=lambda attempt: attempt.number):
+    run: Any = Played(rewards, said)
+    trajectories, threshold = mygo._sample_round(run, None, 1, k)
+    return run, trajectories, threshold
+
+
+def attempts_of(run: Played, question: str) -> list[int]:
+    return [number for name, number in run.asked if name == question]
+
+
+def test_the_threshold_is_the_midpoint_of_the_first_attempts_mean_and_the_best_reward():
+    run, _, k = sampled({"easy": [1.0] * 6, "hard": [0.5, *[1.0] * 5]})
+    assert k == 0.875  # (0.75 + 1) / 2; the later attempts, all right, have no part in it
+    assert run.done[1] == (0.75, 0.875)
+
+
+def test_the_threshold_never_falls():
+    assert sampled({"easy": [0.0] * 6, "hard": [0.0] * 6}, k=0.9)[2] == 0.9
+    assert sampled({"easy": [0.0] * 6, "hard": [0.0] * 6}, k=0.2)[2] == 0.5
+
+
+def test_a_question_stops_at_m_kept_trajectories_and_at_the_configured_attempts():
+    # easy: attempts 0 and 1 pass K = 0.5 + 0.9/4 = 0.725; hard never does. Waves are 1, 2, then what is left: 6 in all.
+    run, trajectories, k = sampled({"easy": [0.9] * 6, "hard": [0.0] * 6})
+    assert k == pytest.approx(0.725)
+    assert attempts_of(run, "easy") == [0, 1]
+    assert attempts_of(run, "hard") == [0, 1, 2, 3, 4, 5]
+    kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
+    assert [(t.question_id, t.attempt) for t in kept] == [("easy", 0), ("easy", 1)]
+
+
+def test_a_reward_at_the_threshold_is_not_kept_unless_it_is_the_best():
+    run, trajectories, k = sampled({"easy": [0.5] * 6, "hard": [0.5, 0.75, 1.0, 0.76, 0.0, 0.0]})
+    assert k == 0.75
+    kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
+    assert [(t.question_id, t.attempt) for t in kept] == [("hard", 2), ("hard", 3)]
+    assert select(trajectories, k=1.0, keep_per_question=2, best_reward=1.0)[0].attempt == 2
+
+
+def test_a_repetition_does_not_count_towards_m():
+    """The easy question says the same thing in attempts 0, 1 and 2: it is tried until a second text is kept."""
+    run, trajectories, k = sampled(
+        {"easy": [1.0] * 6, "hard": [1.0] * 6},
+        said=lambda attempt: max(2, attempt.number) + 10 * len(attempt.question.id),
+    )
+    assert attempts_of(run, "easy") == attempts_of(run, "hard") == [0, 1, 2, 3]
+    kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
+    assert [(t.question_id, t.attempt) for t in kept] == [("easy", 0), ("easy", 3), ("hard", 0), ("hard", 3)]
+
+
+def test_rounds_go_down_one_cosine():
+    """Steps of three rounds, of 4, 2 and 6 updates, against half a cosine over the rounds."""
+    for number, steps in enumerate((4, 2, 6)):
+        rates = schedule(peak=1.0, end_value=0.0, total_steps=steps, stretch=(number / 3, (number + 1) / 3))
+        found = [float(learning_rate(rates, step)) for step in range(steps + 1)]
+
+        expected = [0.5 * (1 + math.cos(math.pi * (number + step / steps) / 3)) for step in range(steps + 1)]
+        assert found == pytest.approx(expected, abs=1e-6)
