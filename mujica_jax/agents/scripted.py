@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.mujica import PlannerState, WorkerState
+from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Evidence, Question
@@ -46,7 +47,11 @@ class ScriptedPolicy:
         self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
         del prompt, continues  # the script reads the state
-        assert isinstance(state, PlannerState | WorkerState), f"{state} is no state of Mujica"
+        if not isinstance(state, PlannerState | WorkerState):
+            raise UserError(
+                f"demonstrations are scripted for Mujica and the agent asks with a {type(state).__name__}: start from a checkpoint "
+                "with --init"
+            )
         text = self._plan(state) if isinstance(state, PlannerState) else self._read(state)
         ids = (*self._tokenizer.encode_model(text), self._tokenizer.stop_token_ids[0])
         fits = len(ids) <= params.max_new_tokens

@@ -11,6 +11,8 @@ kind is a dataclass, in this file or its own, and its name in the union (docs/ex
 import dataclasses
 from typing import ClassVar, Literal
 
+from mujica_jax.config.agents import MujicaConfig
+
 DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 
 
@@ -72,20 +74,6 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MujicaConfig:
-    """Planner and workers. Three limits, each with its unit."""
-
-    kind: Literal["mujica"] = "mujica"
-    implementation: ClassVar[str] = "mujica_jax.agents.mujica:Mujica"
-    prompt: Literal["brief", "zero_shot", "few_shot"]  # brief: one line, for models that were trained on the format
-    max_iterations: int  # planner turns before the episode ends without an answer
-    max_searches_per_turn: int
-    max_turn_tokens: int  # tokens one model turn may generate
-    max_trajectory_tokens: int  # tokens a conversation may hold, context included
-    max_observation_tokens: int  # tokens of materials shown to a worker; further materials are left out
 
 
 AgentConfig = MujicaConfig

@@ -436,8 +436,7 @@ def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> Ba
     return BatchedGenerator(
         engine,
         prefix_reuse=config.engine.prefix_reuse,
-        queue_size=config.engine.slots
-        * (1 + config.agent.max_searches_per_turn),  # all that its episodes can ask at once
+        queue_size=config.engine.slots * (1 + config.agent.max_turns_at_once),  # all that its episodes can ask at once
         token_bytes=tokenizer.token_bytes,
     )
 

@@ -122,7 +122,7 @@ def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str
         )
     return (
         f"none of {sampled} scripted demonstrations reaches its gold answer: the limits of agent cut them, raise "
-        f"agent.max_iterations {run.config.agent.max_iterations} or agent.max_turn_tokens {run.config.agent.max_turn_tokens}"
+        f"agent.max_turn_tokens {run.config.agent.max_turn_tokens} or the limit of turns"
     )
 
 
