@@ -14,6 +14,7 @@ percent. docs/retrieval.md has the formats, the embedders and the measured numbe
 """
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -30,11 +31,14 @@ from mujica_jax.errors import UserError
 
 if TYPE_CHECKING:
     from mujica_jax.report import Progress
+    from mujica_jax.retrieval.graph.index import GraphRecipe
+    from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
     from mujica_jax.retrieval.text.index import Index
 
 PROGRAM = "python -m mujica_jax.index"
 GRAPH = "graph"  # the kind of index that holds triples
 DEFAULT_K = 5
+MAX_NAMESAKES = 5  # other entities of one name that are shown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(given: argparse.Namespace) -> None:
-    from mujica_jax import index_graph
     from mujica_jax.report import Progress
     from mujica_jax.retrieval.text import index as indexes
     from mujica_jax.retrieval.text.embedders import find_embedder
@@ -67,10 +70,7 @@ def build(given: argparse.Namespace) -> None:
     _refuse_unread(given, given.kind)
     embeds = given.kind not in ("bm25", GRAPH) and given.embeddings is None
     if given.kind == GRAPH:
-        if given.corpus is None:
-            raise UserError("a graph is made of files of triples: give --corpus")
-        progress = Progress(sys.stderr)
-        index_graph.build_graph(given, progress, _Reported(progress))
+        build_graph(given)
         return
     if (given.corpus is None) == (given.embeddings is None) or (given.skip and given.corpus is None):
         raise UserError("an index is made of passages: give --corpus with or without --skip, or --embeddings alone")
@@ -94,7 +94,6 @@ def build(given: argparse.Namespace) -> None:
 
 
 def estimate(given: argparse.Namespace) -> None:
-    from mujica_jax import index_graph
     from mujica_jax.retrieval.text import estimates
     from mujica_jax.retrieval.text import index as indexes
     from mujica_jax.retrieval.text.corpus import Skipped, stream_corpus
@@ -104,7 +103,9 @@ def estimate(given: argparse.Namespace) -> None:
     if given.kind == GRAPH:
         if given.passages is not None:
             raise UserError(f"--passages is {given.passages} and a graph has none: leave it out")
-        index_graph.estimate_graph(given)
+        from mujica_jax.retrieval.graph.estimates import estimate_graph
+
+        print(json.dumps(dataclasses.asdict(estimate_graph(_graph_recipe(given)))))
         return
     recipe = indexes.Recipe(
         kind=given.kind,
@@ -165,7 +166,6 @@ def recall(given: argparse.Namespace) -> None:
 
 
 def query(given: argparse.Namespace) -> None:
-    from mujica_jax import index_graph
     from mujica_jax.retrieval.text.corpus_records import check_text
     from mujica_jax.retrieval.text.index import read_kind
 
@@ -173,7 +173,7 @@ def query(given: argparse.Namespace) -> None:
     kind = GRAPH if given.index.startswith("sparql+") else read_kind(given.index)
     _refuse_unread(given, kind)
     if kind == GRAPH:
-        index_graph.query_graph(given)
+        query_graph(given)
         return
     index = _opened(given)
     k = min(DEFAULT_K, len(index.passages)) if given.k is None else given.k
@@ -191,7 +191,6 @@ def query(given: argparse.Namespace) -> None:
 
 
 def serve(given: argparse.Namespace) -> None:
-    from mujica_jax import index_graph
     from mujica_jax.retrieval.retriever import IndexRetriever
     from mujica_jax.retrieval.search_cache import HitsCache
     from mujica_jax.retrieval.service import address_of, make_app, open_port, serve_until_told
@@ -205,8 +204,10 @@ def serve(given: argparse.Namespace) -> None:
     kind = read_kind(given.index)
     _refuse_unread(given, kind)
     if kind == GRAPH:
-        index_graph.serve_graph(given)
-        return
+        raise UserError(
+            f"{given.index} is a graph, which a SPARQL server serves: `pip install oxigraph`, then `oxigraph serve-read-only --location "
+            f"{given.index}/graph --bind {given.host}:{given.port}`, and give --task.index sparql+http://HOST:{given.port}/query"
+        )
     opened = open_port(given.host, given.port)
     with contextlib.closing(opened):
         index = _opened(given)
@@ -219,6 +220,67 @@ def serve(given: argparse.Namespace) -> None:
         told = f"serving {given.index} (version {index.version}) at {address_of(opened)}"
         serve_until_told(make_app(retriever, kind), opened, told)
     print(retriever.statistics.sentence(), flush=True)
+
+
+def build_graph(given: argparse.Namespace) -> None:
+    from mujica_jax.report import Progress
+    from mujica_jax.retrieval.graph.index import build as build_index
+
+    if given.corpus is None:
+        raise UserError("a graph is made of files of triples: give --corpus")
+    progress = Progress(sys.stderr)
+    manifest, found = build_index(Path(given.out), _graph_recipe(given), _Reported(progress))
+    if manifest["skipped"]:
+        progress.line(f"{manifest['skipped']:,} lines were left out; the first one: {manifest['first_skipped']}")
+    names = f" and {manifest['names']:,} names" if manifest["names"] else ""  # tables name entities in their triples
+    progress.line(
+        f"{given.out}: {manifest['triples']:,} triples{names}, version {manifest['version']}"
+        f"{' (was there already)' * found}"
+    )
+
+
+def query_graph(given: argparse.Namespace) -> None:
+    from mujica_jax.retrieval.errors import RetrievalError
+    from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
+    from mujica_jax.retrieval.graph.index import open_graph
+
+    graph = open_endpoint(given.index) if given.index.startswith(SCHEME) else open_graph(given.index)
+    try:
+        asyncio.run(_print_triples(graph, given.index, given.text, given.k))
+    except RetrievalError as error:
+        raise UserError(error.reason) from error
+
+
+async def _print_triples(graph: "KnowledgeGraph", index: str, text: str, limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise UserError(f"k is {limit}: give at least 1")
+    keys = await graph.find(text)
+    if not keys:
+        raise UserError(
+            f"{index} knows no entity {text!r}: give a Q-id, or a label or an alias as the graph writes it (in "
+            f"{', '.join(graph.languages)})"
+        )
+    if len(keys) > 1:
+        others = ", ".join(keys[1 : 1 + MAX_NAMESAKES]) + ", ..." * (len(keys) > 1 + MAX_NAMESAKES)
+        print(
+            f"{len(keys)} entities are called {text!r}: these are the triples of {keys[0]}, not of {others}",
+            file=sys.stderr,
+        )
+    for triple in await graph.triples_of(keys[0], limit):
+        shown = dataclasses.asdict(triple)
+        print(json.dumps(shown, ensure_ascii=False))
+
+
+def _graph_recipe(given: argparse.Namespace) -> "GraphRecipe":
+    from mujica_jax.retrieval.graph import sparql
+    from mujica_jax.retrieval.graph.files import Choice
+    from mujica_jax.retrieval.graph.index import GraphRecipe
+
+    choice = Choice(
+        languages=tuple(tag.lower() for tag in given.languages or sparql.LANGUAGES),
+        properties=tuple(dict.fromkeys(given.properties or ())),
+    )
+    return GraphRecipe(files=tuple(given.corpus), choice=choice, skip=given.skip)
 
 
 class _Reported:
@@ -347,7 +409,7 @@ def _parser() -> argparse.ArgumentParser:
     asked = command(query, "The passages found for one query, or the triples of an entity of a graph, as JSON lines.")
     asked.add_argument("text", metavar="QUERY", help="of a graph: a Q-id, a label or an alias")
     asked.add_argument("--k", type=int, help=f"at most so many ({DEFAULT_K} passages, all triples)")
-    served = command(serve, "An HTTP service: POST /search (of a graph: /sparql), GET /healthz, GET /metrics.")
+    served = command(serve, "An HTTP service of passages: POST /search, GET /healthz, GET /metrics.")
     served.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1; 0.0.0.0 for other hosts)")
     served.add_argument("--port", type=int, default=8600)
     served.add_argument("--most-waiting", type=int, default=1024, help="queries in line before others get 429")

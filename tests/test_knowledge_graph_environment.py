@@ -18,7 +18,7 @@ from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
-from mujica_jax.http.retry import Tries
+from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.records import Entity, StopReason
 from mujica_jax.retrieval.errors import RetrievalError, RetrieverUnavailable
 from mujica_jax.retrieval.graph.dumps import claim_quads
@@ -132,7 +132,7 @@ def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(folder, tmp_path
         assert time.monotonic() - began > 0.49, "half a second apart"
         endpoint.answer = lambda request, before: Answer(status=500)
         assert len(search(remote.environment, "x", BRICK)) == 3, "what was asked once is kept"
-        hasty = SparqlEndpoint(address, limits=Tries(tries=2, first_wait_seconds=0.01))
+        hasty = SparqlEndpoint(address, policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01))
         with pytest.raises(RetrieverUnavailable):
             search(KnowledgeGraphEnvironment(hasty, 5), "x", BRICK)
         assert hasty.statistics.failed == 1
@@ -148,7 +148,7 @@ def test_an_episode_ends_where_the_endpoint_fails():
     played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), well)
     assert played.stop_reason is StopReason.ANSWERED and "director" in str(played.searches[0])
     with serving(lambda request, before: Answer(status=500)) as endpoint:
-        broken = SparqlEndpoint(endpoint.base_url, limits=Tries(tries=2, first_wait_seconds=0.01))
+        broken = SparqlEndpoint(endpoint.base_url, policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01))
         played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), KnowledgeGraphEnvironment(broken, 5))
     assert played.stop_reason is StopReason.RETRIEVER_FAILED and played.reward == 0
 

@@ -21,6 +21,7 @@ from tiny_embedder import write_corpus
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
+from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.retrieval import service
 from mujica_jax.retrieval.client import RemoteRetriever, open_remote
 from mujica_jax.retrieval.errors import (
@@ -49,8 +50,8 @@ async def together(retriever, *queries, k=2):
     return await asyncio.gather(*(retriever.search(query, k) for query in queries), return_exceptions=True)
 
 
-def client(url: str, **options) -> RemoteRetriever:
-    return RemoteRetriever(url, **{"first_wait_seconds": 0.01} | options)
+def client(url: str, *, concurrency: int = 8, **policy) -> RemoteRetriever:
+    return RemoteRetriever(url, concurrency=concurrency, policy=RetryPolicy(**{"first_wait_seconds": 0.01} | policy))
 
 
 def test_the_client_finds_what_the_index_finds_in_one_request():
@@ -222,15 +223,15 @@ def test_the_client_survives_what_passes(fault):
 def test_the_client_gives_up_with_a_type():
     with serving(lambda *_: Answer(status=503, content={"error": "busy"})) as endpoint:
         with pytest.raises(RetrieverUnavailable, match=r"failed 3 times, the last time with status 503 \(busy\)"):
-            asyncio.run(client(endpoint.base_url, tries=3).search("a", 1))
+            asyncio.run(client(endpoint.base_url, max_attempts=3).search("a", 1))
         with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.3 s"):
-            asyncio.run(client(endpoint.base_url, deadline_seconds=0.3, tries=1000).search("a", 1))
+            asyncio.run(client(endpoint.base_url, deadline_seconds=0.3, max_attempts=1000).search("a", 1))
     with serving(lambda *_: Answer(status=400, content={"error": "k is 99"})) as endpoint:
         with pytest.raises(RetrieverRefused, match="status 400: k is 99"):
             asyncio.run(client(endpoint.base_url).search("a", 1))
         assert len(endpoint.requests) == 1, "what is refused is not sent again"
     with pytest.raises(RetrieverUnavailable, match="failed 2 times"):
-        asyncio.run(client(endpoint.base_url, tries=2).search("a", 1))  # nobody listens any more
+        asyncio.run(client(endpoint.base_url, max_attempts=2).search("a", 1))  # nobody listens any more
     with pytest.raises(RetrieverUnavailable, match=r"gives no health .*index serve"):
         client(endpoint.base_url).check()
 

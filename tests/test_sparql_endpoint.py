@@ -10,14 +10,14 @@ from little_graph import FILM, texts, write_dump
 from local_endpoint import Answer, serving
 
 from mujica_jax.errors import UserError
-from mujica_jax.http.retry import Tries
+from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint, _table, open_endpoint
 from mujica_jax.retrieval.graph.index import graph_in_memory
 from mujica_jax.retrieval.search_cache import AnswerCache
 
-QUICK = Tries(timeout_seconds=1.0, deadline_seconds=20.0, first_wait_seconds=0.01)
-PATIENT = Tries(timeout_seconds=20.0, deadline_seconds=20.0, first_wait_seconds=0.01)
+QUICK = RetryPolicy(timeout_seconds=1.0, deadline_seconds=20.0, first_wait_seconds=0.01)
+PATIENT = RetryPolicy(timeout_seconds=20.0, deadline_seconds=20.0, first_wait_seconds=0.01)
 NOTHING = {"head": {"vars": ["property"]}, "results": {"bindings": []}}
 
 
@@ -32,7 +32,7 @@ def truth(store: pyoxigraph.Store, request) -> Answer:
 
 
 def endpoint_at(url: str, **options) -> SparqlEndpoint:
-    return SparqlEndpoint(url, **{"queries_per_second": 1e6, "limits": QUICK} | options)
+    return SparqlEndpoint(url, **{"queries_per_second": 1e6, "policy": QUICK} | options)
 
 
 def asked(work):
@@ -43,7 +43,7 @@ def asked(work):
 def imported(store) -> None:
     """The first request of a process imports its HTTP client, which on a busy machine takes longer than a try may here."""
     with serving(lambda request, before: truth(store, request)) as endpoint:
-        asked(endpoint_at(endpoint.base_url, limits=Tries(timeout_seconds=60.0)).triples_of("Q1"))
+        asked(endpoint_at(endpoint.base_url, policy=RetryPolicy(timeout_seconds=60.0)).triples_of("Q1"))
 
 
 MISBEHAVIOUR = {
@@ -73,7 +73,7 @@ MISBEHAVIOUR = {
 def test_what_passes_is_survived(store, fault):
     with serving(lambda request, before: fault if before < 2 else truth(store, request)) as endpoint:
         late = fault.after_seconds > 0 or fault.fault == "trickle"
-        graph = endpoint_at(endpoint.base_url, limits=QUICK if late else PATIENT)
+        graph = endpoint_at(endpoint.base_url, policy=QUICK if late else PATIENT)
         assert texts(asked(graph.triples_of("Q1"))) == FILM
         assert len(endpoint.requests) == 3 and graph.statistics.retries == 2
 
@@ -81,8 +81,13 @@ def test_what_passes_is_survived(store, fault):
 @pytest.mark.parametrize(
     ("fault", "options", "kind", "said"),
     [
-        (Answer(status=500), {"tries": 3}, RetrieverUnavailable, "failed 3 times, the last time with status 500"),
-        (Answer(content=b"no"), {"tries": 2}, RetrieverUnavailable, "an answer that is no SPARQL result"),
+        (
+            Answer(status=500),
+            {"max_attempts": 3},
+            RetrieverUnavailable,
+            "failed 3 times, the last time with status 500",
+        ),
+        (Answer(content=b"no"), {"max_attempts": 2}, RetrieverUnavailable, "an answer that is no SPARQL result"),
         (
             Answer(status=400, content=b"bad query"),
             {},
@@ -107,7 +112,7 @@ def test_what_passes_is_survived(store, fault):
 def test_what_does_not_pass_is_a_typed_error(fault, options, kind, said):
     limits = {"timeout_seconds": 20.0, "deadline_seconds": 20.0, "first_wait_seconds": 0.01} | options
     with serving(lambda request, before: fault) as endpoint:
-        graph = endpoint_at(endpoint.base_url, limits=Tries(**limits))
+        graph = endpoint_at(endpoint.base_url, policy=RetryPolicy(**limits))
         began = time.monotonic()
         with pytest.raises(kind, match=said):
             asked(graph.triples_of("Q1"))
@@ -148,7 +153,7 @@ def test_triples_quoted_in_one_another_are_a_typed_error(name):
     for answer in (row % quoted(50_000, name), (row % quoted(50_000, name))[:1_000_000]):
         deep = Answer(content=answer.encode())
         with serving(lambda request, before, deep=deep: deep) as endpoint:
-            graph = endpoint_at(endpoint.base_url, limits=Tries(tries=1))
+            graph = endpoint_at(endpoint.base_url, policy=RetryPolicy(max_attempts=1))
             with pytest.raises(RetrieverUnavailable, match="more than 16 brackets in one another"):
                 asked(graph.find("Nobody"))
     columns, rows = _table(row % quoted(2, name))
@@ -163,7 +168,7 @@ def test_brackets_in_texts_do_not_count():
 
 
 def test_an_endpoint_that_is_not_there_is_a_typed_error():
-    graph = endpoint_at("http://127.0.0.1:9/sparql", limits=Tries(tries=2, first_wait_seconds=0.01))
+    graph = endpoint_at("http://127.0.0.1:9/sparql", policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01))
     with pytest.raises(RetrieverUnavailable, match="ConnectError"):
         asked(graph.triples_of("Q1"))
 

@@ -1,4 +1,4 @@
-"""One request to an endpoint, sent once: the connection, the bounds of an answer, and which faults may pass.
+"""One request to an endpoint, sent once: the connection, the bounds of an answer, and which errors are transient.
 
 The API key comes from an environment variable and goes nowhere but into the request's header.
 """
@@ -13,18 +13,37 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.requests import RequestError
 
 if TYPE_CHECKING:
     import httpx
 
-PASSING_STATUSES = {408, 409, 425, 429}  # and 5xx
-LARGEST_ANSWER_BYTES = 16 * 2**20
+TRANSIENT_STATUSES = {408, 409, 425, 429}  # and 5xx
 TOO_LARGE = 413
-LONGEST_MESSAGE = 200  # characters of what a server says that are shown
+MAX_ANSWER_BYTES = 16 * 2**20
+MAX_MESSAGE_CHARACTERS = 200  # of what a server says that are shown
 
 
-class PassingFault(Exception):
+class HttpError(Exception):
+    """A request that failed for good. Its text is one sentence for the user."""
+
+
+class RequestRefused(HttpError):
+    """The same request would be refused again."""
+
+
+class PayloadTooLarge(RequestRefused):
+    """The server takes no request that large, or its answer is too large: part of it may do."""
+
+
+class RetriesExhausted(HttpError):
+    """Every attempt met a transient error."""
+
+
+class DeadlineExceeded(HttpError):
+    """No answer within the deadline."""
+
+
+class TransientError(Exception):
     """The same request may succeed later."""
 
     def __init__(self, reason: str, after_seconds: float = 0.0) -> None:
@@ -32,11 +51,7 @@ class PassingFault(Exception):
         self.after_seconds = after_seconds  # what the server asks to wait
 
 
-class TooMuch(RequestError):
-    """The server takes no request that large, or its answer is too large: part of it may do."""
-
-
-class Endpoint:
+class HttpClient:
     """One address. Use from one event loop at a time."""
 
     def __init__(
@@ -46,25 +61,25 @@ class Endpoint:
         api_key_variable: str | None,
         connections: int,
         example: str = "http://HOST:PORT/v1",
-        largest_answer_bytes: int | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        """`example` is how an address of this kind is written; no `largest_answer_bytes` are LARGEST_ANSWER_BYTES."""
+        """`example` is how an address of this kind is written."""
         import httpx  # 0.2 s
 
         self.url = _checked(url, example)
         self._key = _api_key(api_key_variable)
-        self._largest_answer_bytes = largest_answer_bytes or LARGEST_ANSWER_BYTES
+        self._max_answer_bytes = max_answer_bytes
         self._limits = httpx.Limits(max_connections=connections)
         self._encryption = httpx.create_ssl_context()  # reads the certificates, once
         self._client: httpx.AsyncClient | None = None
         self._users = 0
 
     async def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object that comes back. Raises PassingFault, or RequestError for what the same request will meet again."""
+        """The JSON object that comes back. Raises TransientError or RequestRefused."""
         answer = await self.exchange(json.dumps(body), {"Content-Type": "application/json"})
         read = _json(answer)
         if not isinstance(read, dict):
-            raise PassingFault(f"an answer that is no JSON object ({self.shown(answer.decode(errors='replace'))})")
+            raise TransientError(f"an answer that is no JSON object ({self.shown(answer.decode(errors='replace'))})")
         return read
 
     async def exchange(self, content: str, headers: Mapping[str, str]) -> bytes:
@@ -79,18 +94,18 @@ class Endpoint:
                 answer = bytearray()
                 async for part in response.aiter_raw():
                     answer += part
-                    if len(answer) > self._largest_answer_bytes:
-                        raise TooMuch(
-                            f"{self.url} sent more than {self._largest_answer_bytes:,} bytes, and no answer is that large: "
+                    if len(answer) > self._max_answer_bytes:
+                        raise PayloadTooLarge(
+                            f"{self.url} sent more than {self._max_answer_bytes:,} bytes, and no answer is that large: "
                             "check the address"
                         )
         except httpx.TransportError as error:
-            raise PassingFault(self.shown(f"{type(error).__name__}: {error}")) from error
+            raise TransientError(self.shown(f"{type(error).__name__}: {error}")) from error
         status = response.status_code
-        if status in PASSING_STATUSES or status >= 500:
-            raise PassingFault(f"status {status} ({self._message(answer)})", _retry_after(response))
+        if status in TRANSIENT_STATUSES or status >= 500:
+            raise TransientError(f"status {status} ({self._message(answer)})", _retry_after(response))
         if status != 200:
-            refused = TooMuch if status == TOO_LARGE else RequestError
+            refused = PayloadTooLarge if status == TOO_LARGE else RequestRefused
             raise refused(f"{self.url} refused the request with status {status}: {self._message(answer)}")
         return bytes(answer)
 
@@ -104,7 +119,7 @@ class Endpoint:
             headers = {"Accept-Encoding": "identity"}
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
-            # Callers limit the time of a whole try: a limit between two bytes would let a slow trickle go on.
+            # Callers limit the time of a whole attempt: a limit between two bytes would let a slow trickle go on.
             self._client = httpx.AsyncClient(
                 headers=headers, timeout=None, limits=self._limits, verify=self._encryption
             )
@@ -133,7 +148,7 @@ class Endpoint:
         if self._key is not None:
             text = text.replace(self._key, "***")
         line = " ".join("".join(character if character.isprintable() else " " for character in text).split())
-        return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]}..."
+        return line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[:MAX_MESSAGE_CHARACTERS]}..."
 
 
 def _json(answer: bytes | bytearray) -> Any:

@@ -1,6 +1,6 @@
-"""A request that is sent again after faults that pass, with pauses that double; one deadline covers all of it.
+"""A request that is sent again after transient errors, with pauses that double; one deadline covers all of it.
 
-What the server refuses is not sent again. `client.py` and `sparql_endpoint.py` send their requests so.
+What the server refuses is not sent again. Callers turn the errors of `client.py` into their own.
 """
 
 import asyncio
@@ -11,67 +11,64 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
-from mujica_jax.http.client import PassingFault
-from mujica_jax.inference.requests import RequestError
-from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
-
-LONGEST_WAIT_SECONDS = 10.0  # between two tries, unless the server asks for more
+from mujica_jax.http.client import DeadlineExceeded, RetriesExhausted, TransientError
 
 Answer = TypeVar("Answer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tries:
-    timeout_seconds: float = 30.0  # of one try
-    deadline_seconds: float = 120.0  # of a request with all of its tries and the pauses between them
-    tries: int = 6
+class RetryPolicy:
+    timeout_seconds: float = 30.0  # of one attempt
+    deadline_seconds: float = 120.0  # of a request with all of its attempts and the pauses between them
+    max_attempts: int = 6
     first_wait_seconds: float = 0.25
+    max_wait_seconds: float = 10.0  # between two attempts, unless the server asks for more
 
 
-async def until_answered(
+async def retry(
     attempt: Callable[[], Awaitable[Answer]],
-    limits: Tries,
+    policy: RetryPolicy,
     *,
     url: str,
     advice: str,
     draw: random.Random,
+    began: float | None = None,
     place: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-    before_another: Callable[[PassingFault], None],
+    on_retry: Callable[[TransientError], None] = lambda error: None,
 ) -> Answer:
-    """What `attempt` returns. It raises PassingFault for what is worth another try and RequestError for what is not.
+    """What `attempt` returns; a TransientError of it, or its lateness, is worth another attempt.
 
-    Every try takes a `place`, and waiting for one counts against the deadline alone. `advice` tells the user what to check where all tries
-    fail; `before_another` hears of the fault. Raises RetrievalError.
+    The deadline counts from `began` (now; on the monotonic clock). Every attempt takes a `place`, and waiting for one counts against the
+    deadline alone. `advice` tells the user what to check where all attempts fail. Raises HttpError.
     """
-    deadline, made = time.monotonic() + limits.deadline_seconds, 0
-    fault: PassingFault | None = None
+    deadline, made = (time.monotonic() if began is None else began) + policy.deadline_seconds, 0
+    error: TransientError | None = None
     while True:
-        made += 1
         try:
             async with asyncio.timeout(max(0.001, deadline - time.monotonic())), place():
                 try:
-                    async with asyncio.timeout(limits.timeout_seconds):
+                    async with asyncio.timeout(policy.timeout_seconds):
                         return await attempt()
                 except TimeoutError:
-                    fault = PassingFault(f"no whole answer within {limits.timeout_seconds:g} s")
-                except PassingFault as found:
-                    fault = found
-                except RequestError as error:
-                    raise RetrieverRefused(str(error)) from error
-        except TimeoutError as error:
-            raise too_late(url, limits, made - 1, fault) from error
-        if made >= limits.tries:
-            raise RetrieverUnavailable(f"{url} failed {made} times, the last time with {fault}: {advice}")
-        doubled = min(limits.first_wait_seconds * 2 ** (made - 1), LONGEST_WAIT_SECONDS)
-        wait = max(fault.after_seconds, doubled * draw.uniform(0.5, 1.5))
+                    error = TransientError(f"no whole answer within {policy.timeout_seconds:g} s")
+                except TransientError as found:
+                    error = found
+        except TimeoutError as late:
+            so_far = "no attempt ended" if error is None else f"{made} attempts; the last one ended with {error}"
+            raise deadline_exceeded(url, policy, so_far) from late
+        made += 1
+        if made >= policy.max_attempts:
+            raise RetriesExhausted(f"{url} failed {made} times, the last time with {error}: {advice}")
+        doubled = min(policy.first_wait_seconds * 2 ** (made - 1), policy.max_wait_seconds)
+        wait = max(error.after_seconds, doubled * draw.uniform(0.5, 1.5))
         if time.monotonic() + wait >= deadline:
-            raise too_late(url, limits, made, fault)
-        before_another(fault)
+            so_far = f"{made} attempts; the last one ended with {error}; the next one was due in {wait:.1f} s"
+            raise deadline_exceeded(url, policy, so_far)
+        on_retry(error)
         await asyncio.sleep(wait)
 
 
-def too_late(url: str, limits: Tries, made: int = 0, fault: Exception | None = None) -> RetrieverTimeout:
-    so_far = f" ({made} tries, the last one ended with {fault})" if fault is not None else ""
-    return RetrieverTimeout(
-        f"{url} gave no answer within the deadline of {limits.deadline_seconds:g} s{so_far}: allow more time or search less at once"
+def deadline_exceeded(url: str, policy: RetryPolicy, so_far: str) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"{url} gave no answer within the deadline of {policy.deadline_seconds:g} s ({so_far}): allow more time or send less at once"
     )

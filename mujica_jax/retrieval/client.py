@@ -12,15 +12,22 @@ import time
 from typing import Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.http.client import Endpoint, PassingFault, TooMuch
-from mujica_jax.http.retry import Tries, too_late, until_answered
-from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable
+from mujica_jax.http.client import HttpClient, PayloadTooLarge, TransientError
+from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
+from mujica_jax.retrieval.errors import (
+    RetrievalError,
+    RetrieverRefused,
+    RetrieverTimeout,
+    RetrieverUnavailable,
+    as_retrieval_errors,
+)
 from mujica_jax.retrieval.retriever import Health, RetrievalStatistics
 from mujica_jax.retrieval.service import LARGEST_ANSWER_BYTES
 from mujica_jax.retrieval.text.corpus import Passage
 
 MOST_QUERIES = 64  # in one request
 HEALTH_SECONDS = 30.0
+POLICY = RetryPolicy()
 
 Asked = tuple[str, int]  # query and k
 
@@ -34,27 +41,18 @@ class RemoteRetriever:
         *,
         version: str | None = None,
         concurrency: int = 8,
-        timeout_seconds: float = 30.0,
-        deadline_seconds: float = 120.0,
-        tries: int = 6,
-        first_wait_seconds: float = 0.25,
+        policy: RetryPolicy = POLICY,
     ) -> None:
         """`version` is that of the index; None takes what the first answer says. Another one later is refused: results would change
-        in the middle of a run. `timeout_seconds` limits one try and `deadline_seconds` a search with all of its tries."""
+        in the middle of a run."""
         self.url, self.version = url.rstrip("/"), version
-        self._endpoint = Endpoint(
+        self._client = HttpClient(
             f"{self.url}/search",
             api_key_variable=None,
             connections=concurrency,
-            largest_answer_bytes=LARGEST_ANSWER_BYTES + 2**20,  # with commas and brackets
+            max_answer_bytes=LARGEST_ANSWER_BYTES + 2**20,  # with commas and brackets
         )
-        self._concurrency = concurrency
-        self._limits = Tries(
-            timeout_seconds=timeout_seconds,
-            deadline_seconds=deadline_seconds,
-            tries=tries,
-            first_wait_seconds=first_wait_seconds,
-        )
+        self._concurrency, self._policy = concurrency, policy
         self._random = random.Random(0)
         self._statistics = RetrievalStatistics()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,12 +110,11 @@ class RemoteRetriever:
             future.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard even if nobody waits
             loop.call_soon(self._send)  # who asks in the same turn of the loop comes along
         try:
-            async with asyncio.timeout(self._limits.deadline_seconds) as timer:
+            async with asyncio.timeout(self._policy.deadline_seconds):
                 return await asyncio.shield(future)
         except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise too_late(self.url, self._limits) from error
+            late = deadline_exceeded(self.url, self._policy, "too many searches before this one")
+            raise RetrieverTimeout(str(late)) from error
 
     def _send(self) -> None:
         """As many requests as there are places; what is left goes when one of them ends."""
@@ -151,38 +148,39 @@ class RemoteRetriever:
     async def _answer(self, queries: list[str], k: int) -> list[list[Passage]]:
         async def attempt() -> list[list[Passage]]:
             began = time.monotonic()
-            answer = await self._endpoint.post({"queries": queries, "k": k})
+            answer = await self._client.post({"queries": queries, "k": k})
             self._count(batches=1, search_seconds=time.monotonic() - began)
             return self._read(answer, len(queries), k)
 
         try:
-            return await until_answered(
-                attempt,
-                self._limits,
-                url=self.url,
-                advice="check that `python -m mujica_jax.index serve` runs there",
-                draw=self._random,
-                before_another=lambda fault: self._count(retries=1),
-            )
+            with as_retrieval_errors():
+                return await retry(
+                    attempt,
+                    self._policy,
+                    url=self.url,
+                    advice="check that `python -m mujica_jax.index serve` runs there",
+                    draw=self._random,
+                    on_retry=lambda error: self._count(retries=1),
+                )
         except RetrieverRefused as refused:
-            if len(queries) == 1 or not isinstance(refused.__cause__, TooMuch):
+            if len(queries) == 1 or not isinstance(refused.__cause__, PayloadTooLarge):
                 raise
         half = len(queries) // 2
         return [*await self._answer(queries[:half], k), *await self._answer(queries[half:], k)]
 
     def _read(self, answer: dict[str, Any], queries: int, k: int) -> list[list[Passage]]:
-        """Raises PassingFault for what is no answer to this request."""
+        """Raises TransientError for what is no answer to this request."""
         try:
             version, results = answer["version"], answer["results"]
             found = [[Passage(id=hit["id"], title=hit["title"], text=hit["text"]) for hit in hits] for hits in results]
         except (KeyError, TypeError) as error:
-            raise PassingFault(f"an answer that is none ({type(error).__name__}: {error})") from error
+            raise TransientError(f"an answer that is none ({type(error).__name__}: {error})") from error
         well_formed = all(
             len(hits) <= k and all(isinstance(text, str) for hit in hits for text in (hit.id, hit.title, hit.text))
             for hits in found
         )
         if len(found) != queries or not well_formed or not isinstance(version, str):
-            raise PassingFault(f"an answer of {len(found)} results to {queries} queries for {k} passages each")
+            raise TransientError(f"an answer of {len(found)} results to {queries} queries for {k} passages each")
         self._check_version(version)
         return found
 

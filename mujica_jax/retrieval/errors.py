@@ -1,5 +1,10 @@
 """What a retriever raises when a search cannot be answered. Agents catch RetrievalError; the episode ends as `retriever_failed`."""
 
+import contextlib
+from collections.abc import Iterator
+
+from mujica_jax.http.client import DeadlineExceeded, HttpError, RequestRefused
+
 
 class RetrievalError(Exception):
     """A search that failed. `reason` is one sentence; `retryable` says whether the same search may succeed a moment later."""
@@ -36,3 +41,16 @@ class RetrieverRefused(RetrievalError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, retryable=False)
+
+
+@contextlib.contextmanager
+def as_retrieval_errors() -> Iterator[None]:
+    """What a request to another host ends with, as what a search ends with."""
+    try:
+        yield
+    except DeadlineExceeded as error:
+        raise RetrieverTimeout(str(error)) from error
+    except RequestRefused as error:
+        raise RetrieverRefused(str(error)) from error
+    except HttpError as error:
+        raise RetrieverUnavailable(str(error)) from error

@@ -1,8 +1,8 @@
-"""A knowledge graph behind a SPARQL endpoint: Wikidata's, a QLever of one's own, or our `index serve`.
+"""A knowledge graph behind a SPARQL endpoint: Wikidata's, a QLever of one's own, or `oxigraph serve-read-only`.
 
-Answers are kept on disk by address and query, and the same query goes there once at a time. Requests are sent again after faults that pass
-(`tries.py`), not faster than `queries_per_second`; when the endpoint asks for a pause, all of them wait. The endpoint's data must be in
-Wikidata's vocabulary (`sparql.py`).
+Answers are kept on disk by address and query, and the same query goes there once at a time. Requests are sent again
+after transient errors (`http/retry.py`), not faster than `queries_per_second`; when the endpoint asks for a pause, all
+of them wait. The endpoint's data must be in Wikidata's vocabulary (`sparql.py`).
 """
 
 import asyncio
@@ -17,9 +17,15 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from mujica_jax import __version__
 from mujica_jax.errors import UserError
-from mujica_jax.http.client import Endpoint, PassingFault
-from mujica_jax.http.retry import Tries, too_late, until_answered
-from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable
+from mujica_jax.http.client import HttpClient, TransientError
+from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
+from mujica_jax.retrieval.errors import (
+    RetrievalError,
+    RetrieverRefused,
+    RetrieverTimeout,
+    RetrieverUnavailable,
+    as_retrieval_errors,
+)
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph, Read
 from mujica_jax.retrieval.search_cache import AnswerCache
@@ -43,9 +49,9 @@ NO_ANSWER = (
 # A table of results is five brackets deep, and two more for each quoted triple in another one. The parser has no bound of its own for these
 # and ends the process.
 MOST_BRACKETS = 16
-CHECK_TRIES = 3
+CHECK_ATTEMPTS = 3
 PUBLIC_QUERIES_PER_SECOND = 10.0
-PUBLIC_TRIES = Tries(timeout_seconds=60.0, deadline_seconds=180.0, first_wait_seconds=0.5)
+PUBLIC_POLICY = RetryPolicy(timeout_seconds=60.0, deadline_seconds=180.0, first_wait_seconds=0.5)
 
 
 _no_bracket = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*+"?|[^][{}"]+', re.DOTALL)
@@ -62,13 +68,13 @@ class SparqlEndpoint(KnowledgeGraph):
         languages: tuple[str, ...] = sparql.LANGUAGES,
         queries_per_second: float = PUBLIC_QUERIES_PER_SECOND,
         concurrency: int = 4,
-        limits: Tries = PUBLIC_TRIES,
+        policy: RetryPolicy = PUBLIC_POLICY,
     ) -> None:
         """`address` with or without SCHEME."""
         url = address.removeprefix(SCHEME)
         super().__init__(version=url, languages=languages)
-        self._endpoint = Endpoint(url, api_key_variable=None, connections=concurrency, example=EXAMPLE)
-        self._cache, self._limits, self._concurrency = cache, limits, concurrency
+        self._client = HttpClient(url, api_key_variable=None, connections=concurrency, example=EXAMPLE)
+        self._cache, self._policy, self._concurrency = cache, policy, concurrency
         self._seconds_between = 1.0 / queries_per_second
         self._next = 0.0  # when the next request may go
         self._random = random.Random(0)
@@ -93,7 +99,7 @@ class SparqlEndpoint(KnowledgeGraph):
 
     async def check(self) -> None:
         """One small query, past the cache. Raises RetrievalError."""
-        text = await self._fetched(sparql.CLAIMS_QUERY, dataclasses.replace(self._limits, tries=CHECK_TRIES))
+        text = await self._fetched(sparql.CLAIMS_QUERY, dataclasses.replace(self._policy, max_attempts=CHECK_ATTEMPTS))
         if not _table(text)[1]:
             raise RetrieverRefused(
                 f"{self.version} knows no wikibase:directClaim: it answers, and holds no graph in Wikidata's vocabulary"
@@ -106,42 +112,42 @@ class SparqlEndpoint(KnowledgeGraph):
             self._loop, self._under_way, self._places = loop, {}, asyncio.Semaphore(self._concurrency)
         task = self._under_way.get(query)
         if task is None:
-            task = self._under_way[query] = loop.create_task(self._fetched(query, self._limits))
+            task = self._under_way[query] = loop.create_task(self._fetched(query, self._policy))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard even if nobody waits
             task.add_done_callback(lambda done: self._under_way.pop(query, None))
         else:
             self._count(shared=1)
         try:
-            async with asyncio.timeout(self._limits.deadline_seconds + 1.0) as timer:
+            async with asyncio.timeout(self._policy.deadline_seconds + 1.0):
                 return await asyncio.shield(task)  # others may wait for the same one
         except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise too_late(self.version, self._limits) from error
+            late = deadline_exceeded(self.version, self._policy, "the event loop was held up")
+            raise RetrieverTimeout(str(late)) from error
 
-    async def _fetched(self, query: str, limits: Tries) -> str:
+    async def _fetched(self, query: str, policy: RetryPolicy) -> str:
         async def attempt() -> str:
             began = time.monotonic()
-            answer = await self._endpoint.exchange(urllib.parse.urlencode({"query": query}), HEADERS)
+            answer = await self._client.exchange(urllib.parse.urlencode({"query": query}), HEADERS)
             self._count(batches=1, search_seconds=time.monotonic() - began)
             try:
                 text = answer.decode()
                 if _table(text)[0] != sparql.columns(query):
                     raise ValueError("other columns than were asked for")
             except NO_ANSWER as error:
-                shown = self._endpoint.shown(f"{type(error).__name__}: {error}")
-                raise PassingFault(f"an answer that is no SPARQL result ({shown})") from error
+                shown = self._client.shown(f"{type(error).__name__}: {error}")
+                raise TransientError(f"an answer that is no SPARQL result ({shown})") from error
             return text
 
-        text = await until_answered(
-            attempt,
-            limits,
-            url=self.version,
-            advice=ADVICE,
-            draw=self._random,
-            place=self._place,
-            before_another=self._pause,
-        )
+        with as_retrieval_errors():
+            text = await retry(
+                attempt,
+                policy,
+                url=self.version,
+                advice=ADVICE,
+                draw=self._random,
+                place=self._place,
+                on_retry=self._pause,
+            )
         if self._cache is not None:
             self._cache.write([(query, 0, text)])
         return text
@@ -154,9 +160,9 @@ class SparqlEndpoint(KnowledgeGraph):
             self._next = time.monotonic() + self._seconds_between
             yield
 
-    def _pause(self, fault: PassingFault) -> None:
+    def _pause(self, error: TransientError) -> None:
         self._count(retries=1)
-        self._next = max(self._next, time.monotonic() + fault.after_seconds)
+        self._next = max(self._next, time.monotonic() + error.after_seconds)
 
 
 def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_SECOND) -> SparqlEndpoint:
