@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mujica_jax.retrieval.graph.index import open_graph
-from mujica_jax.retrieval.graph.store import GraphStore
-from mujica_jax.retrieval.graph.triples import TripleGraph, read_triples
+from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
+from mujica_jax.retrieval.graph.tables import read_triples
+from mujica_jax.retrieval.graph.triples import TripleGraph
 
 WD, WDT = "http://www.wikidata.org/entity/", "http://www.wikidata.org/prop/direct/"
 LABEL = "<http://www.w3.org/2000/01/rdf-schema#label>"

@@ -192,7 +192,7 @@ def query(given: argparse.Namespace) -> None:
 
 def serve(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval.retriever import IndexRetriever
-    from mujica_jax.retrieval.search_cache import HitsCache
+    from mujica_jax.retrieval.search_cache import SearchCache
     from mujica_jax.retrieval.service import address_of, make_app, open_port, serve_until_told
     from mujica_jax.retrieval.text.index import read_kind
     from mujica_jax.runtime.cache_folders import cache_folder
@@ -213,8 +213,8 @@ def serve(given: argparse.Namespace) -> None:
         index = _opened(given)
         retriever = IndexRetriever(
             index,
-            cache=None if kind == "bm25" else HitsCache(cache_folder("searches"), index.version),
-            most_waiting=given.most_waiting,
+            cache=None if kind == "bm25" else SearchCache(cache_folder("searches"), index.version),
+            max_waiting=given.most_waiting,
             deadline_seconds=given.deadline_seconds,
         )
         told = f"serving {given.index} (version {index.version}) at {address_of(opened)}"

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.graph.triples import Triple, TripleGraph, read_triples
+from mujica_jax.retrieval.graph.tables import read_triples
+from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 
 HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
 
@@ -38,7 +39,11 @@ def graph() -> TripleGraph:
 
 def test_triples_come_in_both_directions_subjects_first(graph):
     assert graph.triples_of("Q2") == (BORN, PLAYED, TICKETS)
-    assert graph.ends_of("Q2") == [(BORN, False), (PLAYED, False), (TICKETS, True)]
+    assert graph.ends_of("Q2") == [
+        (BORN, False, "Q2", None),
+        (PLAYED, False, "Q2", "Shoreham"),
+        (TICKETS, True, "Q1", "Q2"),
+    ]
 
 
 def test_a_limit_cuts_the_same_order(graph):

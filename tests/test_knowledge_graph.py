@@ -16,8 +16,9 @@ from mujica_jax.retrieval.graph import knowledge_graph, sparql
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint
 from mujica_jax.retrieval.graph.files import Choice
 from mujica_jax.retrieval.graph.index import graph_in_memory
-from mujica_jax.retrieval.graph.store import GraphStore
-from mujica_jax.retrieval.graph.triples import LITERAL_RELATIONS, TripleGraph, normalise_label, read_triples
+from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
+from mujica_jax.retrieval.graph.tables import read_triples
+from mujica_jax.retrieval.graph.triples import LITERAL_RELATIONS, TripleGraph, normalise_label
 
 HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
 HOSTILE = [
@@ -169,7 +170,7 @@ def test_equal_triples_are_shown_once(tmp_path):
 
 
 def test_a_hub_is_bounded_and_quick(tmp_path, monkeypatch):
-    monkeypatch.setattr(knowledge_graph, "MOST_TRIPLES", 50)
+    monkeypatch.setattr(knowledge_graph, "MAX_TRIPLES", 50)
     lines = [label("Q5", "human")]
     for number in range(10, 20_000):
         lines += [label(f"Q{number}", f"person {number}"), fact(f"Q{number}", "P31", "Q5")]
@@ -275,7 +276,7 @@ def test_the_2wiki_graph_says_what_it_says_in_memory():
 
     def ends(found) -> set[tuple[bool, str, str]]:
         keys = set()
-        for triple, as_object in found:
+        for triple, as_object, *_ in found:
             other = memory.subject_key(triple) if as_object else memory.object_key(triple)
             keys.add((as_object, triple.relation, normalise_label(other or triple.object)))
         return keys

@@ -24,8 +24,8 @@ from mujica_jax.retrieval.errors import RetrievalError, RetrieverUnavailable
 from mujica_jax.retrieval.graph.dumps import claim_quads
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint
 from mujica_jax.retrieval.graph.index import graph_in_memory
-from mujica_jax.retrieval.graph.store import GraphStore
-from mujica_jax.tasks.environment import GraphEnvironment, KnowledgeGraphEnvironment
+from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
+from mujica_jax.tasks.environment import GraphEnvironment
 from mujica_jax.tasks.two_wiki import task as two_wiki
 
 BRICK = Entity(id="Q21", label="a lego brickumentary")
@@ -56,7 +56,7 @@ def task(folder: Path, **changes) -> two_wiki.TwoWiki:
 
 def test_the_index_is_searched_and_the_data_folder_is_taught(folder):
     searched = task(folder, index=str(folder / "index"))
-    assert isinstance(searched.environment, KnowledgeGraphEnvironment)
+    assert isinstance(searched.environment, GraphEnvironment)
     found = search(searched.environment, "x", BRICK)
     assert {material.text for material in found} == {
         "a lego brickumentary, country of origin, American",
@@ -90,7 +90,7 @@ def test_an_id_that_the_graph_does_not_know_is_searched_by_its_label(folder, tmp
     assert found.text == "tom, fan of, Nobody"
     twins = [f"Tom\tborn in\tPlace {number}\tQ{number}\t" for number in (1, 2)]
     (tmp_path / "twins.tsv").write_text(HEADER + "\n".join(twins))
-    ambiguous = KnowledgeGraphEnvironment(graph_in_memory(tmp_path / "twins.tsv"), 5)
+    ambiguous = GraphEnvironment(graph_in_memory(tmp_path / "twins.tsv"), 5)
     assert search(ambiguous, "x", Entity(id="Q999", label="Tom")) == (), "two are called so"
 
 
@@ -102,7 +102,7 @@ def test_a_name_is_searched_on_and_an_unknown_entity_has_no_materials(folder):
     with pytest.raises(RetrievalError) as error:
         search(environment, "x", None)
     assert not error.value.retryable
-    assert isinstance(environment, KnowledgeGraphEnvironment)
+    assert isinstance(environment, GraphEnvironment)
     assert (environment.statistics.queries, environment.statistics.failed) == (2, 0)
 
 
@@ -134,7 +134,7 @@ def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(folder, tmp_path
         assert len(search(remote.environment, "x", BRICK)) == 3, "what was asked once is kept"
         hasty = SparqlEndpoint(address, policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01))
         with pytest.raises(RetrieverUnavailable):
-            search(KnowledgeGraphEnvironment(hasty, 5), "x", BRICK)
+            search(GraphEnvironment(hasty, 5), "x", BRICK)
         assert hasty.statistics.failed == 1
 
 
@@ -143,13 +143,13 @@ def test_an_episode_ends_where_the_endpoint_fails():
     store = pyoxigraph.Store()
     store.load("\n".join(lines), pyoxigraph.RdfFormat.N_TRIPLES)
     store.extend(claim_quads({f"{WDT}P57".encode()}))
-    well = KnowledgeGraphEnvironment(GraphStore(store, version="", languages=("en",)), 5)
+    well = GraphEnvironment(GraphStore(store, version="", languages=("en",)), 5)
     plan, reads = search_call((0, "Who directed it?")), {"Who directed it?": read("[0]", "Ilse Vand directed it.")}
     played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), well)
     assert played.stop_reason is StopReason.ANSWERED and "director" in str(played.searches[0])
     with serving(lambda request, before: Answer(status=500)) as endpoint:
         broken = SparqlEndpoint(endpoint.base_url, policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01))
-        played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), KnowledgeGraphEnvironment(broken, 5))
+        played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), GraphEnvironment(broken, 5))
     assert played.stop_reason is StopReason.RETRIEVER_FAILED and played.reward == 0
 
 

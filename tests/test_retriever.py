@@ -1,14 +1,13 @@
 """The retriever over an index: queries together, the same one once, results kept, faults typed, deadlines held."""
 
 import asyncio
-import sqlite3
 import threading
 import time
 
 import pytest
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import search_cache as hits_cache
+from mujica_jax.retrieval import search_cache
 from mujica_jax.retrieval.errors import (
     RetrievalError,
     RetrieverOverloaded,
@@ -17,7 +16,7 @@ from mujica_jax.retrieval.errors import (
     RetrieverUnavailable,
 )
 from mujica_jax.retrieval.retriever import IndexRetriever
-from mujica_jax.retrieval.search_cache import HitsCache
+from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.text.corpus import Passage
 
 PASSAGES = [Passage(id=str(n), title=f"title {n}", text="text") for n in range(10)]
@@ -84,21 +83,21 @@ def test_what_arrives_during_a_search_is_the_next_batch(index):
 
 
 def test_results_are_kept_on_disk_for_the_version_of_the_index(index, tmp_path):
-    first = IndexRetriever(index, cache=HitsCache(tmp_path, index.version))
+    first = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
     found = asyncio.run(together(first, "a", "bb"))
-    again = IndexRetriever(index, cache=HitsCache(tmp_path, index.version))
+    again = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
     assert asyncio.run(together(again, "bb", "a", "ccc"))[:2] == [found[1], found[0]]
     assert (again.statistics.cached, again.statistics.batches) == (2, 1)
     assert index.batches == [["a", "bb"], ["ccc"]]
     asyncio.run(together(again, "a", k=3))
     assert index.batches[-1] == ["a"], "another k is another search"
-    other = IndexRetriever(index, cache=HitsCache(tmp_path, "version2"))
+    other = IndexRetriever(index, cache=SearchCache(tmp_path, "version2"))
     asyncio.run(together(other, "a"))
     assert other.statistics.cached == 0
 
 
 def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
-    retriever = IndexRetriever(index, cache=HitsCache(tmp_path, index.version))
+    retriever = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
 
     async def play():
         asked = (retriever.search(query, 1) for query in ("a", "\ud800", "bb"))
@@ -111,48 +110,40 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
     assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]] and retriever.statistics.cached == 1
 
 
-def test_a_position_that_the_index_has_not_is_searched_again(index, tmp_path):
-    cache = HitsCache(tmp_path, index.version)
-    cache.put(["a", "bb"], 1, [[(10, 0.5)], [(-1, 0.5)]])
+@pytest.mark.parametrize("kept", ["[[10, 0.5]]", "[[-1, 0.5]]", "no json", "[3]"])
+def test_what_is_no_result_of_the_index_is_searched_again(index, tmp_path, kept):
+    cache = SearchCache(tmp_path, index.version)
+    cache.write([("a", 1, kept)])
     retriever = IndexRetriever(index, cache=cache)
-    assert asyncio.run(together(retriever, "a", "bb", k=1)) == [[PASSAGES[1]], [PASSAGES[2]]]
-    assert retriever.statistics.cached == 0 and cache.get("a", 1) == [(1, 1.0)], "and kept"
+    assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
+    assert retriever.statistics.cached == 0 and cache.read("a", 1) == "[[1, 1.0]]", "and kept"
 
 
 def test_the_cache_is_bounded(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(hits_cache, "MOST_BYTES", 200_000)
-    cache = HitsCache(tmp_path, "version1")
-    long = "a" * (hits_cache.MOST_QUERY_CHARACTERS + 1)
-    cache.put([long, long[1:]], 1, [[(3, 0.5)]] * 2)
-    assert (cache.get(long, 1), cache.get(long[1:], 1)) == (None, [(3, 0.5)])
+    monkeypatch.setattr(search_cache, "MAX_BYTES", 200_000)
+    cache = SearchCache(tmp_path, "version1")
+    long = "a" * (search_cache.MAX_QUERY_CHARACTERS + 1)
+    cache.write([(long, 1, "x"), (long[1:], 1, "y")])
+    assert (cache.read(long, 1), cache.read(long[1:], 1)) == (None, "y")
     queries = [f"{number} {'b' * 2000}" for number in range(400)]
     for query in queries:
-        cache.put([query], 1, [[(3, 0.5)]])
+        cache.write([(query, 1, "x")])
     assert not caplog.records and cache.path.stat().st_size <= 200_000
-    found = [cache.get(query, 1) is not None for query in queries]
+    found = [cache.read(query, 1) is not None for query in queries]
     assert found[-1] and not found[0] and 10 < sum(found) < 100
     assert found == sorted(found), "the older ones went"
 
 
 def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, caplog):
     (tmp_path / "version1.sqlite").write_bytes(b"this is no database, and longer than its header" * 10)
-    cache = HitsCache(tmp_path, index.version)
-    retriever = IndexRetriever(index, cache=cache)
+    retriever = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
     for _ in range(2):
         assert [passage.id for passage in asyncio.run(retriever.search("a", 1))] == ["1"]
-    (said,) = [record.getMessage() for record in caplog.records if record.name.endswith("hits_cache")]
+    (said,) = [record.getMessage() for record in caplog.records if record.name.endswith("search_cache")]
     assert "version1.sqlite is not used" in said
     caplog.clear()
-    whole = HitsCache(tmp_path / "whole", index.version)
-    whole.put(["a"], 1, [[(3, 0.5)]])
-    assert whole.get("a", 1) == [(3, 0.5)] and not caplog.records
-    with sqlite3.connect(whole.path) as database:
-        database.execute("UPDATE hits SET found = 'no json'")
-    database.close()
-    assert whole.get("a", 1) is None and "is not used" in caplog.text
-    caplog.clear()
     (tmp_path / "file").write_text("")
-    HitsCache(tmp_path / "file" / "folder", "v")
+    SearchCache(tmp_path / "file" / "folder", "v")
     assert "is not used" in caplog.text
 
 
@@ -213,7 +204,7 @@ def test_a_search_that_hangs_ends_at_its_deadline(index):
 
 def test_a_full_line_is_refused(index):
     async def play():
-        retriever = IndexRetriever(index, most_waiting=2)
+        retriever = IndexRetriever(index, max_waiting=2)
         index.hold.clear()
         waiting = [asyncio.ensure_future(retriever.search("a", 1))]
         await asyncio.sleep(0.05)
@@ -243,7 +234,7 @@ def test_who_goes_away_takes_nothing_from_the_others(index):
 
 
 def test_health_is_a_real_search_past_the_cache(index, tmp_path):
-    retriever = IndexRetriever(index, cache=HitsCache(tmp_path, index.version))
+    retriever = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
     for _ in range(2):
         health = asyncio.run(retriever.health())
     assert (health.version, health.passages, len(index.batches)) == ("version1", 10, 2)

@@ -70,7 +70,7 @@ def test_the_client_finds_what_the_index_finds_in_one_request():
 
 def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back():
     searched = RecordingIndex()
-    with served(searched, most_waiting=3) as url:
+    with served(searched, max_waiting=3) as url:
         searched.hold.clear()
         statuses: list[int] = []
 
@@ -105,7 +105,7 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back():
 
 def test_a_request_that_can_never_wait_here_is_told_so_and_the_client_sends_less():
     searched = RecordingIndex()
-    with served(searched, most_waiting=3) as url:
+    with served(searched, max_waiting=3) as url:
         response = httpx.post(f"{url}/search", json={"queries": ["a", "bb", "ccc", "dddd", "a"], "k": 1})
         assert response.status_code == 413
         assert "has 4 queries and at most 3 may wait here: send fewer at once" in response.json()["error"]

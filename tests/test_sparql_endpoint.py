@@ -14,7 +14,7 @@ from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint, _table, open_endpoint
 from mujica_jax.retrieval.graph.index import graph_in_memory
-from mujica_jax.retrieval.search_cache import AnswerCache
+from mujica_jax.retrieval.search_cache import SearchCache
 
 QUICK = RetryPolicy(timeout_seconds=1.0, deadline_seconds=20.0, first_wait_seconds=0.01)
 PATIENT = RetryPolicy(timeout_seconds=20.0, deadline_seconds=20.0, first_wait_seconds=0.01)
@@ -133,7 +133,7 @@ def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
     )
     other = Answer(content={"head": {"vars": variables}, "results": {"bindings": [row]}})
     with serving(lambda request, before: other) as endpoint:
-        graph = endpoint_at(endpoint.base_url, cache=AnswerCache(tmp_path, "a"))
+        graph = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "a"))
         for _ in range(2):  # the second time from the cache
             with pytest.raises(RetrieverUnavailable, match="answered something else than was asked"):
                 asked(graph.triples_of("Nobody" if "rank" in row else "Q1"))
@@ -175,19 +175,19 @@ def test_an_endpoint_that_is_not_there_is_a_typed_error():
 
 def test_answers_are_kept_on_disk_by_endpoint_and_query(store, tmp_path):
     with serving(lambda request, before: truth(store, request)) as endpoint:
-        first = endpoint_at(endpoint.base_url, cache=AnswerCache(tmp_path, "a"))
+        first = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "a"))
         found = asked(first.triples_of("Q1"))
-        again = endpoint_at(endpoint.base_url, cache=AnswerCache(tmp_path, "a"))
+        again = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "a"))
         assert asked(again.triples_of("Q1")) == found
         assert (again.statistics.cached, again.statistics.batches, len(endpoint.requests)) == (1, 0, 1)
         asked(again.triples_of("Q2"))
-        other = endpoint_at(endpoint.base_url, cache=AnswerCache(tmp_path, "b"))
+        other = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "b"))
         asked(other.triples_of("Q1"))
         assert len(endpoint.requests) == 3
 
 
 def test_what_is_damaged_in_the_cache_is_asked_again_and_failures_are_not_kept(store, tmp_path):
-    cache = AnswerCache(tmp_path, "a")
+    cache = SearchCache(tmp_path, "a")
     with serving(lambda request, before: truth(store, request) if before else Answer(status=400)) as endpoint:
         graph = endpoint_at(endpoint.base_url, cache=cache)
         with pytest.raises(RetrieverRefused):

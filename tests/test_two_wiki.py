@@ -20,7 +20,8 @@ from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import Entity
 from mujica_jax.retrieval.errors import RetrievalError
-from mujica_jax.retrieval.graph.triples import Triple, TripleGraph, read_triples
+from mujica_jax.retrieval.graph.tables import read_triples
+from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.tasks.environment import GraphEnvironment
 from mujica_jax.tasks.two_wiki import task as two_wiki

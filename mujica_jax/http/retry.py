@@ -8,7 +8,6 @@ import dataclasses
 import random
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 from mujica_jax.http.client import DeadlineExceeded, RetriesExhausted, TransientError
@@ -33,19 +32,21 @@ async def retry(
     advice: str,
     draw: random.Random,
     began: float | None = None,
-    place: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    before_attempt: Callable[[], Awaitable[None]] | None = None,
     on_retry: Callable[[TransientError], None] = lambda error: None,
 ) -> Answer:
     """What `attempt` returns; a TransientError of it, or its lateness, is worth another attempt.
 
-    The deadline counts from `began` (now; on the monotonic clock). Every attempt takes a `place`, and waiting for one counts against the
+    The deadline counts from `began` (now; on the monotonic clock). What `before_attempt` waits counts against the
     deadline alone. `advice` tells the user what to check where all attempts fail. Raises HttpError.
     """
     deadline, made = (time.monotonic() if began is None else began) + policy.deadline_seconds, 0
     error: TransientError | None = None
     while True:
         try:
-            async with asyncio.timeout(max(0.001, deadline - time.monotonic())), place():
+            async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
+                if before_attempt is not None:
+                    await before_attempt()
                 try:
                     async with asyncio.timeout(policy.timeout_seconds):
                         return await attempt()

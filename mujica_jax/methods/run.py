@@ -37,7 +37,7 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.report import MetricsLog, NoMetrics, PhaseRow, Progress, StageClock
-from mujica_jax.retrieval.retriever import RetrievalStatistics
+from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compile_counter import compile_counter

@@ -1,8 +1,8 @@
 """The retriever of another host: `service.py` behind the same interface as an index of this process.
 
-Queries that arrive together go there as one request, the same query at the same time only once. A request is sent again after faults that
-pass (a busy or failing server, a broken connection, a try without answer, an answer that is no JSON or not the one asked for), with
-pauses that double; one deadline covers all of it. A request that is too large for the service, or whose answer is, is sent in two halves.
+Queries that arrive together go there as one request, the same query at the same time only once. A request is sent again
+after transient errors (a busy or failing server, a broken connection, an attempt without answer, an answer that is no
+JSON or not the one asked for). A request that is too large for the service, or whose answer is, is sent in two halves.
 What the service refuses otherwise is not sent again.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 from mujica_jax.errors import UserError
 from mujica_jax.http.client import HttpClient, PayloadTooLarge, TransientError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
+from mujica_jax.retrieval.batching import Batcher
 from mujica_jax.retrieval.errors import (
     RetrievalError,
     RetrieverRefused,
@@ -21,18 +22,17 @@ from mujica_jax.retrieval.errors import (
     RetrieverUnavailable,
     as_retrieval_errors,
 )
-from mujica_jax.retrieval.retriever import Health, RetrievalStatistics
+from mujica_jax.retrieval.retriever import Health
 from mujica_jax.retrieval.service import LARGEST_ANSWER_BYTES
+from mujica_jax.retrieval.statistics import Counted
 from mujica_jax.retrieval.text.corpus import Passage
 
-MOST_QUERIES = 64  # in one request
+MAX_REQUEST_QUERIES = 64
 HEALTH_SECONDS = 30.0
 POLICY = RetryPolicy()
 
-Asked = tuple[str, int]  # query and k
 
-
-class RemoteRetriever:
+class RemoteRetriever(Counted):
     """A retrieval service. Use from one event loop at a time."""
 
     def __init__(
@@ -45,6 +45,7 @@ class RemoteRetriever:
     ) -> None:
         """`version` is that of the index; None takes what the first answer says. Another one later is refused: results would change
         in the middle of a run."""
+        super().__init__()
         self.url, self.version = url.rstrip("/"), version
         self._client = HttpClient(
             f"{self.url}/search",
@@ -52,28 +53,21 @@ class RemoteRetriever:
             connections=concurrency,
             max_answer_bytes=LARGEST_ANSWER_BYTES + 2**20,  # with commas and brackets
         )
-        self._concurrency, self._policy = concurrency, policy
-        self._random = random.Random(0)
-        self._statistics = RetrievalStatistics()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[Asked, asyncio.Future[list[Passage]]] = {}
-        self._under_way: dict[Asked, asyncio.Future[list[Passage]]] = {}
-        self._requests: set[asyncio.Task[None]] = set()
-
-    @property
-    def statistics(self) -> RetrievalStatistics:
-        return self._statistics
+        self._policy, self._random = policy, random.Random(0)
+        self._batcher = Batcher[list[Passage]](
+            self._answer,
+            max_queries=MAX_REQUEST_QUERIES,
+            concurrency=concurrency,
+            on_shared=lambda: self.count(shared=1),
+        )
 
     async def search(self, query: str, k: int) -> list[Passage]:
-        began = time.monotonic()
-        self._count(queries=1)
-        try:
-            return await self._found((query, k))
-        except RetrievalError:
-            self._count(failed=1)
-            raise
-        finally:
-            self._count(waiting_seconds=time.monotonic() - began)
+        with self.counted_search():
+            try:
+                return await self._batcher.ask(query, k, self._policy.deadline_seconds)
+            except TimeoutError as error:
+                late = deadline_exceeded(self.url, self._policy, "too many searches before this one")
+                raise RetrieverTimeout(str(late)) from error
 
     async def health(self) -> Health:
         return await asyncio.to_thread(self.check)
@@ -98,58 +92,11 @@ class RemoteRetriever:
         self._check_version(health.version)
         return health
 
-    async def _found(self, asked: Asked) -> list[Passage]:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # what waited in an earlier loop ended with it
-            self._loop, self._waiting, self._under_way, self._requests = loop, {}, {}, set()
-        future = self._waiting.get(asked) or self._under_way.get(asked)
-        if future is not None:
-            self._count(shared=1)
-        else:
-            future = self._waiting[asked] = loop.create_future()
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard even if nobody waits
-            loop.call_soon(self._send)  # who asks in the same turn of the loop comes along
-        try:
-            async with asyncio.timeout(self._policy.deadline_seconds):
-                return await asyncio.shield(future)
-        except TimeoutError as error:
-            late = deadline_exceeded(self.url, self._policy, "too many searches before this one")
-            raise RetrieverTimeout(str(late)) from error
-
-    def _send(self) -> None:
-        """As many requests as there are places; what is left goes when one of them ends."""
-        while self._waiting and len(self._requests) < self._concurrency:
-            k = next(iter(self._waiting))[1]
-            keys = [asked for asked in self._waiting if asked[1] == k][:MOST_QUERIES]
-            batch = {asked: self._waiting.pop(asked) for asked in keys}
-            self._under_way |= batch
-            request = asyncio.ensure_future(self._batch(batch, k))
-            self._requests.add(request)
-            request.add_done_callback(self._ended)
-
-    def _ended(self, request: "asyncio.Task[None]") -> None:
-        self._requests.discard(request)
-        if not request.cancelled():
-            self._send()
-
-    async def _batch(self, batch: dict[Asked, "asyncio.Future[list[Passage]]"], k: int) -> None:
-        try:
-            found = await self._answer([query for query, _ in batch], k)
-            for future, passages in zip(batch.values(), found, strict=True):
-                future.set_result(passages)
-        except Exception as error:
-            for future in batch.values():
-                if not future.done():
-                    future.set_exception(error)
-        finally:
-            for asked in batch:
-                self._under_way.pop(asked, None)
-
     async def _answer(self, queries: list[str], k: int) -> list[list[Passage]]:
         async def attempt() -> list[list[Passage]]:
             began = time.monotonic()
             answer = await self._client.post({"queries": queries, "k": k})
-            self._count(batches=1, search_seconds=time.monotonic() - began)
+            self.count(batches=1, search_seconds=time.monotonic() - began)
             return self._read(answer, len(queries), k)
 
         try:
@@ -160,7 +107,7 @@ class RemoteRetriever:
                     url=self.url,
                     advice="check that `python -m mujica_jax.index serve` runs there",
                     draw=self._random,
-                    on_retry=lambda error: self._count(retries=1),
+                    on_retry=lambda error: self.count(retries=1),
                 )
         except RetrieverRefused as refused:
             if len(queries) == 1 or not isinstance(refused.__cause__, PayloadTooLarge):
@@ -192,9 +139,6 @@ class RemoteRetriever:
                 f"{self.url} serves version {version} of its index and version {self.version} was searched before: serve that one again, "
                 "or begin anew"
             )
-
-    def _count(self, **amounts: float) -> None:
-        self._statistics = self._statistics.with_more(**amounts)
 
 
 def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:

@@ -3,20 +3,19 @@
 A cache that cannot be read or written costs time and no results: it is left alone from there on, and one line on the console says so.
 """
 
-import json
 import logging
 import sqlite3
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-MOST_BYTES = 2**30  # of a file; then the older half of it goes. Twenty hits take some 700 bytes
-MOST_QUERY_CHARACTERS = 2**14  # longer ones are searched each time
+MAX_BYTES = 2**30  # of a file; then the older half of it goes. Twenty hits take some 700 bytes
+MAX_QUERY_CHARACTERS = 2**14  # longer ones are searched each time
 SECONDS_FOR_A_LOCK = 2.0  # that another process holds
 _log = logging.getLogger(__name__)
 
 
-class AnswerCache:
+class SearchCache:
     """Query and k to the text of an answer, for one version of what answers. From any thread."""
 
     def __init__(self, folder: Path, version: str) -> None:
@@ -32,13 +31,13 @@ class AnswerCache:
                 "CREATE TABLE IF NOT EXISTS hits (query TEXT, k INTEGER, found TEXT, PRIMARY KEY (query, k))"
             )
             (page_bytes,) = database.execute("PRAGMA page_size").fetchone()
-            database.execute(f"PRAGMA max_page_count={MOST_BYTES // page_bytes}")
+            database.execute(f"PRAGMA max_page_count={MAX_BYTES // page_bytes}")
             self._database = database
         except (sqlite3.Error, OSError) as error:
             self._give_up(error)
 
     def read(self, query: str, k: int = 0) -> str | None:
-        if len(query) > MOST_QUERY_CHARACTERS:
+        if len(query) > MAX_QUERY_CHARACTERS:
             return None
         with self._lock:
             if self._database is None:
@@ -52,7 +51,7 @@ class AnswerCache:
 
     def write(self, rows: Sequence[tuple[str, int, str]]) -> None:
         """Each a query, k, and the answer's text."""
-        kept = [row for row in rows if len(row[0]) <= MOST_QUERY_CHARACTERS]
+        kept = [row for row in rows if len(row[0]) <= MAX_QUERY_CHARACTERS]
         with self._lock:
             if self._database is None or not kept:
                 return
@@ -78,22 +77,6 @@ class AnswerCache:
         if self._database is not None:
             self._database.close()
             self._database = None
-
-
-class HitsCache(AnswerCache):
-    """Query and k to positions and scores, for one version of an index. From any thread."""
-
-    def get(self, query: str, k: int) -> list[tuple[int, float]] | None:
-        text = self.read(query, k)
-        try:
-            return None if text is None else [(int(position), float(score)) for position, score in json.loads(text)]
-        except (TypeError, ValueError) as error:
-            with self._lock:
-                self._give_up(error)
-            return None
-
-    def put(self, queries: Sequence[str], k: int, found: Sequence[Sequence[tuple[int, float]]]) -> None:
-        self.write([(query, k, json.dumps(hits)) for query, hits in zip(queries, found, strict=True)])
 
 
 def _insert(database: sqlite3.Connection, rows: Sequence[tuple[str, int, str]]) -> None:

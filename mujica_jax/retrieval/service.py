@@ -24,7 +24,8 @@ from mujica_jax.retrieval.errors import (
     RetrieverRefused,
     RetrieverTimeout,
 )
-from mujica_jax.retrieval.retriever import Health, IndexRetriever, RetrievalStatistics
+from mujica_jax.retrieval.retriever import Health, IndexRetriever
+from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.index import Hits, Index
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
     async def answered(request: "fastapi.Request") -> tuple[int, str | bytes]:
         try:
             queries, k = _read(await read_body(request), len(retriever.index.passages))
-            if (different := len(set(queries))) > retriever.most_waiting:
+            if (different := len(set(queries))) > retriever.max_waiting:
                 raise BadRequest(
-                    f"the request has {different} queries and at most {retriever.most_waiting} may wait here: send fewer at once",
+                    f"the request has {different} queries and at most {retriever.max_waiting} may wait here: send fewer at once",
                     413,
                 )
             found = await asyncio.gather(*(retriever.hits(query, k) for query in queries))

@@ -10,7 +10,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Question
-from mujica_jax.retrieval.retriever import RetrievalStatistics
+from mujica_jax.retrieval.statistics import RetrievalStatistics
 
 Split = Literal["train", "dev", "test"]  # learn on train, choose on dev, report test
 EnvironmentKind = Literal["graph", "text"]

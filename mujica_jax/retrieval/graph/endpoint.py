@@ -13,12 +13,13 @@ import random
 import re
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 from mujica_jax import __version__
 from mujica_jax.errors import UserError
 from mujica_jax.http.client import HttpClient, TransientError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
+from mujica_jax.retrieval.batching import Batcher
 from mujica_jax.retrieval.errors import (
     RetrievalError,
     RetrieverRefused,
@@ -28,7 +29,7 @@ from mujica_jax.retrieval.errors import (
 )
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph, Read
-from mujica_jax.retrieval.search_cache import AnswerCache
+from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.runtime.cache_folders import cache_folder
 
 SCHEME = "sparql+"  # before http:// or https://: what tells such an address from that of a service of passages
@@ -64,7 +65,7 @@ class SparqlEndpoint(KnowledgeGraph):
         self,
         address: str,
         *,
-        cache: AnswerCache | None = None,
+        cache: SearchCache | None = None,
         languages: tuple[str, ...] = sparql.LANGUAGES,
         queries_per_second: float = PUBLIC_QUERIES_PER_SECOND,
         concurrency: int = 4,
@@ -74,22 +75,26 @@ class SparqlEndpoint(KnowledgeGraph):
         url = address.removeprefix(SCHEME)
         super().__init__(version=url, languages=languages)
         self._client = HttpClient(url, api_key_variable=None, connections=concurrency, example=EXAMPLE)
-        self._cache, self._policy, self._concurrency = cache, policy, concurrency
+        self._cache, self._policy = cache, policy
         self._seconds_between = 1.0 / queries_per_second
         self._next = 0.0  # when the next request may go
         self._random = random.Random(0)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._places = asyncio.Semaphore(concurrency)
-        self._under_way: dict[str, asyncio.Task[str]] = {}
+        self._batcher = Batcher[str](
+            self._answer, max_queries=1, concurrency=concurrency, on_shared=lambda: self.count(shared=1)
+        )
 
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
         kept = self._cache.read(query) if self._cache is not None else None
         if kept is not None:
             with contextlib.suppress(*NO_ANSWER):  # damaged: asked again
                 found = read(_table(kept)[1])
-                self._count(cached=1)
+                self.count(cached=1)
                 return found
-        text = await self._text(query)
+        try:
+            text = await self._batcher.ask(query, 0, self._policy.deadline_seconds + 1.0)
+        except TimeoutError as error:
+            late = deadline_exceeded(self.version, self._policy, "too many searches before this one")
+            raise RetrieverTimeout(str(late)) from error
         try:
             return read(_table(text)[1])
         except NO_ANSWER as error:
@@ -105,30 +110,14 @@ class SparqlEndpoint(KnowledgeGraph):
                 f"{self.version} knows no wikibase:directClaim: it answers, and holds no graph in Wikidata's vocabulary"
             )
 
-    async def _text(self, query: str) -> str:
-        """The answer as it came, known to be one."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # what waited in an earlier loop ended with it
-            self._loop, self._under_way, self._places = loop, {}, asyncio.Semaphore(self._concurrency)
-        task = self._under_way.get(query)
-        if task is None:
-            task = self._under_way[query] = loop.create_task(self._fetched(query, self._policy))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard even if nobody waits
-            task.add_done_callback(lambda done: self._under_way.pop(query, None))
-        else:
-            self._count(shared=1)
-        try:
-            async with asyncio.timeout(self._policy.deadline_seconds + 1.0):
-                return await asyncio.shield(task)  # others may wait for the same one
-        except TimeoutError as error:
-            late = deadline_exceeded(self.version, self._policy, "the event loop was held up")
-            raise RetrieverTimeout(str(late)) from error
+    async def _answer(self, queries: list[str], _: int) -> list[str]:
+        return [await self._fetched(query, self._policy) for query in queries]
 
     async def _fetched(self, query: str, policy: RetryPolicy) -> str:
         async def attempt() -> str:
             began = time.monotonic()
             answer = await self._client.exchange(urllib.parse.urlencode({"query": query}), HEADERS)
-            self._count(batches=1, search_seconds=time.monotonic() - began)
+            self.count(batches=1, search_seconds=time.monotonic() - began)
             try:
                 text = answer.decode()
                 if _table(text)[0] != sparql.columns(query):
@@ -145,23 +134,20 @@ class SparqlEndpoint(KnowledgeGraph):
                 url=self.version,
                 advice=ADVICE,
                 draw=self._random,
-                place=self._place,
+                before_attempt=self._turn,
                 on_retry=self._pause,
             )
         if self._cache is not None:
             self._cache.write([(query, 0, text)])
         return text
 
-    @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        async with self._places:
-            while (wait := self._next - time.monotonic()) > 0:
-                await asyncio.sleep(wait)
-            self._next = time.monotonic() + self._seconds_between
-            yield
+    async def _turn(self) -> None:
+        while (wait := self._next - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
+        self._next = time.monotonic() + self._seconds_between
 
     def _pause(self, error: TransientError) -> None:
-        self._count(retries=1)
+        self.count(retries=1)
         self._next = max(self._next, time.monotonic() + error.after_seconds)
 
 
@@ -169,7 +155,7 @@ def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_S
     """An endpoint that answers, with what it ever answered on this machine. For the start of a run, before there is an event loop. Raises
     UserError."""
     name = hashlib.sha256(address.removeprefix(SCHEME).encode()).hexdigest()[:16]
-    cache = AnswerCache(cache_folder("searches"), f"sparql-{name}")
+    cache = SearchCache(cache_folder("searches"), f"sparql-{name}")
     endpoint = SparqlEndpoint(address, cache=cache, queries_per_second=queries_per_second)
     try:
         asyncio.run(endpoint.check())

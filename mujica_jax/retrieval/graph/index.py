@@ -18,7 +18,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval import manifest as index_files
 from mujica_jax.retrieval.graph.dumps import Kept, Lines, claim_quads
 from mujica_jax.retrieval.graph.files import Choice, Counts, Piece, is_table, pieces
-from mujica_jax.retrieval.graph.store import GraphStore
+from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
 from mujica_jax.retrieval.graph.tables import Table
 from mujica_jax.retrieval.text.corpus_files import describe_file
 from mujica_jax.retrieval.text.index import Reporter

@@ -1,40 +1,35 @@
 """A knowledge graph that is asked in SPARQL: entities by Q-id, label and alias, and the triples of an entity in both directions.
 
-`graph_store.py` answers from our own store and `sparql_endpoint.py` from another host; what is asked and how answers are read is one and
-the same (`sparql.py`). A bounded number of triples is looked at in each direction: countries and professions have millions. Which ones
-these are is the source's choice; their order is fixed.
+`GraphStore` answers from our own store and `endpoint.py` from another host; what is asked and how answers are read is
+one and the same (`sparql.py`). A bounded number of triples is looked at in each direction: countries and professions
+have millions. Which ones these are is the source's choice; their order is fixed.
 """
 
 import abc
-import threading
+import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mujica_jax.retrieval.errors import RetrievalError
+from mujica_jax.retrieval.errors import RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.graph import sparql
-from mujica_jax.retrieval.graph.triples import Triple
-from mujica_jax.retrieval.retriever import RetrievalStatistics
+from mujica_jax.retrieval.graph.triples import End, Triple
+from mujica_jax.retrieval.statistics import Counted
 
 if TYPE_CHECKING:
     import pyoxigraph
 
-MOST_TRIPLES = 500  # of an entity, in each direction
+MAX_TRIPLES = 500  # of an entity, in each direction
 
 Read = TypeVar("Read")
 
 
-class KnowledgeGraph(abc.ABC):
+class KnowledgeGraph(Counted, abc.ABC):
     """Where triples come from. An entity's key is its Q-id or IRI, or a name where it has neither."""
 
     def __init__(self, *, version: str, languages: tuple[str, ...]) -> None:
         self.version, self.languages = version, languages
-        self._statistics, self._counting = RetrievalStatistics(), threading.Lock()
-
-    @property
-    def statistics(self) -> RetrievalStatistics:
-        """`queries` are searches of agents; `batches` what was asked of the store or the endpoint for them."""
-        return self._statistics
+        super().__init__()
 
     @abc.abstractmethod
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
@@ -44,12 +39,10 @@ class KnowledgeGraph(abc.ABC):
         """As subject before as object, no two alike, in a fixed order; at most `limit`. An unknown entity has none."""
         return tuple(end.triple for end in await self.ends_of(key, limit))
 
-    async def ends_of(self, key: str, limit: int | None = None) -> list[sparql.End]:
+    async def ends_of(self, key: str, limit: int | None = None) -> list[End]:
         """`triples_of` with whether the entity is the triple's object. The id of an entity that was merged into another one stands for
         that one. Raises RetrievalError."""
-        began = time.monotonic()
-        self._count(queries=1)
-        try:
+        with self.counted_search():
             found = sparql.entity_iri(key)
             if found is None and (names := await self._namesakes(key)):
                 found = sparql.entity_iri(names[0])
@@ -59,18 +52,13 @@ class KnowledgeGraph(abc.ABC):
             if not ends and taken_over is not None:
                 ends, _ = await self._ends(sparql.entity_iri(taken_over) or found)
             return ends[:limit]
-        except RetrievalError:
-            self._count(failed=1)
-            raise
-        finally:
-            self._count(waiting_seconds=time.monotonic() - began)
 
-    async def _ends(self, entity: "pyoxigraph.NamedNode") -> tuple[list[sparql.End], str | None]:
-        def read(rows: Iterable[sparql.Row]) -> tuple[list[sparql.End], str | None]:
+    async def _ends(self, entity: "pyoxigraph.NamedNode") -> tuple[list[End], str | None]:
+        def read(rows: Iterable[sparql.Row]) -> tuple[list[End], str | None]:
             rows = list(rows)
             return sparql.read_ends(rows, entity, self.languages), sparql.read_redirect(rows)
 
-        return await self.ask(sparql.triples_query(entity, self.languages, MOST_TRIPLES), read)
+        return await self.ask(sparql.triples_query(entity, self.languages, MAX_TRIPLES), read)
 
     async def find(self, name: str) -> list[str]:
         """Keys of the entities with this Q-id or IRI, or else called so: by label, then alias. The first is the likeliest.
@@ -90,6 +78,34 @@ class KnowledgeGraph(abc.ABC):
             return []
         return await self.ask(query, sparql.read_namesakes)
 
-    def _count(self, **amounts: float) -> None:
-        with self._counting:  # a store's searches count from their thread
-            self._statistics = self._statistics.with_more(**amounts)
+
+class GraphStore(KnowledgeGraph):
+    """In pyoxigraph's store, on disk or in memory. A query takes a thread, so that a slow disk holds up no other episode."""
+
+    def __init__(
+        self, store: "pyoxigraph.Store", *, version: str, languages: tuple[str, ...], deadline_seconds: float = 60.0
+    ) -> None:
+        super().__init__(version=version, languages=languages)
+        self.store, self._deadline_seconds = store, deadline_seconds
+
+    async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
+        running = asyncio.get_running_loop().run_in_executor(None, self._answer, query, read)
+        # Not `asyncio.timeout`: where something else held up the event loop, an answer that came meanwhile is not late.
+        done, _ = await asyncio.wait({running}, timeout=self._deadline_seconds)
+        if not done:
+            running.cancel()
+            raise RetrieverTimeout(f"the graph gave no answer within the deadline of {self._deadline_seconds:g} s")
+        return running.result()
+
+    def _answer(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
+        began = time.monotonic()
+        try:
+            rows: Any = self.store.query(query)
+            return read(rows)
+        except (OSError, RuntimeError) as error:
+            reason = str(error)
+            rows = None
+        finally:
+            self.count(batches=1, search_seconds=time.monotonic() - began)
+        # Raised here, without the error's frames: rows that these hold must not be freed by another thread.
+        raise RetrieverUnavailable(f"the graph failed ({reason})")

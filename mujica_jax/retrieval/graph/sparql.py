@@ -16,10 +16,10 @@ Names and keys come from users and models. They enter a query as terms that pyox
 import re
 import urllib.parse
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.graph.triples import Triple, normalise_label, without_parenthesis
+from mujica_jax.retrieval.graph.triples import End, Triple, normalise_label, without_parenthesis
 
 if TYPE_CHECKING:
     import pyoxigraph
@@ -40,7 +40,7 @@ MACHINE_TYPES = (
     "WikibaseLexeme", "WikibaseForm", "EntitySchema",
 )  # fmt: skip
 LANGUAGES = ("en", "mul")  # mul: Wikidata's for names that are the same in every language
-MOST_NAMESAKES = 1000  # entities of one name that are looked at
+MAX_NAMESAKES = 1000  # entities of one name that are looked at
 MONTHS = (
     "January", "February", "March", "April", "May", "June",
     "July", "August", "September", "October", "November", "December",
@@ -58,11 +58,6 @@ _control = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _wikidata = re.compile(re.escape(ENTITY) + r"([QP]\d+)", re.ASCII)
 
 Row = Any  # pyoxigraph.QuerySolution: a variable's name to its term, or None
-
-
-class End(NamedTuple):
-    triple: Triple
-    as_object: bool  # whether the entity that was asked for is the triple's object
 
 
 def entity_iri(key: str) -> "pyoxigraph.NamedNode | None":
@@ -137,7 +132,7 @@ def find_query(name: str, languages: Sequence[str]) -> str:
         f"{{ VALUES ?name {{ {' '.join(map(str, terms))} }} ?entity {predicate} ?name BIND({rank} AS ?rank) }}"
         for rank, (predicate, terms) in enumerate(ways)
     ]
-    return f"{PREFIXES}SELECT ?entity ?rank WHERE {{ {' UNION '.join(parts)} }} LIMIT {MOST_NAMESAKES}"
+    return f"{PREFIXES}SELECT ?entity ?rank WHERE {{ {' UNION '.join(parts)} }} LIMIT {MAX_NAMESAKES}"
 
 
 def exists_query(entity: "pyoxigraph.NamedNode") -> str:
@@ -213,7 +208,7 @@ def _end(inverse: bool, relation: str, other: Any, entity: str, labels: dict[str
     triple = Triple(
         subject=names[0], relation=name, object=names[1], subject_id=ids[0], object_id=ids[1], literal=is_literal
     )
-    return (inverse, _natural(key_of(relation)), text, other.value), End(triple, inverse)
+    return (inverse, _natural(key_of(relation)), text, other.value), End.of(triple, inverse)
 
 
 def readable(literal: "pyoxigraph.Literal") -> str:

@@ -1,4 +1,4 @@
-"""Tab-separated triples with the columns of `graph.py`, as a graph keeps them.
+"""Tab-separated triples with the columns COLUMNS, and as a graph on disk keeps them.
 
 Entities with Q-ids are Wikidata's, under the first label that is met, the others being aliases. An end without a Q-id is the entity with
 one that alone is called so in these files, up to case, spacing and a closing parenthesis, else an entity of its own.
@@ -6,11 +6,12 @@ one that alone is called so in these files, up to case, spacing and a closing pa
 
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph import sparql
-from mujica_jax.retrieval.graph.files import Counts, Piece
+from mujica_jax.retrieval.graph.files import Counts, Piece, pieces
 from mujica_jax.retrieval.graph.triples import COLUMNS, Triple, normalise_label, without_parenthesis
 
 if TYPE_CHECKING:
@@ -90,20 +91,37 @@ class Table:
                 yield quad.object.value
 
     def _rows(self, piece: Piece, *, count: bool) -> Iterator[Triple]:
-        for number, line in enumerate(piece.content.removesuffix(b"\n").split(b"\n"), start=piece.first_line):
-            if number == 1:
-                _check_header(self._path, line)
-            elif line.strip():
-                try:
-                    row = _row(f"{self._path}, line {number:,}", line)
-                except UserError as error:
-                    if not self._skip:
-                        raise
-                    if count:
-                        self._counts.skip(str(error))
-                    continue
+        for row in rows_of(self._path, piece):
+            if isinstance(row, Triple):
                 self._counts.triples += count
                 yield row
+            elif not self._skip:
+                raise row
+            elif count:
+                self._counts.skip(str(row))
+
+
+def read_triples(path: str | Path) -> list[Triple]:
+    """All rows of a table, in order. Raises UserError for the first one that cannot be read."""
+    triples = []
+    for piece in pieces(str(path)):
+        for row in rows_of(str(path), piece):
+            if not isinstance(row, Triple):
+                raise row
+            triples.append(row)
+    return triples
+
+
+def rows_of(path: str, piece: Piece) -> Iterator[Triple | UserError]:
+    """The triple of each line, or what is wrong with it."""
+    for number, line in enumerate(piece.content.removesuffix(b"\n").split(b"\n"), start=piece.first_line):
+        if number == 1:
+            _check_header(path, line)
+        elif line.strip():
+            try:
+                yield _row(f"{path}, line {number:,}", line)
+            except UserError as error:
+                yield error
 
 
 def _check_header(path: str, line: bytes) -> None:

@@ -10,14 +10,12 @@ Two labels name the same where they are equal up to case and spacing, or one is 
 """
 
 import dataclasses
-import gzip
 import re
 import unicodedata
 from collections.abc import Iterable
-from pathlib import Path
+from typing import NamedTuple
 
-from mujica_jax.errors import UserError
-from mujica_jax.retrieval.text.corpus_records import open_text
+from mujica_jax.retrieval.statistics import Counted
 
 COLUMNS = ("subject", "relation", "object", "subject_qid", "object_qid")
 LITERAL_ID = "date_information"  # what 2WikiMultihopQA writes where a Q-id would stand for a date
@@ -47,10 +45,26 @@ class Triple:
         return self.literal or self.relation in LITERAL_RELATIONS or self.object_id == LITERAL_ID
 
 
-class TripleGraph:
+class End(NamedTuple):
+    """A triple as one of its two entities has it."""
+
+    triple: Triple
+    as_object: bool  # whether the entity is the triple's object
+    subject_key: str
+    object_key: str | None  # None for a literal
+
+    @classmethod
+    def of(cls, triple: Triple, as_object: bool) -> "End":
+        """Of a triple whose ids are there wherever they are known."""
+        found = None if triple.object_is_literal else triple.object_id or triple.object
+        return cls(triple, as_object, triple.subject_id or triple.subject, found)
+
+
+class TripleGraph(Counted):
     """Triples with an index by entity; about 20 microseconds a triple to build, a few to look an entity up."""
 
     def __init__(self, triples: Iterable[Triple]) -> None:
+        super().__init__()
         self.triples = tuple(triples)
         self._ends_of_id: dict[str, list[tuple[int, bool]]] = {}  # (row, whether as object)
         self._ends_of_name: dict[str, list[tuple[int, bool]]] = {}
@@ -71,15 +85,17 @@ class TripleGraph:
 
         `entity_id` is a Q-id or a label as `find`, `subject_key` and `object_key` return it; an unknown one has no triples.
         """
-        return tuple(triple for triple, _ in self.ends_of(entity_id, limit))
+        return tuple(end.triple for end in self.ends_of(entity_id, limit))
 
-    def ends_of(self, entity_id: str, limit: int | None = None) -> list[tuple[Triple, bool]]:
-        """`triples_of` with whether the entity is the triple's object."""
-        found: dict[str, tuple[Triple, bool]] = {}
+    def ends_of(self, entity_id: str, limit: int | None = None) -> list[End]:
+        """`triples_of` with the keys of both ends and whether the entity is the triple's object."""
+        found: dict[str, End] = {}
         for row, as_object in self._ends(entity_id):
             if limit is not None and len(found) >= limit:
                 break
-            found.setdefault(self.triples[row].text, (self.triples[row], as_object))
+            triple = self.triples[row]
+            if triple.text not in found:
+                found[triple.text] = End(triple, as_object, self.subject_key(triple), self.object_key(triple))
         return list(found.values())
 
     def find(self, name: str) -> str | None:
@@ -151,39 +167,3 @@ def normalise_label(label: str) -> str:
 def without_parenthesis(label: str) -> str:
     """ "Norman Foster" of "Norman Foster (director)"."""
     return _closing_parenthesis.sub("", label)
-
-
-def read_triples(path: str | Path) -> list[Triple]:
-    """Triples of a tab-separated file with the header `subject relation object subject_qid object_qid`, plain or .gz."""
-    triples: list[Triple] = []
-    expected = "tab-separated columns " + ", ".join(COLUMNS)
-    try:
-        with open_text(path) as file:
-            for line_number, line in enumerate(file, start=1):
-                cells = [cell.strip() for cell in line.rstrip("\r\n").split("\t")]
-                place = f"{path}, line {line_number}"
-                if line_number == 1:
-                    cells[0] = cells[0].removeprefix("\ufeff")
-                    if tuple(cells) != COLUMNS:
-                        raise UserError(f"{place}: the header is {', '.join(cells)!r}; expected the {expected}")
-                elif line.strip():
-                    if len(cells) != len(COLUMNS):
-                        raise UserError(
-                            f"{place}: {len(cells)} columns where {len(COLUMNS)} belong; expected {expected}"
-                        )
-                    if not all(cells[:3]):
-                        raise UserError(f"{place}: subject, relation and object must not be empty; got {cells[:3]}")
-                    triples.append(
-                        Triple(
-                            subject=cells[0],
-                            relation=cells[1],
-                            object=cells[2],
-                            subject_id=cells[3],
-                            object_id=cells[4],
-                        )
-                    )
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; give the path of a file with {expected}") from error
-    except (EOFError, gzip.BadGzipFile, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}); expected {expected}") from error
-    return triples

@@ -15,7 +15,7 @@ from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Evidence, GoldPassage, Question
-from mujica_jax.retrieval.retriever import RetrievalStatistics
+from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material, Split

@@ -110,7 +110,7 @@ def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
     ]
     around: dict[Row, None] = {}
     for key in dict.fromkeys(row.subject for row in chain):
-        for triple, as_object in graph.ends_of(key, NEIGHBOURS):
+        for triple, as_object, *_ in graph.ends_of(key, NEIGHBOURS):
             subject = graph.subject_key(triple) if as_object else key
             found = key if as_object else graph.object_key(triple) or triple.object
             around[_row(subject, triple.subject, triple.relation, found, triple.object, labels)] = None

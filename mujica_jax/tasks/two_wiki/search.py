@@ -9,7 +9,7 @@ from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
 from mujica_jax.retrieval.graph.index import KIND, open_graph
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.retriever import IndexRetriever, Retriever
-from mujica_jax.retrieval.search_cache import HitsCache
+from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage, read_corpus
 from mujica_jax.retrieval.text.dense import nearest
@@ -30,7 +30,7 @@ def open_passages(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
         return open_remote(config.index, config.retriever, config.top_k), _corpus(config)
     index = _index(config)
     in_memory = config.index is None
-    cache = None if in_memory else HitsCache(cache_folder("searches"), index.version)
+    cache = None if in_memory else SearchCache(cache_folder("searches"), index.version)
     return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
 
 

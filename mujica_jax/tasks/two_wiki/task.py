@@ -22,10 +22,11 @@ from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, GoldPassage, Question
-from mujica_jax.retrieval.graph.triples import Triple, TripleGraph, read_triples
+from mujica_jax.retrieval.graph.tables import read_triples
+from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.retrieval.text.passages import PassageFile
-from mujica_jax.tasks.environment import GraphEnvironment, KnowledgeGraphEnvironment, TextEnvironment
+from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Split
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
@@ -96,7 +97,7 @@ class TwoWiki:
         return Demonstrations(
             originals,
             self._demonstrated_in,
-            plans=self._plans(originals, self._demonstrated_in.graph) if self.config.augmented_copies else (),
+            plans=self._plans(originals) if self.config.augmented_copies else (),
             parts=self._parts,
             copies=self.config.augmented_copies,
             top_k=self.config.top_k,
@@ -122,17 +123,19 @@ class TwoWiki:
     def _parts(self) -> NameParts:
         return NameParts(self._training_triples())
 
-    def _plans(self, questions: Sequence[Question], graph: TripleGraph) -> list[CopyPlan]:
+    def _plans(self, questions: Sequence[Question]) -> list[CopyPlan]:
+        assert self._demonstrated_in is not None, "only graphs have copies"
+        graph = self._demonstrated_in.graph
+        assert isinstance(graph, TripleGraph), "demonstrations are played in memory"
         return [plan for question in questions if (plan := copy_plan(question, graph)) is not None]
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
         """Labels and values of renamed copies that no demonstration uses. A work has a director or the like, a person none."""
-        assert self._demonstrated_in is not None, "only graphs have copies"
         labels: dict[str, list[str]] = {"work": [], "other": []}
         values: dict[str, dict[str, list[str]]] = {"work": {}, "other": {}}
         usable = [question for question in self._train if follows_from_evidence(question)]
-        for plan in self._plans(usable, self._demonstrated_in.graph):
+        for plan in self._plans(usable):
             for number in range(PRETRAINING_COPIES):
                 question, _ = renamed_copy(plan, self._parts, -1 - number, self.config.top_k)
                 relations: dict[str, set[str]] = {}
@@ -190,9 +193,7 @@ def build(config: TwoWikiConfig) -> TwoWiki:
     demonstrated_in = GraphEnvironment(graph, config.top_k, ranked)
     searched = demonstrated_in
     if config.index is not None:
-        searched = KnowledgeGraphEnvironment(
-            open_knowledge_graph(config.index, config.queries_per_second), config.top_k, ranked
-        )
+        searched = GraphEnvironment(open_knowledge_graph(config.index, config.queries_per_second), config.top_k, ranked)
     return TwoWiki(config, searched, questions, demonstrated_in=demonstrated_in)
 
 

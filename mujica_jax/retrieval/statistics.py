@@ -1,0 +1,58 @@
+"""What a retriever or a graph has done since it was made, as `metrics.jsonl` and the end of a run show it."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+from mujica_jax.retrieval.errors import RetrievalError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetrievalStatistics:
+    queries: int = 0  # searches of agents
+    cached: int = 0  # answered from the disk
+    shared: int = 0  # answered together with the same query of another agent
+    batches: int = 0  # what the index, the store or the endpoint was asked for them
+    failed: int = 0
+    retries: int = 0
+    encode_seconds: float = 0.0
+    search_seconds: float = 0.0
+    waiting_seconds: float = 0.0  # of all queries, from their arrival to their answer
+
+    def with_more(self, **amounts: float) -> "RetrievalStatistics":
+        return dataclasses.replace(self, **{name: getattr(self, name) + amount for name, amount in amounts.items()})
+
+    def sentence(self) -> str:
+        return (
+            f"{self.queries:,} searches ({self.cached:,} cached, {self.shared:,} shared, {self.failed:,} failed) in "
+            f"{self.batches:,} batches: {self.encode_seconds:.1f} s encoding, {self.search_seconds:.1f} s searching"
+        )
+
+
+class Counted:
+    """Statistics that any thread may add to."""
+
+    def __init__(self) -> None:
+        self._statistics, self._counting = RetrievalStatistics(), threading.Lock()
+
+    @property
+    def statistics(self) -> RetrievalStatistics:
+        return self._statistics
+
+    def count(self, **amounts: float) -> None:
+        with self._counting:
+            self._statistics = self._statistics.with_more(**amounts)
+
+    @contextlib.contextmanager
+    def counted_search(self) -> Iterator[None]:
+        began = time.monotonic()
+        self.count(queries=1)
+        try:
+            yield
+        except RetrievalError:
+            self.count(failed=1)
+            raise
+        finally:
+            self.count(waiting_seconds=time.monotonic() - began)
