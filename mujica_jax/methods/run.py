@@ -292,7 +292,7 @@ class Run:
 
             # A save is due by the clock, but what a restart repeats is the same steps with the same batches either way.
             while done < steps:
-                stretch = self.profile.until(done, min(steps, done + self._steps_a_stretch))
+                until = self.profile.until(done, min(steps, done + self._steps_a_stretch))
                 self.profile.before(done)
                 with self.clock.stage(LEARNING):
                     result = fit(
@@ -300,7 +300,7 @@ class Run:
                         state,
                         packed,
                         schedule=rates,
-                        steps=stretch,
+                        steps=until,
                         seed=self.config.seed,
                         input_state=input_state,
                         on_step=on_step,

@@ -18,7 +18,7 @@ Figure = int | float | str | None
 
 REFRESHES_PER_SECOND = 4  # a refresh costs a fraction of a millisecond: well under one percent of the time
 SECONDS_BETWEEN_LINES = 5.0  # of plain output
-SHORTEST_RATE_SECONDS = 0.5  # before that a rate would be noise
+MIN_RATE_SECONDS = 0.5  # before that a rate would be noise
 RATE_WINDOW_SECONDS = 30.0  # a rate over all the time would carry the compilation for ever
 FIGURE_LABELS = {"tokens_per_second": "tokens/s", "k": "K", "em": "EM", "f1": "F1"}
 
@@ -178,7 +178,7 @@ class Stage:
         """Units a second over the last half minute; zero as long as there is too little to tell."""
         began, before = self._marks[0]
         seconds = self.seen - began
-        return (self.done - before) / seconds if seconds >= SHORTEST_RATE_SECONDS else 0.0
+        return (self.done - before) / seconds if seconds >= MIN_RATE_SECONDS else 0.0
 
     def counts(self) -> str:
         """Units, rate and time: `120/600 steps, 3.21 steps/s, eta 2:30`."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 YEARS_SHARE = 0.15  # of the documents
 ABSENT_SHARE = 0.3  # of the documents read a relation that is not there
 REVERSED_SHARE = 0.2  # of the lines name the entity as their object
-MOST_YEARS = 6
+MAX_YEARS = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def documents(vocabulary: Vocabulary, seed: int) -> Iterator[str]:
 
 
 def _years(draw: random.Random, years: tuple[int, int]) -> str:
-    chosen = draw.sample(range(years[0], years[1] + 1), draw.randint(2, MOST_YEARS))
+    chosen = draw.sample(range(years[0], years[1] + 1), draw.randint(2, MAX_YEARS))
     listed, ordered = (" and ".join(str(year) for year in some) for some in (chosen, sorted(chosen)))
     return f"Years: {listed}\nin order: {ordered}."
 

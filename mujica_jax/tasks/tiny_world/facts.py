@@ -40,7 +40,7 @@ COUNTRIES: dict[names.Part, int] = {"train": 40, "demonstration": 24, "dev": 20,
 
 MOVED_YEARS = (-20, 20)  # how far a renamed copy moves its years
 INCEPTION_YEARS = (1800, 1849)  # of countries, cities and institutions
-FEWEST_FACTS = 2
+MIN_FACTS = 2
 PERSON_WEIGHTS = {  # how eagerly a person's limited room goes to a fact
     "date of birth": 8.0,
     "father": 8.0,
@@ -247,7 +247,7 @@ class WorldPart:
             self._add("film", title, facts)
 
     def _limit_facts(self) -> None:
-        """People and films keep FEWEST_FACTS to `facts_per_entity` of theirs; the rest of the truth is forgotten."""
+        """People and films keep MIN_FACTS to `facts_per_entity` of theirs; the rest of the truth is forgotten."""
         draw = self._generator("room").random
         most = self._config.facts_per_entity
         for number, kind in enumerate(self.kinds):
@@ -255,7 +255,7 @@ class WorldPart:
                 continue
             weights = PERSON_WEIGHTS if kind == "person" else FILM_WEIGHTS
             facts = self.facts[number]
-            room = FEWEST_FACTS + int(draw() * (most + 1 - FEWEST_FACTS))
+            room = MIN_FACTS + int(draw() * (most + 1 - MIN_FACTS))
             # Weighted sampling without replacement (Efraimidis and Spirakis, 2006): the largest u^(1/weight) are kept.
             kept = sorted(((draw() ** (1 / weights[relation]), relation) for relation in facts), reverse=True)[:room]
             self.facts[number] = {relation: facts[relation] for _, relation in kept}
