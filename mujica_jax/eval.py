@@ -35,6 +35,7 @@ from mujica_jax.config.schema import (
 from mujica_jax.errors import UserError
 from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.standard_output import run_program
 from mujica_jax.storage.run_directory import run_path
 
 if TYPE_CHECKING:
@@ -302,4 +303,4 @@ def _given_or_missing(checkpoint: str | None) -> Any:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_program(main))

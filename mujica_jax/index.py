@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from mujica_jax.config.schema import DEFAULT_EMBEDDER
 from mujica_jax.errors import UserError
+from mujica_jax.runtime.standard_output import run_program
 
 if TYPE_CHECKING:
     from mujica_jax.report import Progress
@@ -42,16 +42,13 @@ MAX_NAMESAKES = 5  # other entities of one name that are shown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, or nobody reads on; 2 a mistake of the user's; 130 interrupted (a build goes on with the same command)."""
+    """Exit status: 0 done; 2 a mistake of the user's; 130 interrupted (a build goes on with the same command)."""
     given = _parser().parse_args(arguments)
     try:
         given.run(given)
-        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head` has enough; what is still to be flushed goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("interrupted" + ": the same command goes on where this one was" * (given.run is build), file=sys.stderr)
         return 130
@@ -422,4 +419,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_program(main))

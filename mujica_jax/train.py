@@ -16,6 +16,7 @@ from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.standard_output import run_program
 
 DEFAULT_CONFIG = "tiny_world"
 USER_ERROR = 2
@@ -88,4 +89,4 @@ def _names_run(words: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_program(main))

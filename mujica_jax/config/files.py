@@ -18,7 +18,9 @@ from typing import Any, TypeGuard, TypeVar
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError, nearest
 
-CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
+PACKAGE = Path(__file__).resolve().parents[1]
+INSTALLED = PACKAGE / "configs"  # where a wheel has what stands beside the package in a checkout
+CONFIG_FOLDER = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "configs"
 
 Section = TypeVar("Section")
 

@@ -1,0 +1,73 @@
+"""A wheel holds the package and its configurations, and needs no checkout."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILT_FROM = ("mujica_jax", "configs", "pyproject.toml", "requirements.txt", "README.md", "LICENSE")
+SMALL = {
+    "task.train-questions": 40,
+    "task.demonstrations": 20,
+    "task.test-questions": 8,
+    "model.num-layers": 1,
+    "reading.documents": 20,
+    "reading.steps": 2,
+    "warmup.steps": 2,
+    "mygo.rounds": 1,
+    "mygo.questions-per-round": 8,
+    "mygo.shard-questions": 8,
+    "engine.slots": 8,
+    "eval.questions": 4,
+}
+
+
+def test_every_folder_with_modules_is_packaged():
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "mujica_jax").rglob("*.py")}
+    assert named == sorted({".".join(folder.parts) for folder in folders} | {"mujica_jax.configs"})
+
+
+@pytest.mark.slow
+def test_a_wheel_in_an_empty_folder_trains_and_evaluates(tmp_path):
+    checkout, environment, folder = (tmp_path / name for name in ("checkout", "environment", "empty"))
+    folder.mkdir()
+    checkout.mkdir()
+    for name in BUILT_FROM:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, checkout / name)
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    built = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(checkout)]
+    subprocess.run([*pip, *built], check=True)
+    shutil.rmtree(checkout)
+    venv.create(environment, with_pip=False)
+    (wheel,) = tmp_path.glob("*.whl")
+    python = str(environment / "bin" / "python")
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", str(wheel)], check=True)
+    # The packages of this environment, without its .pth files: one of those leads to the checkout.
+    (site,) = environment.glob("lib/python3*/site-packages")
+    (site / "packages.pth").write_text(sysconfig.get_paths()["purelib"])
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+
+    def run(*words: str) -> str:
+        ended = subprocess.run(
+            [python, *words], cwd=folder, env=inherited | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    assert Path(run("-c", "import mujica_jax; print(mujica_jax.__file__)").strip()).is_relative_to(site)
+    flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+    run("-m", "mujica_jax.train", "--run", "run", *flags)
+    phases = [phase["name"] for phase in json.loads((folder / "run" / "summary.json").read_text())["phases"]]
+    assert phases == ["warm-up", "control", "round 1"]
+    run("-m", "mujica_jax.eval", "--checkpoint", "run")
+    assert (folder / "run" / "eval" / "tiny_world-graph.json").exists()
