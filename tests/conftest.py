@@ -20,6 +20,7 @@ KEPT = {
 }
 # The second one takes a third off the time of tests of models (docs/LOG.md).
 XLA_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
+OUTCOMES = ("rerun", "failed", "error")
 
 
 def known_flags() -> list[str]:
@@ -38,3 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known_flags()]).strip()
         for name, value in KEPT.items():
             os.environ.setdefault(name, value)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the tests that failed once and passed when they were run again (`--reruns 1`)."""
+    found = {outcome: {report.nodeid for report in terminalreporter.stats.get(outcome, ())} for outcome in OUTCOMES}
+    if unstable := found["rerun"] - found["failed"] - found["error"]:
+        terminalreporter.section("unstable: failed once, passed when run again")
+        for name in sorted(unstable):
+            terminalreporter.write_line(name)

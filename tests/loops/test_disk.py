@@ -20,6 +20,7 @@ def refused(ended: Ended, words: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.fault
 def test_a_disk_that_fills_up_during_saves(undisturbed, tmp_path):
     """While the learner's state is written, by a library of its own in C++; while its mark is; and while shards are."""
     directory = tmp_path / "run"

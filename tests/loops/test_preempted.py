@@ -37,6 +37,7 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
 
 
 @pytest.mark.slow
+@pytest.mark.fault
 def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
     learning, sampling, committing, evaluating = preempted(tmp_path / "run", THIN)
     step = int(learning.messages.partition("learning; step ")[2].split()[0])

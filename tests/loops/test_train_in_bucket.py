@@ -41,6 +41,7 @@ def now_and_then(request: Request) -> Fault | None:
 
 
 @pytest.mark.slow
+@pytest.mark.fault
 def test_killed_and_resumed_in_a_bucket_that_fails_now_and_then_it_ends_as_on_local_disk(undisturbed, fake, tmp_path):
     fake.faults = now_and_then
     *killed, ended = starts(
