@@ -29,7 +29,19 @@ def test_what_fails_once_is_listed_and_what_fails_twice_fails(tmp_path):
         "def test_twice():\n"
         "    assert False\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "--reruns", "1", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=no",
+        "--reruns",
+        "1",
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        str(tmp_path),
+    ]
     ended = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 1 and "1 failed, 1 passed, 2 rerun" in ended.stdout, ended.stdout
     unstable = ended.stdout.partition("unstable: failed once, passed when run again")[2]

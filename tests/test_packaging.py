@@ -1,7 +1,10 @@
 """A wheel holds the package and its configurations, and needs no checkout."""
 
+import ast
+import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +14,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_FROM = ("mujica_jax", "configs", "pyproject.toml", "requirements.txt", "README.md", "LICENSE")
@@ -34,6 +38,41 @@ def test_every_folder_with_modules_is_packaged():
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "mujica_jax").rglob("*.py")}
     assert named == sorted({".".join(folder.parts) for folder in folders} | {"mujica_jax.configs"})
+
+
+def installed_with(requirements: list[str]) -> set[str]:
+    """Names of the distributions that these bring, with all that those require."""
+    found: set[str] = set()
+    waiting = [Requirement(line) for line in requirements]
+    while waiting:
+        wanted = waiting.pop()
+        name = re.sub(r"[-_.]+", "-", wanted.name).lower()
+        if name in found or (
+            wanted.marker and not any(wanted.marker.evaluate({"extra": e}) for e in ("", *wanted.extras))
+        ):
+            continue
+        found.add(name)
+        try:
+            waiting += [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+        except importlib.metadata.PackageNotFoundError:  # not for this system
+            continue
+    return found
+
+
+def test_a_run_imports_nothing_that_only_developers_install():
+    """Extras are imported by name at run time (`qwix`, `wandb`, `tpu`), everything else comes with requirements.txt."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    brought = installed_with([line for line in lines if line])
+    distributions = importlib.metadata.packages_distributions()
+    missing = {}
+    for path in (ROOT / "mujica_jax").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+        for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"mujica_jax"}:
+            if not {re.sub(r"[-_.]+", "-", one).lower() for one in distributions.get(name, ())} & brought:
+                missing[name] = str(path.relative_to(ROOT))
+    assert set(missing) == {"torch"}, missing  # only to compare a checkpoint with transformers, where it is installed
 
 
 @pytest.mark.slow
