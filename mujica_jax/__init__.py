@@ -3,7 +3,12 @@
 A planner breaks a multi-hop question into a graph of sub-questions and asks the independent ones at the same time; a worker answers
 one sub-question from what a retriever or a knowledge graph returns. Both are one language model under two prompts, trained by MyGO:
 sample trajectories, keep those whose reward beats a rising threshold, maximise their likelihood. `records.py` holds the nouns,
-`config.py` every knob, `train.py` the program that joins them.
+`config/schema.py` every knob, `train.py` the program that joins them.
 """
+
+import os
+
+# transformers says at every start that PyTorch is missing; a run needs none.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 __version__ = "0.1.0"
