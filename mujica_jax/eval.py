@@ -81,7 +81,7 @@ class Checkpoint:
     def open(self, config: Config) -> "tuple[Tokenizer, ScoredGenerator]":
         from flax import nnx
 
-        from mujica_jax.methods.run import make_generator, use_weights
+        from mujica_jax.methods.parts import make_generator, use_weights
         from mujica_jax.methods.setup import load_model
 
         tokenizer, decoder = load_model(self.model, config)
@@ -190,7 +190,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     from mujica_jax.inference.counters import LiveCounters
     from mujica_jax.inference.scheduler import BatchedGenerator
     from mujica_jax.methods.evaluation import score_policy
-    from mujica_jax.methods.run import make_agent, statistics_of
+    from mujica_jax.methods.parts import make_agent, statistics_of
     from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
     from mujica_jax.report import Progress, score_table
     from mujica_jax.rewards import find_reward

@@ -136,16 +136,70 @@ def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversati
 
 def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -> tuple[list[Trajectory], float]:
     """All trajectories of a round and its threshold. Shards 0.. hold the first attempts, the same number after them the others."""
-    config = _config(run)
-    if (
-        earlier := distributed.primary_first(f"round {number} is read", lambda: _finished_round(run, number))
-    ) is not None:
+    earlier = distributed.primary_first(f"round {number} is read", lambda: _finished_round(run, number))
+    if earlier is not None:
         return earlier
+    shards = _plan_round(run, number, previous_k)
+    run.preemption.enter(f"round {number}: sampling", kept=KEPT_SHARDS)
+    run.use_policy(state, number - 1)
+    entries: list[ShardEntry] = []
+    trajectories: list[Trajectory] = []
+    episodes = accepted = played = 0
+    k, best = previous_k, run.reward.best
+    total = 2 * sum(map(len, shards))
+    with (
+        run.counted(SAMPLING, number),
+        run.progress.stage(
+            f"round {number}: sampling", total=total, unit="questions", live=run.counters.figures
+        ) as stage,
+    ):
+
+        def on_episode(trajectory: Trajectory) -> None:
+            nonlocal episodes, accepted
+            episodes += 1
+            accepted += accepts(trajectory.reward, k=k, best_reward=best)
+            stage.update(played, k=k, acceptance=accepted / episodes, episodes=episodes)
+
+        def play(name: str, unit: Callable[[int, OnEpisode], tuple[ShardEntry | None, list[Trajectory]]]) -> None:
+            nonlocal played
+            units = [functools.partial(unit, index) for index in range(len(shards))]
+            play_share(run.progress, f"round {number}: {name}", units)
+            for shard, played_shard in zip(shards, units, strict=True):
+                entry, found = played_shard(on_episode)
+                if entry is not None:
+                    entries.append(entry)
+                trajectories.extend(found)
+                played += len(shard)
+                stage.update(played)
+
+        def first_attempts(index: int, heard: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
+            return run.sample(number, index, [_attempt(run, q, 0, number) for q in shards[index]], heard)
+
+        play("first attempts", first_attempts)
+        firsts = {trajectory.question_id: trajectory for trajectory in trajectories}
+        mean_reward = mean_first_attempt_reward(trajectories)
+        k = threshold(previous_k=previous_k, mean_first_attempt_reward=mean_reward, best_reward=best)
+
+        def later_attempts(index: int, heard: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
+            def wave(earlier: Sequence[Trajectory]) -> list[Attempt]:
+                tried = [*(firsts[question.id] for question in shards[index]), *earlier]
+                following = next_attempts(_config(run), shards[index], tried, k=k, best_reward=best)
+                return [_attempt(run, question, attempt, number) for question, attempt in following]
+
+            return run.sample_waves(number, len(shards) + index, wave, heard)
+
+        play("later attempts", later_attempts)
+    if distributed.is_primary():
+        run.metrics.flush()  # a resumed run finds the round closed and does not write its line again
+        run.store.write_done(number, entries, mean_reward=mean_reward, threshold=k)
+    return trajectories, k
+
+
+def _plan_round(run: Run, number: int, previous_k: float) -> list[list[Question]]:
+    """The round's questions by shard, written down."""
+    config, size = _config(run), run.config.sampling.shard_questions
     questions = _questions_of(run, number)
-    shards = [
-        questions[at : at + run.config.sampling.shard_questions]
-        for at in range(0, len(questions), run.config.sampling.shard_questions)
-    ]
+    shards = [questions[at : at + size] for at in range(0, len(questions), size)]
     plan = {
         "policy_version": number - 1,
         "shards": [[question.id for question in shard] for shard in shards],
@@ -155,68 +209,7 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
     }
     if distributed.is_primary():
         run.store.write_plan(number, plan)
-    run.preemption.enter(f"round {number}: sampling", kept=KEPT_SHARDS)
-    run.use_policy(state, number - 1)
-    entries: list[ShardEntry] = []
-    trajectories: list[Trajectory] = []
-    seen = correct = 0
-    k = previous_k
-    with (
-        run.counted(SAMPLING, number),
-        run.progress.stage(
-            f"round {number}: sampling", total=2 * len(questions), unit="questions", live=run.counters.figures
-        ) as stage,
-    ):
-
-        def on_episode(trajectory: Trajectory) -> None:
-            nonlocal seen, correct
-            seen += 1
-            correct += accepts(trajectory.reward, k=k, best_reward=run.reward.best)
-            stage.update(stage_done, k=k, acceptance=correct / seen, episodes=seen)
-
-        def first_attempts(index: int, heard: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
-            return run.sample(number, index, [_attempt(run, q, 0, number) for q in shards[index]], heard)
-
-        def later_attempts(index: int, heard: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
-            def wave(earlier: Sequence[Trajectory]) -> list[Attempt]:
-                following = next_attempts(
-                    shards[index],
-                    [*(first[question.id] for question in shards[index]), *earlier],
-                    k=k,
-                    best_reward=run.reward.best,
-                    keep_per_question=config.keep_per_question,
-                    max_attempts=config.max_attempts,
-                )
-                return [_attempt(run, question, attempt, number) for question, attempt in following]
-
-            return run.sample_waves(number, len(shards) + index, wave, heard)
-
-        def played(name: str, unit: Callable[[int, OnEpisode], tuple[ShardEntry | None, list[Trajectory]]]) -> None:
-            nonlocal stage_done
-            units = [functools.partial(unit, index) for index in range(len(shards))]
-            play_share(run.progress, f"round {number}: {name}", units)
-            for shard, play in zip(shards, units, strict=True):
-                entry, found = play(on_episode)
-                if entry is not None:
-                    entries.append(entry)
-                trajectories.extend(found)
-                stage_done += len(shard)
-                stage.update(stage_done)
-
-        stage_done = 0
-        played("first attempts", first_attempts)
-        k = threshold(
-            previous_k=previous_k,
-            mean_first_attempt_reward=mean_first_attempt_reward(trajectories),
-            best_reward=run.reward.best,
-        )
-        first = {trajectory.question_id: trajectory for trajectory in trajectories}
-        played("later attempts", later_attempts)
-    firsts = [t for t in trajectories if t.attempt == 0]
-    if distributed.is_primary():
-        run.metrics.flush()  # a resumed run finds the round closed and does not write its line again
-        run.store.write_done(number, entries, mean_reward=mean_first_attempt_reward(firsts), threshold=k)
-    return trajectories, k
+    return shards
 
 
 def _finished_round(run: Run, number: int) -> tuple[list[Trajectory], float] | None:
@@ -230,29 +223,28 @@ def _finished_round(run: Run, number: int) -> tuple[list[Trajectory], float] | N
 
 
 def next_attempts(
+    config: MygoConfig,
     questions: Sequence[Question],
     trajectories: Sequence[Trajectory],
     *,
     k: float,
     best_reward: float,
-    keep_per_question: int,
-    max_attempts: int,
 ) -> list[tuple[Question, int]]:
     """Questions with the numbers of their next attempts: those with fewer than m kept trajectories, while attempts are left.
 
     A trajectory counts if it would be kept, so one that repeats another does not (`trajectories.select`). Waves double: with `tried`
     attempts behind them, questions get as many again.
     """
+    m = config.keep_per_question
     tried = 1 + max(trajectory.attempt for trajectory in trajectories)
     kept = collections.Counter(
-        trajectory.question_id
-        for trajectory in select(trajectories, k=k, keep_per_question=keep_per_question, best_reward=best_reward)
+        trajectory.question_id for trajectory in select(trajectories, k=k, keep_per_question=m, best_reward=best_reward)
     )
     return [
         (question, number)
         for question in questions
-        if kept[question.id] < keep_per_question
-        for number in range(tried, min(2 * tried, max_attempts))
+        if kept[question.id] < m
+        for number in range(tried, min(2 * tried, config.max_attempts))
     ]
 
 

@@ -13,16 +13,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from mujica_jax import metrics as scores_of_answers
 from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
-from mujica_jax.config.files import implementation
-from mujica_jax.config.schema import AgentConfig, Config
+from mujica_jax.config.schema import Config
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
-from mujica_jax.inference.engine.factory import make_engine
-from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
@@ -30,14 +26,13 @@ from mujica_jax.learning.throughput import StepFigures
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.methods.evaluation import Scores, held_out_questions, score_policy
 from mujica_jax.methods.mismatch import compared
+from mujica_jax.methods.parts import make_agent, make_generator, statistics_of, use_weights
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.decoder import Decoder
-from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.report import MetricsLog, NoMetrics, PhaseRow, Progress, StageClock
-from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compile_counter import compile_counter
@@ -411,43 +406,6 @@ class Run:
             return None
         chosen = max(solved, key=lambda trajectory: len(trajectory.searches))
         return questions[chosen.question_id], chosen
-
-
-def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
-    return implementation(config)(tokenizer, config)
-
-
-def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatistics:
-    """Of all environments that these questions are answered in; those that share a retriever share its statistics."""
-    all_statistics = [task.environment(question).statistics for question in questions]
-    total = RetrievalStatistics()
-    for statistics in {id(statistics): statistics for statistics in all_statistics}.values():
-        total = total.with_more(**dataclasses.asdict(statistics))
-    return total
-
-
-def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> BatchedGenerator:
-    engine = make_engine(
-        decoder,
-        config.engine,
-        positions=config.agent.max_trajectory_tokens,
-        stop_token_ids=tokenizer.stop_token_ids,
-    )
-    return BatchedGenerator(
-        engine,
-        prefix_reuse=config.engine.prefix_reuse,
-        queue_size=config.engine.slots * (1 + config.agent.max_turns_at_once),  # all that its episodes can ask at once
-        token_bytes=tokenizer.token_bytes,
-    )
-
-
-def use_weights(
-    generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
-) -> None:
-    """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied: training reuses
-    its buffers.
-    """
-    generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)
 
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:

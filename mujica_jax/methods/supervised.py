@@ -22,7 +22,8 @@ from mujica_jax.agents.dialogue import with_system
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
-from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, Phase, PhaseResult, Run, make_agent, tokens_of
+from mujica_jax.methods.parts import make_agent
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, Phase, PhaseResult, Run, tokens_of
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Conversation, Question, Trajectory, Turn
 from mujica_jax.runtime import distributed

@@ -1,0 +1,55 @@
+"""Parts that a configuration describes, made for runs and for `eval` alike: the agent, the generator, what a task counts."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from flax import nnx
+
+from mujica_jax.agents.agent import Agent
+from mujica_jax.config.files import implementation
+from mujica_jax.config.schema import AgentConfig, Config
+from mujica_jax.inference.engine.factory import make_engine
+from mujica_jax.inference.scheduler import BatchedGenerator
+from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.quantization import Storage, engine_weights
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.records import Question
+from mujica_jax.retrieval.statistics import RetrievalStatistics
+from mujica_jax.tasks.task import Task
+
+
+def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
+    return implementation(config)(tokenizer, config)
+
+
+def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatistics:
+    """Of all environments that these questions are answered in; those that share a retriever share its statistics."""
+    all_statistics = [task.environment(question).statistics for question in questions]
+    total = RetrievalStatistics()
+    for statistics in {id(statistics): statistics for statistics in all_statistics}.values():
+        total = total.with_more(**dataclasses.asdict(statistics))
+    return total
+
+
+def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> BatchedGenerator:
+    engine = make_engine(
+        decoder,
+        config.engine,
+        positions=config.agent.max_trajectory_tokens,
+        stop_token_ids=tokenizer.stop_token_ids,
+    )
+    return BatchedGenerator(
+        engine,
+        prefix_reuse=config.engine.prefix_reuse,
+        queue_size=config.engine.slots * (1 + config.agent.max_turns_at_once),  # all that its episodes can ask at once
+        token_bytes=tokenizer.token_bytes,
+    )
+
+
+def use_weights(
+    generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
+) -> None:
+    """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied: training reuses
+    its buffers.
+    """
+    generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)
