@@ -13,7 +13,8 @@ from packed_rows import TRAINER, random_conversations, tiny_decoder
 
 from mujica_jax.errors import UserError
 from mujica_jax.learning.checkpoints import Checkpoints
-from mujica_jax.learning.losses.mle import mle_loss, token_log_probs
+from mujica_jax.learning.log_probs import token_log_probs
+from mujica_jax.learning.losses.mle import MLE
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import FitResult, Trainer, TrainState, fit
 from mujica_jax.models.layers import projections
@@ -75,7 +76,7 @@ def test_a_step_is_adamw_on_the_gradient_through_merged_weights(trainer, decoder
 
     @jax.jit
     def gradient_of(adapters):
-        return jax.value_and_grad(lambda adapters: mle_loss(nnx.merge(graph, merged(adapters)), batch)[0])(adapters)
+        return jax.value_and_grad(lambda adapters: MLE()(nnx.merge(graph, merged(adapters)), batch)[0])(adapters)
 
     loss, gradient = gradient_of(adapters)
     zero_rate = schedule(peak=0.0, floor=0.0, total_steps=1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from packed_rows import MODEL, TRAINER, conversation, random_conversations, tiny_decoder
 
-from mujica_jax.learning.losses.mle import token_log_probs
+from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods.mismatch import compared, differences
 from mujica_jax.records import Conversation, StopReason, Trajectory

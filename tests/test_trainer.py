@@ -10,7 +10,8 @@ from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 
 from mujica_jax.errors import UserError
 from mujica_jax.learning.checkpoints import Checkpoints
-from mujica_jax.learning.losses.mle import mle_loss, token_log_probs
+from mujica_jax.learning.log_probs import token_log_probs
+from mujica_jax.learning.losses.mle import MLE
 from mujica_jax.learning.optimizer import decayed, schedule
 from mujica_jax.learning.trainer import (
     FitResult,
@@ -56,7 +57,7 @@ def test_a_step_is_adamw_on_the_gradient_of_the_loss(trainer, decoder):
 
     @jax.jit
     def step(params):
-        loss, gradient = jax.value_and_grad(lambda params: mle_loss(nnx.merge(graph, params), batch)[0])(params)
+        loss, gradient = jax.value_and_grad(lambda params: MLE()(nnx.merge(graph, params), batch)[0])(params)
         updates, _ = reference.update(gradient, reference.init(params), params)
         return optax.apply_updates(params, updates), loss, optax.global_norm(gradient)
 

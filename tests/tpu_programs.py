@@ -46,7 +46,7 @@ def train(name: str, topology: str, config: str, lora_rank: str = "0") -> dict:
     """Bytes on each chip, kernels, and what the chips send each other beside the sizes of what there is to send."""
     configured = dataclasses.replace(load_config(config).trainer, lora_rank=int(lora_rank))
     model = from_hugging_face(PUBLISHED[name])
-    trainer = Trainer(model, configured, devices_of(topology))
+    trainer = Trainer(model, configured, devices=devices_of(topology))
     lowered = trainer.lower_step()
     text, compiled = lowered.as_text(), lowered.compile()
     return {

@@ -1,4 +1,4 @@
-"""The trainer: one compiled step of maximum likelihood on packed rows, and the loop around it.
+"""The trainer: one compiled step of a loss (`learning.losses`) on packed rows, and the loop around it.
 
 The loop's order is fixed:
 
@@ -10,11 +10,11 @@ The loop's order is fixed:
     5. save if a save is due, after this step's own metrics were read: so nothing broken is ever saved, and the next batch is drawn
        after the save. A run restored from there continues with exactly the batches it would have seen.
 
-The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model: the learning-rate
-schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
+The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model and loss: the
+learning-rate schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
 
 With `accumulation_steps` the rows of a batch go through the model part by part inside the step. The gradients of the parts, each divided by
-the trained tokens of the whole batch, add up in float32 to the gradient of the whole; activations take the memory of one part.
+what the loss counts in the whole batch, add up in float32 to the gradient of the whole; activations take the memory of one part.
 
 With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and decay: its own weights go through a
 step untouched, bit for bit. What leaves the trainer (`policy`, `decoder`) is a plain decoder with the adapters merged into its weights.
@@ -23,7 +23,7 @@ step untouched, bit for bit. What leaves the trainer (`policy`, `decoder`) is a 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +37,9 @@ from jaxtyping import Array, Float, Int
 from mujica_jax.config.checks import check_rows
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
-from mujica_jax.learning.losses.mle import mle_loss, token_log_probs
+from mujica_jax.learning.log_probs import token_log_probs
+from mujica_jax.learning.losses.loss import Loss
+from mujica_jax.learning.losses.mle import MLE
 from mujica_jax.learning.optimizer import Schedule, adamw, in_float32, learning_rate, moved, schedule
 from mujica_jax.learning.spike_guard import judged, no_spikes, refuse_many, unless
 from mujica_jax.models.attention import resolve
@@ -66,6 +68,12 @@ class StepMetrics:
     learning_rate: float
     trained_tokens: int
     skipped: int = 0  # updates of this phase that were spikes and were not made (`learning.spikes`)
+    of_loss: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what this loss tells of itself, by name
+
+    def values(self) -> dict[str, float | int]:
+        """All but the step, under the names that the training log has."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in own.items() if name not in ("step", "of_loss")} | dict(self.of_loss)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,13 +91,21 @@ class NotFinite(UserError):
 class Trainer:
     """A model on a mesh with its compiled step. It holds no weights: they live in the `TrainState` that goes round."""
 
-    def __init__(self, model: DecoderConfig, config: TrainerConfig, devices: Sequence[Any] | None = None) -> None:
-        """On these devices (None: those that are here); they may be of a topology that is only compiled for."""
+    def __init__(
+        self,
+        model: DecoderConfig,
+        config: TrainerConfig,
+        loss: Loss | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> None:
+        """With this loss (None: maximum likelihood with `z_loss`), on these devices (None: those that are here); they may be of a
+        topology that is only compiled for. States know nothing of the loss: trainers of one model pass them on to each other."""
         check_rows(config)
         check_rank(model, config.lora_rank)
         self.model, self.config = model, config
+        self.loss = MLE(z_loss=config.z_loss) if loss is None else loss
         self.mesh = make_mesh(config.data, config.fsdp, config.tensor, devices)
-        self._program = _program(model, config, self.mesh)
+        self._program = _program(model, config, self.loss, self.mesh)
 
     def initial_state(self, decoder: Decoder, *, seed: int = 0) -> TrainState:
         """Step 0 with a copy of the decoder's weights and an empty optimiser; `seed` draws the adapters, where there are some."""
@@ -136,7 +152,8 @@ class Trainer:
         rows = NamedSharding(self.mesh, PartitionSpec(RULES["batch"].mesh_axes))
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
         mask: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=rows)
-        batch = Batch(integers, integers, integers, mask)
+        numbers: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+        batch = Batch(integers, integers, integers, mask, {name: numbers for name in self.loss.columns})
         with jax.set_mesh(self.mesh):
             step: Any = self._program.train_step
             return step.lower(self._program.abstract_state, batch, schedule(peak=1.0, end_value=1.0, total_steps=1))
@@ -175,7 +192,9 @@ def fit(
     `save(state, step, input_state)` is called every `save_every_steps` updates and when `should_stop` ends the loop; the state at the end
     of the phase is returned and not saved. `on_step` sees every step once, in order.
     """
-    batches = Batches(rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows())
+    batches = Batches(
+        rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows(), columns=trainer.loss.columns
+    )
     done = saved = int(state.step)
     if input_state is None:
         batches.seek(done)
@@ -211,17 +230,18 @@ def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
 
 def _read(step: int, metrics: dict[str, Array], *, most_skips: int) -> StepMetrics:
     """Wait for a step's metrics."""
-    counts = {name: int(metrics[name]) for name in ("trained_tokens", "skipped") if name in metrics}
-    values: dict[str, Any] = {name: float(value) for name, value in metrics.items() if name not in counts}
+    values: dict[str, Any] = {name: np.asarray(value).item() for name, value in metrics.items()}
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         raise NotFinite(
             f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the run ends before this is saved; "
             "lower the learning rate or start from another checkpoint"
         )
-    if "skipped" in counts:
+    if "skipped" in values:
         refuse_many(values, step=step, most=most_skips)
         del values["skipped_in_a_row"]
-    return StepMetrics(step=step, **counts, **values)
+    own = {field.name for field in dataclasses.fields(StepMetrics)} & set(values)
+    of_loss = {name: value for name, value in values.items() if name not in own}
+    return StepMetrics(step=step, of_loss=of_loss, **{name: values[name] for name in own})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,7 +264,7 @@ def _platform(mesh: Mesh) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Program:
+def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh) -> _Program:
     """Kept for the life of the process, so that a second trainer of the same model compiles nothing."""
     plain = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
     policy_graph, abstract_weights = nnx.split(plain)
@@ -276,31 +296,27 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
 
     def train_step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
         trained, frozen = split(state.params)
-        trained_tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
+        counts = loss.counts(batch)
 
         def loss_of(trained: nnx.State, part: Batch) -> tuple[Array, dict[str, Array]]:
-            return mle_loss(
-                nnx.merge(graph, trained, frozen),
-                part,
-                attention=attention,
-                remat=config.remat,
-                z_loss=config.z_loss,
-                trained_tokens=trained_tokens,
-            )
+            decoder = nnx.merge(graph, trained, frozen)
+            return loss(decoder, part, counts, attention=attention, remat=config.remat)
 
         loss_and_gradient = jax.value_and_grad(loss_of, has_aux=True)
         if config.accumulation_steps == 1:
-            (_, metrics), gradient = loss_and_gradient(trained, batch)
+            (value, metrics), gradient = loss_and_gradient(trained, batch)
         else:
-            metrics, gradient = _accumulated(loss_and_gradient, trained, _parts(batch, config.accumulation_steps, mesh))
+            (value, metrics), gradient = _accumulated(
+                loss_and_gradient, trained, _parts(batch, config.accumulation_steps, mesh)
+            )
         gradient = in_float32(gradient)
         direction, opt_state = optimizer.update(gradient, state.opt_state, in_float32(trained))
         rate = learning_rate(schedule, state.step)
         after, spikes = moved(trained, direction, rate, state.step), state.spikes
-        metrics |= {"grad_norm": optax.global_norm(gradient), "learning_rate": rate}
+        metrics |= counts | {"loss": value, "grad_norm": optax.global_norm(gradient), "learning_rate": rate}
         if config.spike_deviations:
             limits = {"deviations": config.spike_deviations, "window": config.spike_window_steps}
-            skip, spikes = judged(spikes, metrics["loss"], metrics["grad_norm"], **limits)
+            skip, spikes = judged(spikes, value, metrics["grad_norm"], **limits)
             after, opt_state = unless(skip, (trained, state.opt_state), (after, opt_state))
             metrics |= {"skipped": spikes.skipped, "skipped_in_a_row": spikes.in_a_row}
         return TrainState(state.step + 1, nnx.merge_state(after, frozen), opt_state, spikes), metrics
@@ -344,13 +360,13 @@ def _accumulated(
     loss_and_gradient: Callable[[nnx.State, Batch], tuple[tuple[Array, dict[str, Array]], nnx.State]],
     trained: nnx.State,
     parts: Batch,
-) -> tuple[dict[str, Array], nnx.State]:
-    """Loss and gradient of all parts together: each is divided by the trained tokens of the whole already."""
+) -> tuple[tuple[Array, dict[str, Array]], nnx.State]:
+    """Loss, metrics and gradient of all parts together: each is divided by a count of the whole already."""
 
-    def add_part(total: tuple[Array, nnx.State], part: Batch) -> tuple[tuple[Array, nnx.State], Array]:
+    def add_part(total: tuple[Array, nnx.State], part: Batch) -> tuple[tuple[Array, nnx.State], dict[str, Array]]:
         (loss, metrics), gradient = loss_and_gradient(trained, part)
-        return (total[0] + loss, jax.tree.map(jnp.add, total[1], in_float32(gradient))), metrics["trained_tokens"]
+        return (total[0] + loss, jax.tree.map(jnp.add, total[1], in_float32(gradient))), metrics
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), trained)
-    (loss, gradient), tokens = jax.lax.scan(add_part, (jnp.zeros((), jnp.float32), nothing), parts)
-    return {"loss": loss, "trained_tokens": tokens[0]}, gradient
+    (loss, gradient), metrics = jax.lax.scan(add_part, (jnp.zeros((), jnp.float32), nothing), parts)
+    return (loss, jax.tree.map(lambda of_parts: of_parts.sum(axis=0), metrics)), gradient

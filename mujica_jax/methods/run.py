@@ -283,12 +283,11 @@ class Run:
         ):
 
             def on_step(metrics: StepMetrics) -> None:
-                stage.update(metrics.step, loss=metrics.loss)
+                stage.update(metrics.step, loss=metrics.loss, **metrics.of_loss)
                 if metrics.step % self.config.metrics.every_steps == 0 or metrics.step == steps:
                     more = figures.of(metrics)
                     stage.update(metrics.step, tokens_per_second=round(more["tokens_per_second"]))
-                    values = {key: value for key, value in dataclasses.asdict(metrics).items() if key != "step"}
-                    self.metrics.write(f"{name}/learn", metrics.step, values | more)
+                    self.metrics.write(f"{name}/learn", metrics.step, metrics.values() | more)
 
             # A save is due by the clock, but what a restart repeats is the same steps with the same batches either way.
             while done < steps:

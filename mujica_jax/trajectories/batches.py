@@ -7,12 +7,14 @@ Grain keeps the place in it, by the protocol that its other data sources have.
 
 Several processes share a batch as the mesh lays its rows out (`models.sharding.own_rows`): each reads its own rows alone, and the batch
 of a step is the same whatever their number.
-The rows lie in memory and a batch is four look-ups in them, so nothing is prefetched. Called by `learning.trainer.fit`. Grain is
+The rows lie in memory and a batch is a few look-ups in them, so nothing is prefetched. Called by `learning.trainer.fit`. Grain is
 imported on first use: it takes 0.5 s.
 """
 
 import dataclasses
+import functools
 import sys
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -26,9 +28,15 @@ class Batches:
     """An endless iterator over the batches of one fit. Its state is JSON and goes into the checkpoint beside the training state."""
 
     def __init__(
-        self, rows: PackedRows, rows_per_step: int, *, seed: int, own: Int[np.ndarray, " own"] | None = None
+        self,
+        rows: PackedRows,
+        rows_per_step: int,
+        *,
+        seed: int,
+        own: Int[np.ndarray, " own"] | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
-        """`own`: which of the `rows_per_step` rows of a batch this process brings; None is all of them."""
+        """`own`: which of the `rows_per_step` rows of a batch this process brings; None is all of them. `columns`: those a batch has."""
         import grain
 
         if not rows.num_rows:
@@ -36,7 +44,7 @@ class Batches:
         # What the place in the order depends on. The number of processes is not among it: another one continues.
         self._order = {"rows": rows.num_rows, "rows_per_step": rows_per_step, "seed": seed}
         steps = _RowsOfSteps(rows.num_rows, rows_per_step, seed, np.arange(rows_per_step) if own is None else own)
-        in_order = grain.MapDataset.source(steps).map(rows.batch)
+        in_order = grain.MapDataset.source(steps).map(functools.partial(rows.batch, columns=columns))
         self._iterator = in_order.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).__iter__()
 
     def __iter__(self) -> "Batches":
