@@ -20,7 +20,7 @@ from mujica_jax.trajectories.packing import PackedRows, pack
 
 CONVERSATIONS = random_conversations(32, longest=16)
 REWARDS = np.random.default_rng(0).random((8, 4))
-SCHEDULE = schedule(peak=1e-2, floor=1e-3, total_steps=8)
+SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=8)
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 LOSSES = {
     "grpo": find_loss("grpo", **CLIP, kl_coefficient=0.01),

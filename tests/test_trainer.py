@@ -26,7 +26,7 @@ from mujica_jax.trajectories.batches import rows_of_step
 from mujica_jax.trajectories.packing import pack
 
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
-SCHEDULE = schedule(peak=1e-2, floor=1e-3, total_steps=8, warmup_steps=2)
+SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=8, warmup_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_training_learns_the_rows(trainer, decoder):
         trainer,
         trainer.initial_state(decoder),
         40,
-        schedule=schedule(peak=3e-2, floor=0.0, total_steps=40),
+        schedule=schedule(peak=3e-2, end_value=0.0, total_steps=40),
         on_step=seen.append,
     )
     assert seen[-1].loss < seen[0].loss / 2
@@ -179,9 +179,9 @@ def test_an_infinite_loss_or_gradient_ends_the_run_at_its_step(trainer, decoder,
 
 
 def test_one_compilation_serves_all_schedules_phases_and_trainers(decoder):
-    for peak, floor, total_steps in ((1e-3, 0.0, 4), (1.0, 1.0, 100)):
+    for peak, end_value, total_steps in ((1e-3, 0.0, 4), (1.0, 1.0, 100)):
         again = Trainer(MODEL, TRAINER)
-        chosen = schedule(peak=peak, floor=floor, total_steps=total_steps)
+        chosen = schedule(peak=peak, end_value=end_value, total_steps=total_steps)
         result = fit(again, again.initial_state(decoder), ROWS, schedule=chosen, steps=2, seed=0)
         fit(again, again.next_phase(result.state), ROWS, schedule=SCHEDULE, steps=2, seed=0)
     assert again._program.train_step._cache_size() == 1

@@ -67,7 +67,7 @@ def main(directory: str, data: int, fsdp: int, kill: str) -> None:
             trainer,
             state,
             rows,
-            schedule=schedule(peak=1e-2, floor=1e-3, total_steps=STEPS),
+            schedule=schedule(peak=1e-2, end_value=1e-3, total_steps=STEPS),
             steps=STEPS,
             seed=0,
             input_state=place,

@@ -84,7 +84,7 @@ def in_float32(tree: Any) -> Any:
     return jax.tree.map(lambda array: array.astype(jnp.float32), tree)
 
 
-def moved(params: Any, direction: Any, rate: Float[Array, ""], step: Int[Array, ""]) -> Any:
+def apply_updates(params: Any, direction: Any, rate: Float[Array, ""], step: Int[Array, ""]) -> Any:
     """The parameters after an update, in the types they have."""
     leaves, structure = jax.tree.flatten(params)
     changed = [

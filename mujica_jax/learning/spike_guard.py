@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.errors import UserError
 
-LEAST_DEVIATION = 0.01  # as a share of the mean
+MIN_DEVIATION = 0.01  # as a share of the mean
 Tree = TypeVar("Tree")
 
 
@@ -43,12 +43,12 @@ def no_spikes() -> Spikes:
     return Spikes(zero, jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.float32), zero, zero)
 
 
-def judged(
+def detect_spike(
     spikes: Spikes, loss: Float[Array, ""], grad_norm: Float[Array, ""], *, deviations: float, window: int
 ) -> tuple[Bool[Array, ""], Spikes]:
     """Whether this update is skipped, and what is known after it."""
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
-    usual = jnp.maximum(jnp.sqrt(spikes.variance), LEAST_DEVIATION * spikes.mean)
+    usual = jnp.maximum(jnp.sqrt(spikes.variance), MIN_DEVIATION * spikes.mean)
     skip = (spikes.updates >= window) & jnp.any(seen > spikes.mean + deviations * usual)
     weight = 1.0 / jnp.minimum(spikes.updates + 1, window).astype(jnp.float32)
     difference = seen - spikes.mean
@@ -60,15 +60,15 @@ def judged(
         in_a_row=jnp.zeros_like(spikes.in_a_row),
     )
     left = spikes._replace(skipped=spikes.skipped + 1, in_a_row=spikes.in_a_row + 1)
-    return skip, unless(skip, left, taken)
+    return skip, skip_if(skip, left, taken)
 
 
-def unless(skip: Bool[Array, ""], old: Tree, new: Tree) -> Tree:
+def skip_if(skip: Bool[Array, ""], old: Tree, new: Tree) -> Tree:
     """`new`, or `old` where the update is skipped: chosen, not mixed, so that each is what it was."""
     return jax.tree.map(lambda before, after: jnp.where(skip, before, after), old, new)
 
 
-def refuse_many(values: dict[str, Any], *, step: int, most: int) -> None:
+def raise_if_too_many(values: dict[str, Any], *, step: int, most: int) -> None:
     """Raises TooManySpikes where a step's metrics count more than `most` skipped updates in a row."""
     if values["skipped_in_a_row"] > most:
         raise TooManySpikes(

@@ -40,8 +40,8 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.mle import MLE
-from mujica_jax.learning.optimizer import Schedule, adamw, in_float32, learning_rate, moved, schedule
-from mujica_jax.learning.spike_guard import judged, no_spikes, refuse_many, unless
+from mujica_jax.learning.optimizer import Schedule, adamw, apply_updates, in_float32, learning_rate, schedule
+from mujica_jax.learning.spike_guard import detect_spike, no_spikes, raise_if_too_many, skip_if
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -237,7 +237,7 @@ def _read(step: int, metrics: dict[str, Array], *, most_skips: int) -> StepMetri
             "lower the learning rate or start from another checkpoint"
         )
     if "skipped" in values:
-        refuse_many(values, step=step, most=most_skips)
+        raise_if_too_many(values, step=step, most=most_skips)
         del values["skipped_in_a_row"]
     own = {field.name for field in dataclasses.fields(StepMetrics)} & set(values)
     of_loss = {name: value for name, value in values.items() if name not in own}
@@ -312,12 +312,12 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
         gradient = in_float32(gradient)
         direction, opt_state = optimizer.update(gradient, state.opt_state, in_float32(trained))
         rate = learning_rate(schedule, state.step)
-        after, spikes = moved(trained, direction, rate, state.step), state.spikes
+        after, spikes = apply_updates(trained, direction, rate, state.step), state.spikes
         metrics |= counts | {"loss": value, "grad_norm": optax.global_norm(gradient), "learning_rate": rate}
         if config.spike_deviations:
             limits = {"deviations": config.spike_deviations, "window": config.spike_window_steps}
-            skip, spikes = judged(spikes, value, metrics["grad_norm"], **limits)
-            after, opt_state = unless(skip, (trained, state.opt_state), (after, opt_state))
+            skip, spikes = detect_spike(spikes, value, metrics["grad_norm"], **limits)
+            after, opt_state = skip_if(skip, (trained, state.opt_state), (after, opt_state))
             metrics |= {"skipped": spikes.skipped, "skipped_in_a_row": spikes.in_a_row}
         return TrainState(state.step + 1, nnx.merge_state(after, frozen), opt_state, spikes), metrics
 

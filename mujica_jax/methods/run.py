@@ -26,7 +26,7 @@ from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
-from mujica_jax.learning.throughput import StepFigures
+from mujica_jax.learning.throughput import Throughput
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.methods.evaluation import Scores, held_out_questions, score_policy
 from mujica_jax.methods.mismatch import compared
@@ -51,7 +51,7 @@ SAVE_EVERY_SECONDS = 15.0  # of training: what a kill may cost; a save takes abo
 KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
 
 # Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
-SAMPLING, EVALUATING, LEARNING, AGREEMENT, TIME = "sampling", "evaluating", "learning", "agreement", "time"
+SAMPLING, EVALUATING, LEARNING, MISMATCH, TIME = "sampling", "evaluating", "learning", "mismatch", "time"
 RETRIEVAL = "retrieval"
 
 
@@ -103,7 +103,7 @@ class Run:
         return self.trainer.initial_state(self._initial, seed=self.config.seed)
 
     def use_policy(self, state: TrainState, version: int) -> None:
-        with self.clock.stage("weight_handover"):
+        with self.clock.stage("weight_sync"):
             use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
 
     def commit_policy(self, state: TrainState, version: int) -> None:
@@ -138,7 +138,7 @@ class Run:
     def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
         """Tell how far the engine's log-probabilities are from those of the trainer, whose `state` is what they were sampled from."""
         conversations = self.config.metrics.compared_conversations
-        told = distributed.broadcast(AGREEMENT, lambda: self.metrics.has(AGREEMENT, round_number))
+        told = distributed.broadcast(MISMATCH, lambda: self.metrics.has(MISMATCH, round_number))
         if not conversations or told:
             return
         with self.clock.stage("scoring"):
@@ -146,7 +146,7 @@ class Run:
                 self.trainer, state, trajectories, conversations=conversations, seed=self.config.seed + round_number
             )
         if found:
-            self.metrics.write(AGREEMENT, round_number, found)
+            self.metrics.write(MISMATCH, round_number, found)
 
     def sample(
         self,
@@ -273,7 +273,7 @@ class Run:
         self.preemption.enter(f"{name}: learning", kept=f"step {done} of {steps} is kept")
         with self.clock.stage("packing"):
             packed = rows()
-        figures = StepFigures(self.trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
+        figures = Throughput(self.trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
         last_save, saved = time.monotonic(), done
 
         with (

@@ -23,8 +23,8 @@ Implementation = Literal["auto", "xla", "splash", "cudnn"]
 
 MASKED_SCORE = -1e30  # finite: a difference of two of them is 0, where that of two infinities would be NaN
 # Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip more but make more kernels.
-SMALLEST_BLOCK_TOKENS = 64
-MOST_BLOCKS = 8
+MIN_BLOCK_TOKENS = 64
+MAX_BLOCKS = 8
 
 SPLASH_BLOCK = 512  # tokens a block: MaxText's default, and half a megabyte of scores
 
@@ -84,7 +84,7 @@ def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
     sharing = heads // kv_heads
     queries = (query / math.sqrt(head_dim)).reshape(batch, time, kv_heads, sharing, head_dim).transpose(0, 2, 3, 1, 4)
     keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    block_tokens = max(SMALLEST_BLOCK_TOKENS, -(-time // MOST_BLOCKS))
+    block_tokens = max(MIN_BLOCK_TOKENS, -(-time // MAX_BLOCKS))
     cuts = [*range(block_tokens, time, block_tokens)]
     # Cut and put together again: the gradient of a cut is a joining of blocks, that of a slice a sum over the whole length.
     rows_of = jnp.split(queries, cuts, axis=3)

@@ -30,7 +30,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.models.attention import MASKED_SCORE, softmax_mix
 from mujica_jax.models.layers import Weight
 from mujica_jax.models.tensors import Tensors, read_json
-from mujica_jax.models.truncation import encode_beginnings
+from mujica_jax.models.truncation import encode_truncated
 
 Pooling = Literal["cls", "mean"]
 Role = Literal["query", "passage"]
@@ -350,7 +350,7 @@ class Embedder:
         numbers are the same to the bit whatever it comes with: what a search finds must not depend on who else asks.
         """
         prefix = self.config.query_prefix if role == "query" else self.config.passage_prefix
-        encoded = encode_beginnings(self._tokenizer, [prefix + text for text in texts], self.config.max_tokens)
+        encoded = encode_truncated(self._tokenizer, [prefix + text for text in texts], self.config.max_tokens)
         lengths = [next(size for size in self._lengths if size >= len(ids)) for ids in encoded]
         order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
         embeddings = np.zeros((len(texts), self.dimension), np.float32)

@@ -19,7 +19,7 @@ from mujica_jax.models.layers import projections
 TRAINED, FROZEN = 6.0, 4.0  # operations a weight and token
 
 
-def training_operations(
+def training_flops(
     model: DecoderConfig, *, slots: int, trained_tokens: float | int, pairs: float | int, lora_rank: int = 0
 ) -> float:
     """Of one step over this many slots, padding included; `pairs` of `attended_pairs`."""

@@ -21,7 +21,7 @@ from mujica_jax.models.sharding import MESH_AXES, shardings_of
 COPY = "copy"
 
 
-def handed_over(weights: nnx.State, mesh: Mesh | None) -> nnx.State:
+def sync_weights(weights: nnx.State, mesh: Mesh | None) -> nnx.State:
     """The same weights over `mesh`, devices of this process, or on its first device. Those that are there already are not copied."""
     if mesh is None:
         whole = SingleDeviceSharding(jax.local_devices()[0])

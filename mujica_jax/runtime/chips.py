@@ -82,7 +82,7 @@ def chip_of_topology(topology: str) -> Chip:
     return next(chip for chip in CHIPS if chip.name == topology.partition(":")[0])
 
 
-def peak_operations(devices: Sequence[Any], dtype: str) -> float:
+def peak_flops_per_second(devices: Sequence[Any], dtype: str) -> float:
     """Operations a second of all these devices together: published for chips that are in the table, in bfloat16 whatever `dtype` is,
     as MFU is always quoted; measured in `dtype` for the others.
 
@@ -92,11 +92,11 @@ def peak_operations(devices: Sequence[Any], dtype: str) -> float:
     if (chip := chip_of(first.device_kind)) is not None:
         return chip.operations_per_second * len(devices)
     machines = len({device.process_index for device in devices}) if first.platform == "cpu" else len(devices)
-    return measured_operations(first.platform, dtype) * machines
+    return measured_flops_per_second(first.platform, dtype) * machines
 
 
 @functools.cache
-def measured_operations(platform: str, dtype: str) -> float:
+def measured_flops_per_second(platform: str, dtype: str) -> float:
     """Operations a second of the largest of a few square products on the first device here."""
     size = PRODUCT_SIZE.get(platform, LARGE_PRODUCT_SIZE)
     matrix = jnp.ones((size, size), jnp.dtype(dtype), device=jax.local_devices(backend=platform)[0])

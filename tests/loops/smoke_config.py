@@ -19,7 +19,12 @@ def get_config() -> Config:
     return Config(
         name="smoke",
         task=TinyWorldConfig(
-            train_questions=64, demonstrations=100, dev_questions=16, test_questions=16, facts_per_entity=4, distractor_names=0.0
+            train_questions=64,
+            demonstrations=100,
+            dev_questions=16,
+            test_questions=16,
+            facts_per_entity=4,
+            distractor_names=0.0,
         ),
         model=ModelConfig(
             family="qwen3",
