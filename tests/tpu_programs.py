@@ -18,6 +18,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 
 import jax
 import jax.numpy as jnp
+from collectives_of_programs import collectives
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
@@ -34,7 +35,6 @@ from mujica_jax.models.layers import projections
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.retrieval.text.exact import MOST_QUERIES, ROWS, layout, rows_mesh, search_program
-from mujica_jax.runtime.collectives import collectives
 
 PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
 

@@ -6,9 +6,11 @@ The loop's order is fixed:
     2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose place is saved with the state;
     3. dispatch the step;
     4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite, and too many spikes
-       (`learning.spikes`), end the run here;
-    5. save if a save is due, after this step's own metrics were read: so nothing broken is ever saved, and the next batch is drawn
-       after the save. A run restored from there continues with exactly the batches it would have seen.
+       (`learning.spike_guard`), end the run here.
+
+The metrics of the last step are read before `fit` returns, and no batch is drawn beyond it: what it returns is never broken and may be
+saved. A run restored from there continues with exactly the batches it would have seen. Where to save, a caller cuts the phase into
+stretches.
 
 The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model and loss: the
 learning-rate schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
@@ -57,7 +59,7 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]  # updates made in this phase; the schedule and the order of batches count from its start
     params: nnx.State  # with LoRA: the frozen weights and the adapters
     opt_state: Any  # of what is trained
-    spikes: Any = ()  # `learning.spikes.Spikes` where the configuration asks for it
+    spikes: Any = ()  # `learning.spike_guard.Spikes` where the configuration asks for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class StepMetrics:
     grad_norm: float  # before clipping
     learning_rate: float
     trained_tokens: int
-    skipped: int = 0  # updates of this phase that were spikes and were not made (`learning.spikes`)
+    skipped: int = 0  # updates of this phase that were spikes and were not made (`learning.spike_guard`)
     of_loss: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what this loss tells of itself, by name
 
     def values(self) -> dict[str, float | int]:
@@ -183,19 +185,16 @@ def fit(
     input_state: dict[str, Any] | None = None,
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
-    save: Callable[[TrainState, int, dict[str, Any]], None] = lambda state, step, input_state: None,
-    save_every_steps: int | None = None,
 ) -> FitResult:
-    """Train from `state.step` until `steps` updates are made in this phase.
+    """Train from `state.step` until `steps` updates are made in this phase, or `should_stop` ends the loop.
 
     `input_state` is what the checkpoint of `state` says about the place in the data; without one it is the place of `state.step`.
-    `save(state, step, input_state)` is called every `save_every_steps` updates and when `should_stop` ends the loop; the state at the end
-    of the phase is returned and not saved. `on_step` sees every step once, in order.
+    `on_step` sees every step once, in order.
     """
     batches = Batches(
         rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows(), columns=trainer.loss.columns
     )
-    done = saved = int(state.step)
+    done = int(state.step)
     if input_state is None:
         batches.seek(done)
     else:
@@ -211,15 +210,8 @@ def fit(
         if unread is not None:
             on_step(read(*unread))
         unread = (done, metrics)
-        if save_every_steps is not None and done % save_every_steps == 0:
-            on_step(read(*unread))
-            unread = None
-            save(state, done, batches.get_state())
-            saved = done
     if unread is not None:
         on_step(read(*unread))
-    if stopped and saved < done:
-        save(state, done, batches.get_state())
     return FitResult(state=state, steps=done, stopped=stopped, input_state=batches.get_state())
 
 
