@@ -1,4 +1,5 @@
-"""The trainer under every loss but maximum likelihood (`test_trainer.py`): its own metric moves, parts add up, and a resume is exact."""
+"""The trainer under every loss but maximum likelihood (`test_trainer.py`): its own metric moves, parts add up, and a
+resume is exact."""
 
 import dataclasses
 import json
@@ -36,7 +37,8 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def rows(decoder) -> PackedRows:
-    """With the columns of all losses; what the policy was before training comes from `Trainer.score`, as users get it."""
+    """With the columns of all losses; what the policy was before training comes from `Trainer.score`, as users get
+    it."""
     advantages = group_advantages(REWARDS).ravel()
     packed = pack(CONVERSATIONS, row_tokens=TRAINER.row_tokens, seed=0, columns={"advantages": advantages}, pairs=True)
     trainer = Trainer(MODEL, TRAINER)
@@ -82,8 +84,8 @@ def test_a_loss_moves_its_own_metric_and_resumes_exactly(name, decoder, rows, tm
 
 @pytest.mark.parametrize("name", ["grpo", "dpo"])
 def test_parts_of_a_batch_add_up_to_the_whole(name, decoder, rows):
-    """Conversations, pairs and trained tokens of the parts differ: a mean over parts would weigh them alike. In the second step, for
-    before it the margins are rounding."""
+    """Conversations, pairs and trained tokens of the parts differ: a mean over parts would weigh them alike. In the
+    second step, for before it the margins are rounding."""
     whole, in_parts = (
         train(trainer, trainer.initial_state(decoder), rows, 2)
         for trainer in (

@@ -57,7 +57,8 @@ def test_grpo_of_the_batch_worked_by_hand():
 
 
 def test_the_kl_term_of_grpo_worked_by_hand():
-    # r = p_reference / p is 2 at the first row's last token and 1 elsewhere: KL = 2 - log 2 - 1 there, a third of its conversation's mean.
+    # r = p_reference / p is 2 at the first row's last token and 1 elsewhere: KL = 2 - log 2 - 1 there, a third of the
+    # mean of its conversation.
     reference = np.asarray(log_probs()) + np.log([[1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]]).astype(np.float32)
     loss, metrics = value_of(GRPO(**CLIP, kl_coefficient=0.5), log_probs(), reference_log_probs=reference)
     divergence = 1 - np.log(2)

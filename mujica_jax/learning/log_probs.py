@@ -2,10 +2,10 @@
 
     log p(x_t | x_<t) = logits_t-1[x_t] - logsumexp(logits_t-1)                (x_<t: the prefix inside the segment)
 
-Logits of [rows, time, vocab] are never made. In each row the positions whose log-probability is wanted are moved to the front, then
-all rows walk together through chunks of positions: a chunk without any wanted position costs nothing, the others recompute their
-logits in the backward pass. So the head costs what the trained tokens need (a quarter to a third of an agent's conversation), with
-static shapes. Called by the losses and by `learning.trainer`, which scores with it.
+Logits of [rows, time, vocab] are never made. In each row the positions whose log-probability is wanted are moved to the
+front, then all rows walk together through chunks of positions: a chunk without any wanted position costs nothing, the
+others recompute their logits in the backward pass. So the head costs what the trained tokens need (a quarter to a third
+of an agent's conversation), with static shapes. Called by the losses and by `learning.trainer`, which scores with it.
 """
 
 import functools
@@ -22,12 +22,13 @@ from mujica_jax.models.decoder import Decoder, Remat, scores
 from mujica_jax.models.sharding import RULES
 from mujica_jax.trajectories.packing import Batch
 
-# Positions whose logits one device holds at a time. 512 rows keep a matrix unit busy; their float32 logits take 0.3 GB at a
-# vocabulary of 152k and 4 MB (a core's cache) at 2k. On two CPU cores 512, 1024 and 2048 were equally fast.
+# Positions whose logits one device holds at a time. 512 rows keep a matrix unit busy; their float32 logits take 0.3 GB
+# at a vocabulary of 152k and 4 MB (a core's cache) at 2k. On two CPU cores 512, 1024 and 2048 were equally fast.
 CHUNK_POSITIONS = 512
 
-# Up to this depth the layers are unrolled and keep their activations: on CPU a step is then 12% faster than under `lax.scan`, which
-# copies every layer's weights and residuals. Deeper models scan and recompute, so that neither program nor memory grows with depth.
+# Up to this depth the layers are unrolled and keep their activations: on CPU a step is then 12% faster than under
+# `lax.scan`, which copies every layer's weights and residuals. Deeper models scan and recompute, so that neither
+# program nor memory grows with depth.
 UNROLLED_LAYERS = 4
 
 
@@ -46,7 +47,8 @@ def token_log_probs(
     attention: Implementation = "auto",
     remat: Remat | Literal["auto"] = "auto",
 ) -> Float[Array, "rows time"]:
-    """log p of each token given its prefix in its segment, float32; 0 where undefined (padding, the first token of a segment).
+    """log p of each token given its prefix in its segment, float32; 0 where undefined (padding, the first token of a
+    segment).
 
     `wanted` limits the work to some tokens (0 elsewhere).
     """
@@ -88,9 +90,10 @@ def _target_scores(
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     """log p of `targets` under the logits of `hidden`, and the normalizers of these logits; 0 where not wanted.
 
-    Each device walks through the rows it holds: the head is gathered once and its gradient summed once, where the compiler, left
-    alone, would do both in every chunk. A head that is split over devices comes in parts and its gradient leaves in parts, a sum
-    that moves half as much as one that everybody gets whole. The tensor axis stays the compiler's.
+    Each device walks through the rows it holds: the head is gathered once and its gradient summed once, where the
+    compiler, left alone, would do both in every chunk. A head that is split over devices comes in parts and its
+    gradient leaves in parts, a sum that moves half as much as one that everybody gets whole. The tensor axis stays the
+    compiler's.
     """
     mesh = jax.sharding.get_abstract_mesh()
     split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
@@ -122,7 +125,8 @@ def _chunked_scores(
     rows, time = targets.shape
     chunk = min(time, max(1, CHUNK_POSITIONS // rows))
     chunks = -(-time // chunk)
-    # Wanted positions first, the others after them, both in their order: where each position goes, and which one comes from where.
+    # Wanted positions first, the others after them, both in their order: where each position goes, and which one comes
+    # from where.
     before, others_before = jnp.cumsum(wanted, axis=1), jnp.cumsum(~wanted, axis=1)
     place = jnp.where(wanted, before, before[:, -1:] + others_before) - 1
     order = jnp.zeros_like(place).at[jnp.arange(rows)[:, None], place].set(jnp.arange(time)[None])
@@ -150,11 +154,13 @@ def _walk(
     targets: Int[Array, "chunks rows chunk"],
     wanted: Bool[Array, "chunks rows chunk"],
 ) -> tuple[Float[Array, "chunks rows chunk"], Float[Array, "chunks rows chunk"] | None]:
-    """log p of the targets and, where `normalized`, the normalizers, chunk after chunk; a chunk in which nothing is wanted is 0 and
-    costs nothing. `parts` names the mesh axes over which the columns of the table are split, none if this is the whole table.
+    """log p of the targets and, where `normalized`, the normalizers, chunk after chunk; a chunk in which nothing is
+    wanted is 0 and costs nothing. `parts` names the mesh axes over which the columns of the table are split, none if
+    this is the whole table.
 
-    The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands all that its
-    backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a gigabyte for 512 tokens.
+    The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands
+    all that its backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a
+    gigabyte for 512 tokens.
     """
     return _walk_forward(normalized, parts, table, hidden, targets, wanted)[0]
 
@@ -187,8 +193,9 @@ def _walk_forward(
 def _walk_backward(
     normalized: bool, parts: tuple[str, ...], kept: tuple[Array, ...], upstream: tuple[Array, Array | None]
 ) -> tuple[Array | None, ...]:
-    """d log p[target] / d logits = onehot(target) - softmax(logits), d normalizer / d logits = softmax(logits). The head's gradient adds
-    up in float32, over chunks in one place and over devices outside or, where the head is in parts, here.
+    """d log p[target] / d logits = onehot(target) - softmax(logits), d normalizer / d logits = softmax(logits). The
+    head's gradient adds up in float32, over chunks in one place and over devices outside or, where the head is in
+    parts, here.
     """
     narrow, table, *chunks = kept
 

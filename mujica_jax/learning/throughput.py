@@ -1,6 +1,8 @@
-"""What is told of a training step beside what the step itself computes: its speed, its share of the machine's peak, its memory.
+"""What is told of a training step beside what the step itself computes: its speed, its share of the machine's peak, its
+memory.
 
-Host arithmetic on numbers that are there already: nothing here waits for a device. Called by the methods for steps that are logged.
+Host arithmetic on numbers that are there already: nothing here waits for a device. Called by the methods for steps that
+are logged.
 """
 
 from collections.abc import Callable
@@ -18,10 +20,12 @@ from mujica_jax.trajectories.packing import PackedRows
 
 
 class Throughput:
-    """Figures of one phase's steps. Tokens and operations of a step are those of the average step over the phase's rows."""
+    """Figures of one phase's steps. Tokens and operations of a step are those of the average step over the phase's
+    rows."""
 
     def __init__(self, trainer: Trainer, rows: PackedRows, *, done: int, seconds: Callable[[], float]) -> None:
-        """`done` steps were made before; `seconds` gives what learning has taken so far, without compiling and saving."""
+        """`done` steps were made before; `seconds` gives what learning has taken so far, without compiling and
+        saving."""
         config, self._devices = trainer.config, trainer.mesh.size
         share = config.rows_per_step / rows.num_rows  # of all rows in a step; above 1 where rows are seen several times
         tokens = int(np.count_nonzero(rows.segment_ids))

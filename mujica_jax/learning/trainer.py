@@ -3,23 +3,27 @@
 The loop's order is fixed:
 
     1. stop, if asked to;
-    2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose place is saved with the state;
+    2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose place is saved with the
+       state;
     3. dispatch the step;
-    4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite, and too many spikes
-       (`learning.spike_guard`), end the run here.
+    4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite, and too many
+       spikes (`learning.spike_guard`), end the run here.
 
-The metrics of the last step are read before `fit` returns, and no batch is drawn beyond it: what it returns is never broken and may be
-saved. A run restored from there continues with exactly the batches it would have seen. Where to save, a caller cuts the phase into
-stretches.
+The metrics of the last step are read before `fit` returns, and no batch is drawn beyond it: what it returns is never
+broken and may be saved. A run restored from there continues with exactly the batches it would have seen. Where to save,
+a caller cuts the phase into stretches.
 
-The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model and loss: the
-learning-rate schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
+The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model and
+loss: the learning-rate schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp,
+tensor). Called by the methods.
 
-With `accumulation_steps` the rows of a batch go through the model part by part inside the step. The gradients of the parts, each divided by
-what the loss counts in the whole batch, add up in float32 to the gradient of the whole; activations take the memory of one part.
+With `accumulation_steps` the rows of a batch go through the model part by part inside the step. The gradients of the
+parts, each divided by what the loss counts in the whole batch, add up in float32 to the gradient of the whole;
+activations take the memory of one part.
 
-With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and decay: its own weights go through a
-step untouched, bit for bit. What leaves the trainer (`policy`, `decoder`) is a plain decoder with the adapters merged into its weights.
+With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and decay: its own
+weights go through a step untouched, bit for bit. What leaves the trainer (`policy`, `decoder`) is a plain decoder with
+the adapters merged into its weights.
 """
 
 import dataclasses
@@ -100,8 +104,9 @@ class Trainer:
         loss: Loss | None = None,
         devices: Sequence[Any] | None = None,
     ) -> None:
-        """With this loss (None: maximum likelihood with `z_loss`), on these devices (None: those that are here); they may be of a
-        topology that is only compiled for. States know nothing of the loss: trainers of one model pass them on to each other."""
+        """With this loss (None: maximum likelihood with `z_loss`), on these devices (None: those that are here); they
+        may be of a topology that is only compiled for. States know nothing of the loss: trainers of one model pass them
+        on to each other."""
         check_rows(config)
         check_rank(model, config.lora_rank)
         self.model, self.config = model, config
@@ -110,7 +115,8 @@ class Trainer:
         self._program = _program(model, config, self.loss, self.mesh)
 
     def initial_state(self, decoder: Decoder, *, seed: int = 0) -> TrainState:
-        """Step 0 with a copy of the decoder's weights and an empty optimiser; `seed` draws the adapters, where there are some."""
+        """Step 0 with a copy of the decoder's weights and an empty optimiser; `seed` draws the adapters, where there
+        are some."""
         kept = jnp.dtype(self.config.parameter_dtype)
         weights = jax.tree.map(lambda array: jnp.asarray(array, kept), nnx.state(decoder))
         weights = jax.device_put(weights, self._program.policy_shardings, may_alias=False)
@@ -118,8 +124,8 @@ class Trainer:
             return self._program.empty_state(weights, np.uint32(seed))
 
     def next_phase(self, state: TrainState) -> TrainState:
-        """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients, and what a usual loss
-        is has to be learnt anew.
+        """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients, and
+        what a usual loss is has to be learnt anew.
         """
         shardings = self._program.shardings
         spikes = jax.device_put(no_spikes(), shardings.spikes) if self.config.spike_deviations else ()
@@ -130,7 +136,8 @@ class Trainer:
         return self._program.abstract_state
 
     def policy(self, state: TrainState) -> nnx.State:
-        """The weights of a plain decoder, adapters merged in. They may share memory with `state`: copy what is to outlive it."""
+        """The weights of a plain decoder, adapters merged in. They may share memory with `state`: copy what is to
+        outlive it."""
         with jax.set_mesh(self.mesh):
             return self._program.policy(state.params)
 
@@ -139,8 +146,8 @@ class Trainer:
         return nnx.merge(self._program.policy_graph, jax.tree.map(jnp.copy, self.policy(state)))
 
     def train_step(self, state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
-        """One update with this process's `own_rows` of a batch. Returns at once, with metrics that are still being computed; `state`
-        cannot be used again."""
+        """One update with this process's `own_rows` of a batch. Returns at once, with metrics that are still being
+        computed; `state` cannot be used again."""
         with jax.set_mesh(self.mesh):
             return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
 
@@ -149,7 +156,8 @@ class Trainer:
         return own_rows(self.config.rows_per_step, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
-        """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no device."""
+        """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no
+        device."""
         shape = (self.config.rows_per_step, self.config.row_tokens)
         rows = NamedSharding(self.mesh, PartitionSpec(RULES["batch"].mesh_axes))
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
@@ -188,8 +196,8 @@ def fit(
 ) -> FitResult:
     """Train from `state.step` until `steps` updates are made in this phase, or `should_stop` ends the loop.
 
-    `input_state` is what the checkpoint of `state` says about the place in the data; without one it is the place of `state.step`.
-    `on_step` sees every step once, in order.
+    `input_state` is what the checkpoint of `state` says about the place in the data; without one it is the place of
+    `state.step`. `on_step` sees every step once, in order.
     """
     batches = Batches(
         rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows(), columns=trainer.loss.columns
@@ -336,8 +344,8 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
 
 
 def _parts(batch: Batch, count: int, mesh: Mesh) -> Batch:
-    """The rows in `count` parts, [count, rows / count, time]. Part n has every count-th row from n on, so that each device cuts what it
-    holds and no row moves.
+    """The rows in `count` parts, [count, rows / count, time]. Part n has every count-th row from n on, so that each
+    device cuts what it holds and no row moves.
     """
     layout = NamedSharding(mesh, PartitionSpec(None, RULES["batch"].mesh_axes))
 

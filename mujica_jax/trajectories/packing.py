@@ -1,18 +1,21 @@
 """Packing: conversations of any length become rows of one length, several conversations a row.
 
-A row holds whole conversations one after the other. `segment_ids` number them from 1 (0 is padding), `positions` start at 0 in each,
-so attention and rotary angles are those of the conversation alone: packed equals unpacked. The loss mask comes from the turns
-(`Conversation.loss_mask`), made where the tokens were made. Called by the methods before `learning.trainer.fit`.
+A row holds whole conversations one after the other. `segment_ids` number them from 1 (0 is padding), `positions` start
+at 0 in each, so attention and rotary angles are those of the conversation alone: packed equals unpacked. The loss mask
+comes from the turns (`Conversation.loss_mask`), made where the tokens were made. Called by the methods before
+`learning.trainer.fit`.
 
-The order is a pure function of the seed: shuffle, then first-fit decreasing inside windows of the shuffled order (a window mixes
-lengths well enough to fill rows and keeps the search short), then the rows are shuffled. Processes that are given the same conversations
-make the same rows.
+The order is a pure function of the seed: shuffle, then first-fit decreasing inside windows of the shuffled order (a
+window mixes lengths well enough to fill rows and keeps the search short), then the rows are shuffled. Processes that
+are given the same conversations make the same rows.
 
-A conversation longer than a row is never cut: its later turns were sampled after the earlier ones, and half of it would teach them
-without. `pack` refuses it; the methods leave it out first (`too_long` counts, and a line and the metrics of the phase say how many).
+A conversation longer than a row is never cut: its later turns were sampled after the earlier ones, and half of it would
+teach them without. `pack` refuses it; the methods leave it out first (`too_long` counts, and a line and the metrics of
+the phase say how many).
 
-What a loss needs beside tokens stands in named columns of numbers, float32, 0 in padding. With `pairs` the conversations are chosen,
-rejected, chosen, rejected, ...: the two of a pair stand in one row, side by side, and the column `pairs` tells which they are.
+What a loss needs beside tokens stands in named columns of numbers, float32, 0 in padding. With `pairs` the
+conversations are chosen, rejected, chosen, rejected, ...: the two of a pair stand in one row, side by side, and the
+column `pairs` tells which they are.
 """
 
 import dataclasses
@@ -25,8 +28,8 @@ from jaxtyping import Array, Bool, Float, Int
 from mujica_jax.errors import UserError
 from mujica_jax.records import Conversation
 
-# First-fit looks at every open row for every conversation of a window: 1024 conversations of 100 tokens open about 200 rows of 512
-# tokens and take 10 ms; the last rows of a window stay part empty, under 2% of the slots at this size.
+# First-fit looks at every open row for every conversation of a window: 1024 conversations of 100 tokens open about 200
+# rows of 512 tokens and take 10 ms; the last rows of a window stay part empty, under 2% of the slots at this size.
 WINDOW_CONVERSATIONS = 1024
 
 
@@ -116,7 +119,8 @@ def too_long(conversations: Sequence[Conversation], row_tokens: int, *, pairs: b
 
 
 def sampled_log_probs(conversations: Sequence[Conversation]) -> list[list[float]]:
-    """The column of the log-probabilities under the policy that sampled, as its engine stored them; 0 where a turn has none."""
+    """The column of the log-probabilities under the policy that sampled, as its engine stored them; 0 where a turn has
+    none."""
     for turn in (turn for conversation in conversations for turn in conversation.turns):
         if turn.trained and turn.logprobs is None:
             raise UserError(

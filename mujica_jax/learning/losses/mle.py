@@ -3,8 +3,8 @@
     loss = - sum over trained t of log p(x_t | x_<t) / number of trained t     (over the whole batch, never over padding)
          + z_loss * sum over trained t of logsumexp(logits_t-1)^2 / number of trained t
 
-The second line, off by default, keeps logits from drifting by a constant, which log p does not see and bfloat16 does (ST-MoE,
-arXiv 2202.08906, equation 5).
+The second line, off by default, keeps logits from drifting by a constant, which log p does not see and bfloat16 does
+(ST-MoE, arXiv 2202.08906, equation 5).
 """
 
 import dataclasses

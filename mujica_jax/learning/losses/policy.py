@@ -14,8 +14,8 @@ Differences from the papers. GRPO has two clip bounds instead of one (give the s
 count with the square of their length; we read it as DAPO's own equation. It does not say whether std is a
 sample's or a population's: we take the population's. Tokens that the policy did not write have no part in anything.
 
-Columns: `sampled_log_probs` (`packing.sampled_log_probs`, or `Trainer.score` of the policy that sampled), `advantages`, and with a KL
-term `reference_log_probs` (`Trainer.score` of the reference).
+Columns: `sampled_log_probs` (`packing.sampled_log_probs`, or `Trainer.score` of the policy that sampled), `advantages`,
+and with a KL term `reference_log_probs` (`Trainer.score` of the reference).
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ def group_advantages(
 ) -> Float[np.ndarray, "groups members"]:
     """How much better each attempt is than its group, all attempts at one question. Where all are equal it is 0.
 
-    `by_deviation` divides by the group's standard deviation, as both papers do. Without it, questions that are nearly always or
-    nearly never answered weigh less ("Understanding R1-Zero-like training", arXiv 2503.20783).
+    `by_deviation` divides by the group's standard deviation, as both papers do. Without it, questions that are nearly
+    always or nearly never answered weigh less ("Understanding R1-Zero-like training", arXiv 2503.20783).
     """
     above = rewards - rewards.mean(axis=1, keepdims=True)
     equal = np.ptp(rewards, axis=1, keepdims=True) == 0  # a mean of equal numbers may be off by rounding
@@ -59,7 +59,8 @@ class _Clipped(Loss):
     def _objective(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> tuple[Float[Array, "rows time"], Metrics]:
-        """Of each trained token, 0 elsewhere. Written so that a ratio on a bound is inside: its gradient is the ratio's own."""
+        """Of each trained token, 0 elsewhere. Written so that a ratio on a bound is inside: its gradient is the ratio's
+        own."""
         trained, advantages = jnp.asarray(batch.loss_mask), jnp.asarray(batch.columns["advantages"])
         # Chosen before the exponential: what an untrained token holds, even NaN, reaches neither value nor gradient.
         log_ratio = jnp.where(trained, log_probs - batch.columns["sampled_log_probs"], 0.0)

@@ -3,10 +3,10 @@
     gain(y) = sum over trained t of y of (log p(x_t) - log p_reference(x_t))
     loss    = - mean over pairs of log sigmoid(beta (gain(chosen) - gain(rejected)))
 
-Both conversations of a pair stand in one row (`packing.pack(..., pairs=True)`), so a pair is whole in every part of a batch and on every
-device. Columns: `pairs`, which that makes (+n at the tokens of the chosen conversation of the row's n-th pair, -n at those of the rejected
-one), and `reference_log_probs`: the reference is the policy before training, scored once (`Trainer.score`). DecEx-RAG published no beta:
-ours is 0.1.
+Both conversations of a pair stand in one row (`packing.pack(..., pairs=True)`), so a pair is whole in every part of a
+batch and on every device. Columns: `pairs`, which that makes (+n at the tokens of the chosen conversation of the row's
+n-th pair, -n at those of the rejected one), and `reference_log_probs`: the reference is the policy before training,
+scored once (`Trainer.score`). DecEx-RAG published no beta: ours is 0.1.
 """
 
 import dataclasses
