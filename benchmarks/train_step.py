@@ -25,10 +25,10 @@ from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.flops import attended_pairs, training_operations
+from mujica_jax.models.flops import attended_pairs, training_flops
 from mujica_jax.models.weights import load_config
 from mujica_jax.records import Conversation, Turn
-from mujica_jax.runtime.chips import measured_operations
+from mujica_jax.runtime.chips import measured_flops_per_second
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.trajectories.packing import pack
 
@@ -91,7 +91,7 @@ def main() -> int:
     some = conversations(model, 4 * given.rows * given.row_tokens, given.row_tokens)
     rows = pack(some, row_tokens=given.row_tokens, seed=0)
     chosen = np.arange(given.rows)
-    batch, rate = rows.batch(chosen), schedule(peak=1e-5, floor=1e-5, total_steps=1)
+    batch, rate = rows.batch(chosen), schedule(peak=1e-5, end_value=1e-5, total_steps=1)
 
     def step() -> None:
         nonlocal state
@@ -99,8 +99,8 @@ def main() -> int:
         metrics["loss"].block_until_ready()
 
     seconds = median_seconds(step, given.repeats)
-    peak = measured_operations(jax.default_backend(), given.dtype)
-    operations = training_operations(
+    peak = measured_flops_per_second(jax.default_backend(), given.dtype)
+    operations = training_flops(
         model,
         slots=chosen.size * given.row_tokens,
         trained_tokens=int(rows.loss_mask[chosen].sum()),

@@ -17,7 +17,8 @@ from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models import attention
-from mujica_jax.models.encoder import Encoder, EncoderConfig, _program
+from mujica_jax.models.embedder import _program
+from mujica_jax.models.encoder import Encoder, EncoderConfig
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.trajectories.packing import pack

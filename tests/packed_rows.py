@@ -30,7 +30,7 @@ MODEL = DecoderConfig(
     initializer_range=0.2,
 )
 TRAINER = TrainerConfig(row_tokens=32, rows_per_step=8)
-SHORT_SCHEDULE = schedule(peak=1e-2, floor=1e-3, total_steps=3)
+SHORT_SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=3)
 
 
 def conversation(*turns: tuple[int, ...], trained: tuple[bool, ...] | None = None) -> Conversation:

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from mujica_jax.runtime import chips
-from mujica_jax.runtime.chips import CHIPS, chip_of, chip_of_topology, measured_operations, peak_operations
+from mujica_jax.runtime.chips import CHIPS, chip_of, chip_of_topology, measured_flops_per_second, peak_flops_per_second
 
 
 def devices(kind: str, platform: str, count: int, processes: int = 1) -> list[Any]:
@@ -30,7 +30,7 @@ def test_a_topology_names_its_chip():
 
 
 def test_a_slice_can_do_what_its_chips_can():
-    assert peak_operations(devices("TPU v5 lite", "tpu", 32), "float32") == 32 * 197e12
+    assert peak_flops_per_second(devices("TPU v5 lite", "tpu", 32), "float32") == 32 * 197e12
 
 
 @pytest.mark.parametrize(
@@ -38,16 +38,16 @@ def test_a_slice_can_do_what_its_chips_can():
     [(devices("cpu", "cpu", 8), 1), (devices("cpu", "cpu", 8, processes=2), 2), (devices("H200", "gpu", 8), 8)],
 )
 def test_devices_of_one_cpu_are_one_machine(found, times, monkeypatch):
-    monkeypatch.setattr(chips, "measured_operations", lambda platform, dtype: 5.0)
-    assert peak_operations(found, "float32") == 5.0 * times
+    monkeypatch.setattr(chips, "measured_flops_per_second", lambda platform, dtype: 5.0)
+    assert peak_flops_per_second(found, "float32") == 5.0 * times
 
 
 def test_a_cpu_is_measured_once():
-    first = peak_operations(jax.devices(), "float32")
+    first = peak_flops_per_second(jax.devices(), "float32")
     assert 1e8 < first < 1e15
-    measured = measured_operations.cache_info().misses
-    assert peak_operations(jax.devices(), "float32") == first
-    assert measured_operations.cache_info().misses == measured >= 1
+    measured = measured_flops_per_second.cache_info().misses
+    assert peak_flops_per_second(jax.devices(), "float32") == first
+    assert measured_flops_per_second.cache_info().misses == measured >= 1
 
 
 def test_measuring_spends_what_it_may_and_keeps_the_fastest(monkeypatch):

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from collectives_of_programs import Collective, collectives
 from test_tpu_compile import CONFIGS
 
 from mujica_jax.config.files import CONFIG_FOLDER, load_config
-from mujica_jax.runtime.collectives import Collective, collectives
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true

@@ -42,7 +42,7 @@ def trainer() -> Trainer:
 @pytest.fixture(scope="module")
 def on_one_device(trainer) -> TrainState:
     rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
-    curve = schedule(peak=1e-2, floor=1e-3, total_steps=STEPS)
+    curve = schedule(peak=1e-2, end_value=1e-3, total_steps=STEPS)
     return fit(trainer, trainer.initial_state(tiny_decoder()), rows, schedule=curve, steps=STEPS, seed=0).state
 
 

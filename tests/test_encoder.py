@@ -11,7 +11,8 @@ from safetensors.numpy import load_file, save_file
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.encoder import Embedder, embedder_config, encoder_config, load_encoder
+from mujica_jax.models.embedder import Embedder, embedder_config
+from mujica_jax.models.encoder import encoder_config, load_encoder
 from mujica_jax.retrieval.text.corpus import read_corpus
 
 torch = pytest.importorskip("torch", reason="torch is not installed: parity needs it")

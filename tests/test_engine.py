@@ -30,7 +30,7 @@ from mujica_jax.inference.engine.contiguous_programs import Places, Tiles
 from mujica_jax.inference.engine.contiguous_programs import decode as decode_program
 from mujica_jax.inference.engine.contiguous_programs import prefill as prefill_program
 from mujica_jax.inference.sampling import sample, uniforms
-from mujica_jax.learning.losses.mle import token_log_probs
+from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.trajectories.packing import pack
 
 SEQUENCE = random_tokens(40)

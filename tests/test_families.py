@@ -92,7 +92,7 @@ def test_a_training_step_of_a_published_model_keeps_the_shapes_of_its_state(publ
     trainer = Trainer(from_hugging_face(published), TrainerConfig(row_tokens=256, rows_per_step=2, dtype="bfloat16"))
     state = trainer.abstract_state()
     integers, mask = (jax.ShapeDtypeStruct((2, 256), dtype) for dtype in (jnp.int32, jnp.bool_))
-    rate = schedule(peak=1.0, floor=1.0, total_steps=1)
+    rate = schedule(peak=1.0, end_value=1.0, total_steps=1)
     after, metrics = jax.eval_shape(trainer._program.train_step, state, Batch(integers, integers, integers, mask), rate)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert {value.shape for value in metrics.values()} == {()}

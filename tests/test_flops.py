@@ -2,7 +2,7 @@
 
 from packed_rows import MODEL, conversation
 
-from mujica_jax.models.flops import attended_pairs, training_operations
+from mujica_jax.models.flops import attended_pairs, training_flops
 from mujica_jax.trajectories.packing import pack
 
 ROWS = pack([conversation((1, 2), (3, 4, 5)), conversation((6,), (7,))], row_tokens=8, seed=0)
@@ -15,11 +15,11 @@ def test_operations_are_counted_by_the_formula():
     pairs = attended_pairs(ROWS.segment_ids)
     assert pairs == 15 + 3
     expected = 6 * 8 * IN_LAYER + 6 * 4 * 48 * 16 + 12 * 2 * 8 * 18
-    assert training_operations(MODEL, slots=8, trained_tokens=ROWS.trained_tokens, pairs=pairs) == expected
+    assert training_flops(MODEL, slots=8, trained_tokens=ROWS.trained_tokens, pairs=pairs) == expected
 
 
 def test_with_adapters_frozen_weights_have_no_gradient_of_their_own():
     """Rank 2: beside each matrix 2 x (inputs + outputs) numbers, of 16 + 16 four times and of 16 + 24 three times."""
     adapters = 2 * (4 * 32 + 3 * 40)
     expected = 8 * (4 * IN_LAYER + 6 * adapters) + 4 * 4 * 48 * 16
-    assert training_operations(MODEL, slots=8, trained_tokens=4, pairs=0, lora_rank=2) == expected
+    assert training_flops(MODEL, slots=8, trained_tokens=4, pairs=0, lora_rank=2) == expected

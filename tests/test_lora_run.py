@@ -15,7 +15,7 @@ from tiny_models import filled_decoder
 from mujica_jax.agents.mujica import Attempt
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
-from mujica_jax.learning.losses.mle import token_log_probs
+from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.methods import setup as start
 from mujica_jax.methods.run import Run
 from mujica_jax.models.quantization import engine_weights

@@ -13,7 +13,8 @@ from packed_rows import TRAINER, random_conversations, tiny_decoder
 
 from mujica_jax.errors import UserError
 from mujica_jax.learning.checkpoints import Checkpoints
-from mujica_jax.learning.losses.mle import mle_loss, token_log_probs
+from mujica_jax.learning.log_probs import token_log_probs
+from mujica_jax.learning.losses.mle import MLE
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import FitResult, Trainer, TrainState, fit
 from mujica_jax.models.layers import projections
@@ -22,7 +23,7 @@ from mujica_jax.trajectories.packing import pack
 MODEL = dataclasses.replace(ONE_LAYER, num_layers=2)
 LORA = dataclasses.replace(TRAINER, lora_rank=2, lora_alpha=4.0)
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
-SCHEDULE = schedule(peak=1e-1, floor=1e-2, total_steps=6)
+SCHEDULE = schedule(peak=1e-1, end_value=1e-2, total_steps=6)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +76,10 @@ def test_a_step_is_adamw_on_the_gradient_through_merged_weights(trainer, decoder
 
     @jax.jit
     def gradient_of(adapters):
-        return jax.value_and_grad(lambda adapters: mle_loss(nnx.merge(graph, merged(adapters)), batch)[0])(adapters)
+        return jax.value_and_grad(lambda adapters: MLE()(nnx.merge(graph, merged(adapters)), batch)[0])(adapters)
 
     loss, gradient = gradient_of(adapters)
-    zero_rate = schedule(peak=0.0, floor=0.0, total_steps=1)
+    zero_rate = schedule(peak=0.0, end_value=0.0, total_steps=1)
     still, metrics = trainer.train_step(jax.tree.map(jnp.copy, state), batch, zero_rate)
     assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-6)
     assert float(metrics["grad_norm"]) == pytest.approx(float(optax.global_norm(gradient)), rel=1e-4)
@@ -104,7 +105,7 @@ def test_the_optimiser_keeps_moments_of_adapters_only(trained):
 
 def test_training_lowers_the_loss(trainer, decoder):
     losses = []
-    chosen = schedule(peak=1e-1, floor=0.0, total_steps=40)
+    chosen = schedule(peak=1e-1, end_value=0.0, total_steps=40)
     state = trainer.initial_state(decoder)
     fit(trainer, state, ROWS, schedule=chosen, steps=40, seed=0, on_step=lambda metrics: losses.append(metrics.loss))
     assert losses[-1] < 0.95 * losses[0], "the frozen model is a random one"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from packed_rows import MODEL, TRAINER, conversation, random_conversations, tiny_decoder
 
-from mujica_jax.learning.losses.mle import token_log_probs
+from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods.mismatch import compared, differences
 from mujica_jax.records import Conversation, StopReason, Trajectory
@@ -31,11 +31,8 @@ def played(*conversations: Conversation) -> Trajectory:
         attempt=0,
         policy_version=0,
         seed=0,
-        planner=conversations[0],
-        workers=conversations[1:],
+        conversations=conversations,
         answer="",
-        reward=0.0,
-        rewards_by_part={},
         stop_reason=StopReason.ANSWERED,
         searches=(),
         seconds=0.0,

@@ -11,8 +11,9 @@ from flax import nnx
 from jax import Array
 from packed_rows import MODEL, random_conversations, tiny_decoder
 
-from mujica_jax.learning.losses import mle as losses
-from mujica_jax.learning.losses.mle import mle_loss, token_log_probs
+from mujica_jax.learning import log_probs
+from mujica_jax.learning.log_probs import token_log_probs
+from mujica_jax.learning.losses.mle import MLE
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.trajectories.packing import Batch, pack
@@ -65,13 +66,13 @@ def batch() -> Batch:
 class Numbers(NamedTuple):
     log_probs: Array
     loss: Array
-    metrics: dict[str, Array]
+    counts: dict[str, Array]
     gradient: nnx.State
 
 
 def compute(graph: nnx.GraphDef, params: nnx.State, batch: Batch) -> Numbers:
-    (loss, metrics), gradient = jax.value_and_grad(lambda p: mle_loss(nnx.merge(graph, p), batch), has_aux=True)(params)
-    return Numbers(token_log_probs(nnx.merge(graph, params), batch), loss, metrics, gradient)
+    loss, gradient = jax.value_and_grad(lambda p: MLE()(nnx.merge(graph, p), batch)[0])(params)
+    return Numbers(token_log_probs(nnx.merge(graph, params), batch), loss, MLE().counts(batch), gradient)
 
 
 # Compiling takes nearly all of this file's time: half of it without the backend's optimisations.
@@ -98,24 +99,22 @@ def test_log_probabilities_of_the_batch_worked_by_hand(bigram_model):
 
 
 def test_the_loss_of_the_batch_worked_by_hand(bigram_model):
-    _, loss, metrics, _ = numbers(bigram_model, BY_HAND)
+    _, loss, counts, _ = numbers(bigram_model, BY_HAND)
     # p(2 | 1) = 1/4 in the first row; p(1 | 3) = 1/2 and p(1 | 0) = 1/4 in the second: 2 + 1 + 2 bits over 3 tokens
     assert float(loss) == pytest.approx(5 / 3 * math.log(2), abs=1e-6)
-    assert float(metrics["loss"]) == float(loss)
-    assert int(metrics["trained_tokens"]) == 3
+    assert int(counts["trained_tokens"]) == 3
 
 
 def test_the_z_loss_of_the_batch_worked_by_hand(bigram_model):
     # The head's rows are log p + 3, so that every logit vector has the log-normaliser 3: 9 z_loss more, over any number of tokens.
     graph, params = nnx.split(bigram_model)
-    loss, metrics = jax.jit(lambda params: mle_loss(nnx.merge(graph, params), BY_HAND, z_loss=0.1))(params)
+    loss, _ = jax.jit(lambda params: MLE(z_loss=0.1)(nnx.merge(graph, params), BY_HAND))(params)
     assert float(loss) == pytest.approx(5 / 3 * math.log(2) + 0.1 * 9, abs=1e-5)
-    assert float(metrics["loss"]) == float(loss)
 
 
 def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monkeypatch):
     """By automatic differentiation of the whole logits; chunks of two positions a row, so that some hold trained tokens and some none."""
-    monkeypatch.setattr(losses, "CHUNK_POSITIONS", 2 * len(batch.tokens))
+    monkeypatch.setattr(log_probs, "CHUNK_POSITIONS", 2 * len(batch.tokens))
     graph, params = nnx.split(decoder)
 
     def plain(params: nnx.State, batch: Batch) -> Array:
@@ -127,7 +126,7 @@ def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monke
         return jnp.sum(each * batch.loss_mask[:, 1:]) / jnp.sum(batch.loss_mask)
 
     def ours(params: nnx.State, batch: Batch) -> Array:
-        return mle_loss(nnx.merge(graph, params), batch, z_loss=0.3)[0]
+        return MLE(z_loss=0.3)(nnx.merge(graph, params), batch)[0]
 
     options = QUICKLY["compiler_options"]
     expected, found = (
@@ -153,7 +152,7 @@ def test_packed_equals_unpacked(decoder):
     rows = pack(CONVERSATIONS, row_tokens=ROW_TOKENS, seed=0)
     alone = [pack([one], row_tokens=ROW_TOKENS, seed=0).batch(slice(None)) for one in CONVERSATIONS]
     packed = numbers(decoder, rows.batch(slice(None)))
-    unpacked = numbers(decoder, Batch(*(np.concatenate(arrays) for arrays in zip(*alone, strict=True))))
+    unpacked = numbers(decoder, jax.tree.map(lambda *arrays: np.concatenate(arrays), *alone))
     for index, (row, start) in enumerate(rows.placements):
         tokens = len(CONVERSATIONS[index].token_ids)
         in_its_row = packed.log_probs[row, start : start + tokens]
@@ -164,13 +163,13 @@ def test_packed_equals_unpacked(decoder):
 
 @pytest.mark.parametrize("positions", [40, 10_000])
 def test_the_size_of_the_chunks_changes_nothing(decoder, batch, positions, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_POSITIONS", positions)
+    monkeypatch.setattr(log_probs, "CHUNK_POSITIONS", positions)
     assert_close(numbers_compiled_again(decoder, batch), numbers(decoder, batch))
 
 
 def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
     """Chunks of two positions a row, so that some hold trained tokens and some none."""
-    monkeypatch.setattr(losses, "CHUNK_POSITIONS", 2 * len(batch.tokens))
+    monkeypatch.setattr(log_probs, "CHUNK_POSITIONS", 2 * len(batch.tokens))
     graph, params = nnx.split(decoder)
 
     def whole(params: nnx.State, batch: Batch) -> Array:
@@ -185,7 +184,7 @@ def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
 
 
 def test_a_deep_model_scans_to_the_same_numbers(decoder, batch, monkeypatch):
-    monkeypatch.setattr(losses, "UNROLLED_LAYERS", 0)
+    monkeypatch.setattr(log_probs, "UNROLLED_LAYERS", 0)
     assert_close(numbers_compiled_again(decoder, batch), numbers(decoder, batch))
 
 
@@ -217,9 +216,9 @@ def test_a_target_that_is_not_trained_changes_nothing(decoder, batch):
 
 
 def test_a_batch_without_trained_tokens_has_loss_and_gradient_zero(decoder, batch):
-    _, loss, metrics, gradient = numbers(decoder, batch._replace(loss_mask=np.zeros_like(batch.loss_mask)))
+    _, loss, counts, gradient = numbers(decoder, batch._replace(loss_mask=np.zeros_like(batch.loss_mask)))
     assert float(loss) == 0.0
-    assert int(metrics["trained_tokens"]) == 0
+    assert int(counts["trained_tokens"]) == 0
     assert all(np.all(np.asarray(leaf) == 0.0) for leaf in jax.tree.leaves(gradient))
 
 
@@ -231,11 +230,11 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(batch):
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
     def loss_of(params: nnx.State, batch: Batch) -> Array:
-        return mle_loss(nnx.merge(graph, params), batch)[0]
+        return MLE()(nnx.merge(graph, params), batch)[0]
 
     program = str(jax.make_jaxpr(jax.grad(loss_of))(params, whole))
     with_vocab = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[((?:\d+,)*9973)\]", program)]
     assert with_vocab, "the program holds logits under the name this test looks for"
-    assert max(with_vocab) == losses.CHUNK_POSITIONS * 9973
+    assert max(with_vocab) == log_probs.CHUNK_POSITIONS * 9973
     heads = re.findall(rf"\[((?:\d+,)*9973,{MODEL.hidden_size})\]", program)
     assert set(heads) == {f"9973,{MODEL.hidden_size}"}, "a head for every chunk would fill the memory"

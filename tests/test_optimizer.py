@@ -11,7 +11,7 @@ from packed_rows import MODEL, TRAINER
 
 from mujica_jax.config.files import load_config
 from mujica_jax.errors import UserError
-from mujica_jax.learning.optimizer import adamw, decayed, learning_rate, moved, schedule
+from mujica_jax.learning.optimizer import adamw, apply_updates, decayed, learning_rate, schedule
 from mujica_jax.models.decoder import Decoder
 
 
@@ -31,22 +31,24 @@ def update(config, gradient, params, steps=1):
 
 
 def test_the_rate_rises_linearly_and_falls_along_half_a_cosine():
-    assert rates(range(0, 9, 2), peak=1.0, floor=0.0, total_steps=8) == pytest.approx(
+    assert rates(range(0, 9, 2), peak=1.0, end_value=0.0, total_steps=8) == pytest.approx(
         [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0], abs=1e-6
     )
-    assert rates(range(3), peak=3.0, floor=1.0, total_steps=10, warmup_steps=2) == pytest.approx([1.5, 3.0, 3.0])
+    assert rates(range(3), peak=3.0, end_value=1.0, total_steps=10, warmup_steps=2) == pytest.approx([1.5, 3.0, 3.0])
 
 
-def test_the_rate_ends_at_the_floor_and_stays_there():
-    assert rates(range(10, 13), peak=1.0, floor=0.25, total_steps=10, warmup_steps=3) == pytest.approx([0.25] * 3)
+def test_the_rate_ends_at_its_end_value_and_stays_there():
+    assert rates(range(10, 13), peak=1.0, end_value=0.25, total_steps=10, warmup_steps=3) == pytest.approx([0.25] * 3)
 
 
 def test_the_published_rates_are_those_of_the_configuration_for_7b():
     """Mujica-MyGO, appendix D: AdamW, cosine; warm-up from 1e-5 to 1e-6, MyGO from 5e-7 to 1e-8."""
     config = load_config("two_wiki_text_v5e")
-    for section, peak, floor in ((config.warmup, 1e-5, 1e-6), (config.mygo, 5e-7, 1e-8)):
-        found = rates(range(0, 101, 50), peak=section.learning_rate, floor=section.learning_rate_floor, total_steps=100)
-        assert found == pytest.approx([peak, (peak + floor) / 2, floor], rel=1e-5)
+    for section, peak, end in ((config.warmup, 1e-5, 1e-6), (config.method, 5e-7, 1e-8)):
+        found = rates(
+            range(0, 101, 50), peak=section.learning_rate, end_value=section.end_learning_rate, total_steps=100
+        )
+        assert found == pytest.approx([peak, (peak + end) / 2, end], rel=1e-5)
 
 
 def test_updates_too_small_for_bfloat16_count_on_average():
@@ -56,7 +58,7 @@ def test_updates_too_small_for_bfloat16_count_on_average():
     @jax.jit
     def walk(params):
         def one(params, step):
-            return moved(params, {"kernel": jnp.ones((64, 64))}, jnp.float32(-(2.0**-13)), step), None
+            return apply_updates(params, {"kernel": jnp.ones((64, 64))}, jnp.float32(-(2.0**-13)), step), None
 
         return jax.lax.scan(one, params, jnp.arange(steps))[0]
 
@@ -67,21 +69,23 @@ def test_updates_too_small_for_bfloat16_count_on_average():
 
 def test_float32_parameters_are_moved_exactly():
     params, direction = {"kernel": jnp.array([0.1, 3.0])}, {"kernel": jnp.array([0.7, -1e-7])}
-    after = moved(params, direction, jnp.float32(0.3), jnp.int32(0))
+    after = apply_updates(params, direction, jnp.float32(0.3), jnp.int32(0))
     np.testing.assert_array_equal(after["kernel"], params["kernel"] - jnp.float32(0.3) * direction["kernel"])
 
 
 @pytest.mark.parametrize("value", [1.0, -2.5, 0.0, np.inf, -np.inf])
 def test_what_bfloat16_holds_is_kept(value):
-    after = moved({"a": jnp.full(1000, value, jnp.bfloat16)}, {"a": jnp.zeros(1000)}, jnp.float32(1.0), jnp.int32(3))
+    after = apply_updates(
+        {"a": jnp.full(1000, value, jnp.bfloat16)}, {"a": jnp.zeros(1000)}, jnp.float32(1.0), jnp.int32(3)
+    )
     assert np.all(np.asarray(after["a"], np.float32) == value)
 
 
 def test_a_schedule_that_cannot_be_is_refused_with_both_values():
     with pytest.raises(UserError, match=r"from 0\.1 down to 0\.2"):
-        schedule(peak=0.1, floor=0.2, total_steps=10)
+        schedule(peak=0.1, end_value=0.2, total_steps=10)
     with pytest.raises(UserError, match=r"20 warm-up steps do not fit into 10 steps"):
-        schedule(peak=0.1, floor=0.0, total_steps=10, warmup_steps=20)
+        schedule(peak=0.1, end_value=0.0, total_steps=10, warmup_steps=20)
 
 
 def test_only_matrices_decay():

@@ -1,3 +1,5 @@
+import dataclasses
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -6,7 +8,7 @@ from packed_rows import conversation, random_conversations
 
 from mujica_jax.errors import UserError
 from mujica_jax.records import Conversation
-from mujica_jax.trajectories.packing import PackedRows, pack, too_long
+from mujica_jax.trajectories.packing import PackedRows, pack, sampled_log_probs, too_long
 
 ROW_TOKENS = 16
 turns = st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=ROW_TOKENS)
@@ -81,15 +83,46 @@ def test_rows_are_95_percent_full_at_realistic_lengths():
     assert rows.efficiency >= 0.95
 
 
-def test_a_number_of_each_conversation_stands_at_its_tokens():
+def test_columns_stand_at_the_tokens_they_belong_to():
     given = random_conversations(12)
-    rows = pack(given, row_tokens=64, seed=0)
-    values = np.arange(1.0, 13.0)
-    spread = rows.of_tokens(values)
+    of_conversation = np.arange(1.0, 13.0)
+    of_token = [[number + place / 100 for place in range(len(one.token_ids))] for number, one in enumerate(given)]
+    rows = pack(given, row_tokens=64, seed=0, columns={"of_conversation": of_conversation, "of_token": of_token})
     for index, one in enumerate(given):
         row, place = slots(rows, index, one)
-        assert set(spread[row, place].tolist()) == {values[index]}
-    assert np.all(spread[rows.segment_ids == 0] == 0.0)
+        assert set(rows.columns["of_conversation"][row, place].tolist()) == {of_conversation[index]}
+        np.testing.assert_array_equal(rows.columns["of_token"][row, place], np.asarray(of_token[index], np.float32))
+    assert all(np.all(column[rows.segment_ids == 0] == 0.0) for column in rows.columns.values())
+    np.testing.assert_array_equal(rows.tokens, pack(given, row_tokens=64, seed=0).tokens)
+
+
+def test_the_sampled_log_probabilities_are_those_of_the_turns():
+    context, sampled = conversation((1, 2), (3,)).turns
+    of_engine = dataclasses.replace(sampled, logprobs=(-0.5,))
+    assert sampled_log_probs([Conversation(role="worker", turns=(context, of_engine))]) == [[0.0, 0.0, -0.5]]
+    with pytest.raises(UserError, match="a trained turn of 1 tokens carries no log-probabilities"):
+        sampled_log_probs([Conversation(role="worker", turns=(context, sampled))])
+
+
+def test_a_pair_stands_in_one_row_side_by_side():
+    given = random_conversations(40)
+    rows = pack(given, row_tokens=96, seed=0, columns={"number": np.arange(40)}, pairs=True)
+    numbers = []
+    for pair in range(20):
+        (row, chosen), (other_row, rejected) = (slots(rows, index, given[index]) for index in (2 * pair, 2 * pair + 1))
+        assert row == other_row and chosen.stop == rejected.start
+        (number,) = set(rows.columns["pairs"][row, chosen].tolist())
+        assert set(rows.columns["pairs"][row, rejected].tolist()) == {-number}
+        assert set(rows.columns["number"][row, rejected].tolist()) == {2 * pair + 1}
+        numbers.append((row, number))
+    assert len(set(numbers)) == 20 and {number for _, number in numbers} >= {1, 2}
+
+
+def test_a_pair_longer_than_a_row_is_refused_though_each_of_it_fits():
+    given = [conversation((1,) * 9, (2,)), conversation((1,) * 5, (2,) * 2), *[conversation((1,), (2,))] * 2]
+    assert (too_long(given, ROW_TOKENS), too_long(given, ROW_TOKENS, pairs=True)) == (0, 1)
+    with pytest.raises(UserError, match=r"a pair of 17 tokens does not fit into a row of 16 tokens"):
+        pack(given, row_tokens=ROW_TOKENS, seed=0, pairs=True)
 
 
 def test_more_conversations_than_one_window_lose_nothing():

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from packed_rows import random_conversations
 
-from mujica_jax.learning.losses.policy import dapo_loss, group_advantages, grpo_loss
-from mujica_jax.trajectories.packing import pack
+from mujica_jax.learning.losses.loss import Loss
+from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages
+from mujica_jax.trajectories.packing import Batch, PackedRows, pack
 
 # Three conversations in two rows: one of three trained tokens, two of one.
 SEGMENTS = np.array([[1, 1, 1, 1], [1, 1, 2, 2]])
@@ -20,12 +21,19 @@ def log_probs(ratios: np.ndarray = RATIOS) -> jax.Array:
     return jnp.asarray(SAMPLED + np.log(ratios), jnp.float32)
 
 
-def grpo(now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP):
-    return grpo_loss(now, SAMPLED, advantages, SEGMENTS, TRAINED, **clip)
+def value_of(loss: Loss, now: jax.Array, advantages: np.ndarray = ADVANTAGES, trained: np.ndarray = TRAINED, **columns):
+    columns |= {"sampled_log_probs": SAMPLED, "advantages": advantages}
+    batch = Batch(np.zeros_like(SEGMENTS), SEGMENTS, np.zeros_like(SEGMENTS), trained, columns)
+    value, metrics = loss.of(now, batch, loss.counts(batch))
+    return value, metrics | loss.counts(batch)
 
 
-def dapo(now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP):
-    return dapo_loss(now, SAMPLED, advantages, TRAINED, **clip)
+def grpo(now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP, **given):
+    return value_of(GRPO(**clip), now, advantages, **given)
+
+
+def dapo(now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP, **given):
+    return value_of(DAPO(**clip), now, advantages, **given)
 
 
 # The objectives of the trained tokens of the batch above, by hand:
@@ -46,6 +54,16 @@ def test_grpo_of_the_batch_worked_by_hand():
     loss, metrics = grpo(log_probs())
     assert float(loss) == pytest.approx(-((1 + 1.3 + 0.5) / 3 - 2 + 1) / 3)
     assert int(metrics["conversations"]) == 3
+
+
+def test_the_kl_term_of_grpo_worked_by_hand():
+    # r = p_reference / p is 2 at the first row's last token and 1 elsewhere: KL = 2 - log 2 - 1 there, a third of the
+    # mean of its conversation.
+    reference = np.asarray(log_probs()) + np.log([[1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]]).astype(np.float32)
+    loss, metrics = value_of(GRPO(**CLIP, kl_coefficient=0.5), log_probs(), reference_log_probs=reference)
+    divergence = 1 - np.log(2)
+    assert float(loss) == pytest.approx(float(grpo(log_probs())[0]) + 0.5 * divergence / 3 / 3)
+    assert float(metrics["reference_kl"]) == pytest.approx(divergence / 5)
 
 
 def test_gradients_worked_by_hand():
@@ -117,8 +135,8 @@ def test_untrained_tokens_change_nothing_whatever_they_hold(loss_of, junk):
 def test_nothing_trained_is_loss_and_gradient_zero():
     nothing = np.zeros_like(TRAINED)
     for loss_of in (
-        lambda now: grpo_loss(now, SAMPLED, ADVANTAGES, SEGMENTS, nothing, **CLIP)[0],
-        lambda now: dapo_loss(now, SAMPLED, ADVANTAGES, nothing, **CLIP)[0],
+        lambda now: grpo(now, trained=nothing)[0],
+        lambda now: dapo(now, trained=nothing)[0],
     ):
         value, gradient = jax.value_and_grad(loss_of)(log_probs())
         assert float(value) == 0.0 and np.all(np.asarray(gradient) == 0.0)
@@ -128,21 +146,18 @@ def test_packed_equals_separate():
     conversations = random_conversations(9)
     draw = np.random.default_rng(0)
     values = draw.normal(size=len(conversations))
-    now, then = ({index: draw.normal(size=40) for index in range(len(conversations))} for _ in range(2))
+    lengths = [len(one.token_ids) for one in conversations]
+    now, then = ([draw.normal(size=length) for length in lengths] for _ in range(2))
 
-    def losses(rows) -> list[float]:
-        filled = [np.zeros(rows.tokens.shape, np.float32) for _ in range(2)]
-        for index, (row, start) in enumerate(rows.placements):
-            place = slice(start, start + len(conversations[index].token_ids))
-            for array, given in zip(filled, (now, then), strict=True):
-                array[row, place] = given[index][: place.stop - place.start]
-        shared = jnp.asarray(filled[0]), filled[1], rows.of_tokens(values)
+    def losses(rows: PackedRows) -> list[float]:
+        batch = rows.batch(slice(None), ["sampled_log_probs", "advantages"])
         return [
-            float(grpo_loss(*shared, rows.segment_ids, rows.loss_mask, **CLIP)[0]),
-            float(dapo_loss(*shared, rows.loss_mask, **CLIP)[0]),
+            float(loss.of(jnp.asarray(rows.columns["now"]), batch, loss.counts(batch))[0])
+            for loss in (GRPO(**CLIP), DAPO(**CLIP))
         ]
 
-    packed, alone = (pack(conversations, row_tokens=tokens, seed=1) for tokens in (96, 31))
+    columns = {"sampled_log_probs": then, "advantages": values, "now": now}
+    packed, alone = (pack(conversations, row_tokens=tokens, seed=1, columns=columns) for tokens in (96, 31))
     assert packed.num_rows < alone.num_rows
     assert losses(packed) == pytest.approx(losses(alone), abs=1e-6)
 

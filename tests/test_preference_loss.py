@@ -6,21 +6,23 @@ import numpy as np
 import pytest
 from packed_rows import random_conversations
 
-from mujica_jax.learning.losses.preference import Pairs, dpo_loss
-from mujica_jax.trajectories.packing import pack
+from mujica_jax.learning.losses.preference import DPO
+from mujica_jax.trajectories.packing import Batch, PackedRows, pack
 
-# One conversation of three trained tokens in the first row, two of one in the second.
-SEGMENTS = np.array([[1, 1, 1, 1], [1, 1, 2, 2]])
-TRAINED = np.array([[False, True, True, True], [False, True, False, True]])
-REFERENCE = np.log([[1.0, 0.5, 0.5, 0.25], [1.0, 0.5, 1.0, 0.5]]).astype(np.float32)
-# Gains in bits: 1 + 1 + 0 = 2 for the first conversation, -1 for the second, 3 for the third.
-LOG_PROBS = jnp.asarray(REFERENCE + math.log(2) * np.array([[0, 1, 1, 0], [0, -1, 0, 3]]), jnp.float32)
-FIRST, SECOND, THIRD, NONE = [0, 0], [1, 0], [1, 2], [-1, -1]
-PAIRS = Pairs(np.array([FIRST, SECOND]), np.array([SECOND, THIRD]))
+# Two pairs: in the first row conversations of two and one trained tokens, in the second two of one.
+SEGMENTS = np.array([[1, 1, 1, 2, 2], [1, 1, 2, 2, 0]])
+TRAINED = np.array([[False, True, True, False, True], [False, True, False, True, False]])
+PAIRS = np.array([[1, 1, 1, -1, -1], [1, 1, -1, -1, 0]], np.float32)
+REFERENCE = np.log([[1.0, 0.5, 0.5, 1.0, 0.25], [1.0, 0.5, 1.0, 0.5, 1.0]]).astype(np.float32)
+# Gains in bits: 1 + 1 = 2 and -1 for the first pair, -1 and 3 for the second.
+LOG_PROBS = jnp.asarray(REFERENCE + math.log(2) * np.array([[0, 1, 1, 0, -1], [0, -1, 0, 3, 0]]), jnp.float32)
 
 
-def loss(log_probs: jax.Array = LOG_PROBS, pairs: Pairs = PAIRS, beta: float = 0.5):
-    return dpo_loss(log_probs, REFERENCE, SEGMENTS, TRAINED, pairs, beta=beta)
+def loss(log_probs: jax.Array = LOG_PROBS, pairs: np.ndarray = PAIRS, beta: float = 0.5):
+    columns = {"pairs": pairs, "reference_log_probs": REFERENCE}
+    batch, dpo = Batch(np.zeros_like(SEGMENTS), SEGMENTS, np.zeros_like(SEGMENTS), TRAINED, columns), DPO(beta=beta)
+    value, metrics = dpo.of(log_probs, batch, dpo.counts(batch))
+    return value, metrics | dpo.counts(batch)
 
 
 def test_the_loss_of_the_batch_worked_by_hand():
@@ -28,13 +30,13 @@ def test_the_loss_of_the_batch_worked_by_hand():
     value, metrics = loss()
     assert float(value) == pytest.approx((math.log(1 + 2**-1.5) + math.log(5)) / 2)
     assert float(metrics["margin"]) == pytest.approx(math.log(2) * (1.5 - 2) / 2)
-    assert float(metrics["right_share"]) == 0.5 and int(metrics["pairs"]) == 2
+    assert float(metrics["accuracy"]) == 0.5 and int(metrics["pairs"]) == 2
 
 
 def test_the_gradient_worked_by_hand():
     # d loss / d gain: -beta sigmoid(-margin) / pairs for the chosen one, and its opposite for the rejected one.
     first, second = (0.5 / 2 * 2**-margin / (1 + 2**-margin) for margin in (1.5, -2.0))
-    expected = np.array([[0, -first, -first, -first], [0, first - second, 0, second]])
+    expected = np.array([[0, -first, -first, 0, first], [0, -second, 0, second, 0]])
     np.testing.assert_allclose(jax.grad(lambda now: loss(now)[0])(LOG_PROBS), expected, rtol=1e-5)
 
 
@@ -48,8 +50,7 @@ def test_the_gradient_is_finite_differences():
 
 
 def test_where_nothing_was_learnt_the_loss_is_that_of_a_coin():
-    value, _ = dpo_loss(jnp.asarray(REFERENCE), REFERENCE, SEGMENTS, TRAINED, PAIRS)
-    assert float(value) == pytest.approx(math.log(2))
+    assert float(loss(jnp.asarray(REFERENCE))[0]) == pytest.approx(math.log(2))
 
 
 def test_beta_scales_the_margin():
@@ -70,28 +71,21 @@ def test_untrained_tokens_change_nothing_whatever_they_hold(junk):
     assert np.all(np.asarray(gradient)[~TRAINED] == 0.0)
 
 
-def test_rows_of_pairs_that_fill_up_count_nothing():
-    filled = Pairs(np.array([FIRST, SECOND, NONE]), np.array([SECOND, THIRD, NONE]))
-    assert float(loss(pairs=filled)[0]) == pytest.approx(float(loss()[0]))
-    nothing = Pairs(np.array([NONE]), np.array([NONE]))
-    value, gradient = jax.value_and_grad(lambda now: loss(now, nothing)[0])(LOG_PROBS)
+def test_where_no_pairs_are_loss_and_gradient_are_zero():
+    value, gradient = jax.value_and_grad(lambda now: loss(now, np.zeros_like(PAIRS))[0])(LOG_PROBS)
     assert float(value) == 0.0 and np.all(np.asarray(gradient) == 0.0)
 
 
 def test_packed_equals_separate():
-    conversations = random_conversations(8)
-    draw = np.random.default_rng(0)
-    now, then = ([draw.normal(size=40) for _ in conversations] for _ in range(2))
+    conversations = random_conversations(16, longest=16)
+    draw, dpo = np.random.default_rng(0), DPO(beta=0.1)
+    lengths = [len(one.token_ids) for one in conversations]
+    columns = {name: [draw.normal(size=length) for length in lengths] for name in ("now", "reference_log_probs")}
 
-    def value(rows) -> float:
-        filled = [np.zeros(rows.tokens.shape, np.float32) for _ in range(2)]
-        for index, (row, start) in enumerate(rows.placements):
-            place = slice(start, start + len(conversations[index].token_ids))
-            for array, given in zip(filled, (now, then), strict=True):
-                array[row, place] = given[index][: place.stop - place.start]
-        pairs = Pairs(rows.placements[::2], rows.placements[1::2])
-        return float(dpo_loss(jnp.asarray(filled[0]), filled[1], rows.segment_ids, rows.loss_mask, pairs)[0])
+    def value(rows: PackedRows) -> float:
+        batch = rows.batch(slice(None), dpo.columns)
+        return float(dpo.of(jnp.asarray(rows.columns["now"]), batch, dpo.counts(batch))[0])
 
-    packed, alone = (pack(conversations, row_tokens=tokens, seed=1) for tokens in (96, 31))
+    packed, alone = (pack(conversations, row_tokens=n, seed=1, columns=columns, pairs=True) for n in (96, 32))
     assert packed.num_rows < alone.num_rows
     assert value(packed) == pytest.approx(value(alone), abs=1e-6)

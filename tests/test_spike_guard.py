@@ -10,13 +10,13 @@ from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
-from mujica_jax.learning.spike_guard import Spikes, TooManySpikes, judged, no_spikes
+from mujica_jax.learning.spike_guard import Spikes, TooManySpikes, detect_spike, no_spikes
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.trajectories.packing import pack
 
 GUARDED = dataclasses.replace(TRAINER, spike_deviations=6.0, spike_window_steps=4, most_skips_in_a_row=2)
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
-SCHEDULE = schedule(peak=1e-2, floor=1e-3, total_steps=12)
+SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=12)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def after(losses, norms=None, *, spikes: Spikes | None = None) -> tuple[list[boo
     """Which updates were skipped, and what is known at the end."""
     spikes, skips = no_spikes() if spikes is None else spikes, []
     for loss, norm in zip(losses, [1.0] * len(losses) if norms is None else norms, strict=True):
-        skip, spikes = judged(spikes, jnp.float32(loss), jnp.float32(norm), deviations=6.0, window=4)
+        skip, spikes = detect_spike(spikes, jnp.float32(loss), jnp.float32(norm), deviations=6.0, window=4)
         skips.append(bool(skip))
     return skips, spikes
 

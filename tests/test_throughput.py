@@ -6,9 +6,9 @@ import pytest
 from packed_rows import MODEL, TRAINER, conversation
 
 from mujica_jax.learning import throughput as step_figures
-from mujica_jax.learning.throughput import StepFigures
+from mujica_jax.learning.throughput import Throughput
 from mujica_jax.learning.trainer import StepMetrics, Trainer
-from mujica_jax.models.flops import training_operations
+from mujica_jax.models.flops import training_flops
 from mujica_jax.trajectories.packing import pack
 
 # Two rows of 8 slots, 7 and 6 of them full; 5 and 3 tokens are trained.
@@ -27,10 +27,10 @@ def step(number: int) -> StepMetrics:
 @pytest.fixture
 def told(monkeypatch):
     """(figures of steps after the tenth, a clock that says what it is told)."""
-    monkeypatch.setattr(step_figures, "peak_operations", lambda devices, dtype: PEAK)
+    monkeypatch.setattr(step_figures, "peak_flops_per_second", lambda devices, dtype: PEAK)
     clock = {"seconds": 3.0}
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=8, rows_per_step=4))
-    return StepFigures(trainer, ROWS, done=10, seconds=lambda: clock["seconds"]), clock
+    return Throughput(trainer, ROWS, done=10, seconds=lambda: clock["seconds"]), clock
 
 
 def test_speeds_are_those_since_the_step_before(told):
@@ -45,7 +45,7 @@ def test_speeds_are_those_since_the_step_before(told):
     assert second["tokens_per_second"] == pytest.approx(10 * tokens / 2)
     assert first["tokens_per_second_per_device"] == first["tokens_per_second"], "one device"
     pairs = 2 * (15 + 3 + 6 + 6)
-    operations = training_operations(MODEL, slots=32, trained_tokens=2 * ROWS.trained_tokens, pairs=pairs)
+    operations = training_flops(MODEL, slots=32, trained_tokens=2 * ROWS.trained_tokens, pairs=pairs)
     assert first["mfu"] == pytest.approx(5 * operations / 2 / PEAK)
 
 
@@ -60,9 +60,9 @@ def test_rows_and_memory_are_described(told):
 
 
 def test_devices_share_the_tokens(monkeypatch):
-    monkeypatch.setattr(step_figures, "peak_operations", lambda devices, dtype: PEAK)
+    monkeypatch.setattr(step_figures, "peak_flops_per_second", lambda devices, dtype: PEAK)
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=8, rows_per_step=4))
     trainer.mesh = type("Mesh", (), {"size": 4, "devices": trainer.mesh.devices})()
-    figures = StepFigures(trainer, ROWS, done=0, seconds=iter([0.0, 1.0]).__next__)
+    figures = Throughput(trainer, ROWS, done=0, seconds=iter([0.0, 1.0]).__next__)
     found = figures.of(step(1))
     assert found["tokens_per_second_per_device"] == found["tokens_per_second"] / 4

@@ -10,7 +10,8 @@ from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 
 from mujica_jax.errors import UserError
 from mujica_jax.learning.checkpoints import Checkpoints
-from mujica_jax.learning.losses.mle import mle_loss, token_log_probs
+from mujica_jax.learning.log_probs import token_log_probs
+from mujica_jax.learning.losses.mle import MLE
 from mujica_jax.learning.optimizer import decayed, schedule
 from mujica_jax.learning.trainer import (
     FitResult,
@@ -25,7 +26,7 @@ from mujica_jax.trajectories.batches import rows_of_step
 from mujica_jax.trajectories.packing import pack
 
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
-SCHEDULE = schedule(peak=1e-2, floor=1e-3, total_steps=8, warmup_steps=2)
+SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=8, warmup_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_a_step_is_adamw_on_the_gradient_of_the_loss(trainer, decoder):
 
     @jax.jit
     def step(params):
-        loss, gradient = jax.value_and_grad(lambda params: mle_loss(nnx.merge(graph, params), batch)[0])(params)
+        loss, gradient = jax.value_and_grad(lambda params: MLE()(nnx.merge(graph, params), batch)[0])(params)
         updates, _ = reference.update(gradient, reference.init(params), params)
         return optax.apply_updates(params, updates), loss, optax.global_norm(gradient)
 
@@ -76,25 +77,20 @@ def test_training_learns_the_rows(trainer, decoder):
         trainer,
         trainer.initial_state(decoder),
         40,
-        schedule=schedule(peak=3e-2, floor=0.0, total_steps=40),
+        schedule=schedule(peak=3e-2, end_value=0.0, total_steps=40),
         on_step=seen.append,
     )
     assert seen[-1].loss < seen[0].loss / 2
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit(trainer, decoder, tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
     whole, after = [], []
-    uninterrupted = run(
-        trainer,
-        trainer.initial_state(decoder),
-        on_step=whole.append,
-        save=lambda state, step, place: checkpoints.save(state, {"step": step, "input": place}),
-        save_every_steps=5,
-    )
-    checkpoints.finish()
+    uninterrupted = run(trainer, trainer.initial_state(decoder), on_step=whole.append)
+    half = run(trainer, trainer.initial_state(decoder), 5)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(half.state, {"input": half.input_state})
     state, loop_state = Checkpoints(tmp_path, keep=2).restore_latest(trainer.abstract_state())
-    assert loop_state["step"] == int(state.step) == 5
+    assert half.steps == int(state.step) == 5
     resumed = run(trainer, state, input_state=loop_state["input"], on_step=after.append)
     assert_same(resumed.state, uninterrupted.state)
     assert after == whole[5:]
@@ -102,30 +98,11 @@ def test_resumed_equals_uninterrupted_bit_for_bit(trainer, decoder, tmp_path):
 
 def test_stopped_and_continued_equals_uninterrupted(trainer, decoder):
     stops = iter([False, False, False, True])
-    saved: list[int] = []
-    first = run(
-        trainer,
-        trainer.initial_state(decoder),
-        should_stop=lambda: next(stops),
-        save=lambda state, step, place: saved.append(step),
-        save_every_steps=2,
-    )
-    assert (first.steps, first.stopped, saved) == (3, True, [2, 3])
+    first = run(trainer, trainer.initial_state(decoder), should_stop=lambda: next(stops))
+    assert (first.steps, first.stopped) == (3, True)
     second = run(trainer, first.state)
     assert (second.steps, second.stopped) == (8, False)
     assert_same(second.state, run(trainer, trainer.initial_state(decoder)).state)
-
-
-def test_a_stop_right_after_a_save_does_not_save_again(trainer, decoder):
-    stops, saved = iter([False, False, True]), []
-    run(
-        trainer,
-        trainer.initial_state(decoder),
-        should_stop=lambda: next(stops),
-        save=lambda state, step, place: saved.append(step),
-        save_every_steps=2,
-    )
-    assert saved == [2]
 
 
 def test_the_order_of_the_loop(trainer, decoder, monkeypatch):
@@ -137,24 +114,15 @@ def test_the_order_of_the_loop(trainer, decoder, monkeypatch):
         return train_step(state, batch, schedule)
 
     monkeypatch.setattr(trainer, "train_step", recorded)
-    run(
-        trainer,
-        trainer.initial_state(decoder),
-        4,
-        on_step=lambda metrics: events.append(f"read {metrics.step}"),
-        save=lambda state, step, place: events.append(f"save {step}"),
-        save_every_steps=3,
-    )
-    assert events == ["dispatch", "dispatch", "read 1", "dispatch", "read 2", "read 3", "save 3", "dispatch", "read 4"]
+    run(trainer, trainer.initial_state(decoder), 3, on_step=lambda metrics: events.append(f"read {metrics.step}"))
+    assert events == ["dispatch", "dispatch", "read 1", "dispatch", "read 2", "read 3"]
 
 
-def test_nan_ends_the_run_before_anything_is_saved(trainer, decoder):
+def test_nan_ends_the_run_before_there_is_anything_to_save(trainer, decoder):
     state = run(trainer, trainer.initial_state(decoder), 2).state
     state.params["final_norm"][...] = state.params["final_norm"][...].at[0].set(jnp.nan)
-    saved = []
     with pytest.raises(NotFinite, match="step 3 has loss nan"):
-        run(trainer, state, save=lambda state, step, place: saved.append(step), save_every_steps=1)
-    assert saved == []
+        run(trainer, state, 3)
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
@@ -166,21 +134,16 @@ def test_an_infinite_loss_or_gradient_ends_the_run_at_its_step(trainer, decoder,
         return state, metrics | ({name: jnp.float32(jnp.inf)} if int(state.step) == 2 else {})
 
     monkeypatch.setattr(trainer, "train_step", broken_at_step_2)
-    saved = []
+    seen: list[StepMetrics] = []
     with pytest.raises(NotFinite, match=r"step 2 has .* inf"):
-        run(
-            trainer,
-            trainer.initial_state(decoder),
-            save=lambda state, step, place: saved.append(step),
-            save_every_steps=1,
-        )
-    assert saved == [1]
+        run(trainer, trainer.initial_state(decoder), on_step=seen.append)
+    assert [metrics.step for metrics in seen] == [1]
 
 
 def test_one_compilation_serves_all_schedules_phases_and_trainers(decoder):
-    for peak, floor, total_steps in ((1e-3, 0.0, 4), (1.0, 1.0, 100)):
+    for peak, end_value, total_steps in ((1e-3, 0.0, 4), (1.0, 1.0, 100)):
         again = Trainer(MODEL, TRAINER)
-        chosen = schedule(peak=peak, floor=floor, total_steps=total_steps)
+        chosen = schedule(peak=peak, end_value=end_value, total_steps=total_steps)
         result = fit(again, again.initial_state(decoder), ROWS, schedule=chosen, steps=2, seed=0)
         fit(again, again.next_phase(result.state), ROWS, schedule=SCHEDULE, steps=2, seed=0)
     assert again._program.train_step._cache_size() == 1

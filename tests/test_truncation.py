@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from mujica_jax.models import truncation as beginnings
-from mujica_jax.models.truncation import encode_beginnings
+from mujica_jax.models.truncation import encode_truncated
 
 MAX_TOKENS = 9
 LETTERS = "abcdé中1."
@@ -63,15 +63,15 @@ def test_the_tokens_are_those_of_the_whole_text(tokenizer, texts):
     for characters in (1, 2, 16):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(beginnings, "CHARACTERS_A_TOKEN", characters)
-            assert encode_beginnings(tokenizer, texts, MAX_TOKENS) == expected
+            assert encode_truncated(tokenizer, texts, MAX_TOKENS) == expected
 
 
 def test_a_long_text_is_not_read_to_its_end(monkeypatch):
     tokenizer, text, read = TOKENIZERS["BERT"], "abcd abc " * 10_000, []
-    whole = beginnings._beginning
-    monkeypatch.setattr(beginnings, "_beginning", lambda *cut: read.append(whole(*cut)) or read[-1])
-    (ids,) = encode_beginnings(tokenizer, [text], MAX_TOKENS)
+    whole = beginnings._truncated
+    monkeypatch.setattr(beginnings, "_truncated", lambda *cut: read.append(whole(*cut)) or read[-1])
+    (ids,) = encode_truncated(tokenizer, [text], MAX_TOKENS)
     assert ids == tokenizer.encode(text).ids and len(ids) == MAX_TOKENS
     assert sum(map(len, read)) < 20 * MAX_TOKENS
     blank = " " * 5000 + "abc"
-    assert encode_beginnings(tokenizer, [blank], MAX_TOKENS) == [tokenizer.encode(blank).ids]
+    assert encode_truncated(tokenizer, [blank], MAX_TOKENS) == [tokenizer.encode(blank).ids]

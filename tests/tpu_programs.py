@@ -18,6 +18,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 
 import jax
 import jax.numpy as jnp
+from collectives_of_programs import collectives
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
@@ -34,7 +35,6 @@ from mujica_jax.models.layers import projections
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.retrieval.text.exact import MOST_QUERIES, ROWS, layout, rows_mesh, search_program
-from mujica_jax.runtime.collectives import collectives
 
 PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
 
@@ -46,7 +46,7 @@ def train(name: str, topology: str, config: str, lora_rank: str = "0") -> dict:
     """Bytes on each chip, kernels, and what the chips send each other beside the sizes of what there is to send."""
     configured = dataclasses.replace(load_config(config).trainer, lora_rank=int(lora_rank))
     model = from_hugging_face(PUBLISHED[name])
-    trainer = Trainer(model, configured, devices_of(topology))
+    trainer = Trainer(model, configured, devices=devices_of(topology))
     lowered = trainer.lower_step()
     text, compiled = lowered.as_text(), lowered.compile()
     return {

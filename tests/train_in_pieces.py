@@ -19,7 +19,7 @@ from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 from mujica_jax.learning import checkpoints as checkpoints_module
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
-from mujica_jax.learning.trainer import Trainer, TrainState, fit
+from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models.weights import save_checkpoint
 from mujica_jax.trajectories.packing import pack
 
@@ -57,24 +57,15 @@ def main(directory: str, data: int, fsdp: int, kill: str) -> None:
         checkpoints_module._commit = torn
     checkpoints = Checkpoints(directory, keep=2)
 
-    def save(state: TrainState, step: int, place: dict) -> None:
-        checkpoints.save(state, {"place": place})
-
     with checkpoints:
         found = checkpoints.restore_latest(trainer.abstract_state())
         state, place = (trainer.initial_state(tiny_decoder()), None) if found is None else (found[0], found[1]["place"])
-        result = fit(
-            trainer,
-            state,
-            rows,
-            schedule=schedule(peak=1e-2, floor=1e-3, total_steps=STEPS),
-            steps=STEPS,
-            seed=0,
-            input_state=place,
-            save=save,
-            save_every_steps=SAVE_EVERY,
-        )
-        checkpoints.save(result.state, {"place": result.input_state})
+        rates = schedule(peak=1e-2, end_value=1e-3, total_steps=STEPS)
+        while (done := int(state.step)) < STEPS:
+            until = min(STEPS, done + SAVE_EVERY)
+            result = fit(trainer, state, rows, schedule=rates, steps=until, seed=0, input_state=place)
+            state, place = result.state, result.input_state
+            checkpoints.save(state, {"place": place})
         restored, _ = checkpoints.restore_latest(trainer.abstract_state()) or (None, None)
     assert restored is not None
     save_checkpoint(trainer.decoder(restored), Path(directory) / "model")

@@ -22,7 +22,7 @@ from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import StepMetrics, Trainer, fit
 from mujica_jax.models.sharding import make_mesh
-from mujica_jax.models.weight_sync import handed_over
+from mujica_jax.models.weight_sync import sync_weights
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
@@ -63,7 +63,7 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
         print(metrics.step, flush=True)
         time.sleep(pause)
 
-    curve = schedule(peak=1e-2, floor=1e-3, total_steps=steps)
+    curve = schedule(peak=1e-2, end_value=1e-3, total_steps=steps)
     state = trainer.initial_state(tiny_decoder())
     result = fit(trainer, state, rows, schedule=curve, steps=steps, seed=0, on_step=on_step)
 
@@ -74,7 +74,7 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
         checkpoints.save(result.state, {})
     for tensor in (1, 2):
         mesh = make_mesh(1, 1, tensor, jax.local_devices()) if tensor > 1 else None
-        handed = jax.tree.leaves(handed_over(trainer.policy(result.state), mesh))
+        handed = jax.tree.leaves(sync_weights(trainer.policy(result.state), mesh))
         assert {frozenset(array.sharding.device_set) for array in handed} == {frozenset(jax.local_devices()[:tensor])}
         np.savez(Path(directory) / f"{process}-engine-{tensor}.npz", *map(np.asarray, handed))
     decoder = trainer.decoder(result.state)

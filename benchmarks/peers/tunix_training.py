@@ -15,7 +15,7 @@ from flax import nnx
 from tunix.models.qwen2 import model as qwen2
 from tunix.sft import peft_trainer, utils
 
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", required=True)
@@ -43,7 +43,7 @@ config = qwen2.ModelConfig(
 
 
 def batch(start: int) -> dict[str, np.ndarray]:
-    shape = (given.rows, MOST_TOKENS)
+    shape = (given.rows, MAX_TOKENS)
     ids, filled, wanted = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
     for row in range(given.rows):
         index = (start + row) % len(tokens)

@@ -4,12 +4,12 @@
     direction := Adam(gradient) + weight_decay * parameter        (no decay on norm scales and biases)
     parameter := parameter - learning_rate(step) * direction
 
-All of it is computed in float32, whatever parameters and the first moment are kept in. A parameter kept in bfloat16 has 8 bits: at MyGO's
-rates (5e-7) an update is a hundredth of their last bit, and rounding to nearest would drop every one. So it is rounded up or down at
-random, up with the probability that keeps the mean, by a key that follows from the step.
+All of it is computed in float32, whatever parameters and the first moment are kept in. A parameter kept in bfloat16 has
+8 bits: at MyGO's rates (5e-7) an update is a hundredth of their last bit, and rounding to nearest would drop every one.
+So it is rounded up or down at random, up with the probability that keeps the mean, by a key that follows from the step.
 
-The learning rate is no part of the optimiser: a `Schedule` is six numbers that reach the compiled step as arguments, so warm-up, every
-round of MyGO and the control run share one compilation. Called by `learning.trainer`.
+The learning rate is no part of the optimiser: a `Schedule` is six numbers that reach the compiled step as arguments, so
+warm-up, every round of MyGO and the control run share one compilation. Called by `learning.trainer`.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ from mujica_jax.errors import UserError
 
 
 class Schedule(NamedTuple):
-    """Linear from 0 to `peak` over `warmup_steps`, then a stretch of half a cosine from `peak` to `end_value` until `total_steps`.
+    """Linear from 0 to `peak` over `warmup_steps`, then a stretch of half a cosine from `peak` to `end_value` until
+    `total_steps`.
 
     `begin` and `end` say which stretch: 0 is the peak of the cosine, 1 its end, where the rate stays.
     """
@@ -60,7 +61,8 @@ def schedule(
 
 
 def learning_rate(schedule: Schedule, step: int | Int[Array, ""]) -> Float[Array, ""]:
-    """The rate of the update number `step`, counted from 0. The first warm-up step is not idle: it runs at peak / warmup_steps."""
+    """The rate of the update number `step`, counted from 0. The first warm-up step is not idle: it runs at peak /
+    warmup_steps."""
     peak, end_value, total_steps, warmup_steps, begin, end = (jnp.asarray(value, jnp.float32) for value in schedule)
     step = jnp.asarray(step, jnp.float32)
     rising = peak * (step + 1.0) / jnp.maximum(warmup_steps, 1.0)
@@ -71,7 +73,8 @@ def learning_rate(schedule: Schedule, step: int | Int[Array, ""]) -> Float[Array
 
 
 def adamw(config: TrainerConfig) -> optax.GradientTransformation:
-    """Clipping, Adam and decay; its updates are the direction above and still want to be multiplied by minus the learning rate."""
+    """Clipping, Adam and decay; its updates are the direction above and still want to be multiplied by minus the
+    learning rate."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=jnp.dtype(config.first_moment_dtype)),
@@ -84,7 +87,7 @@ def in_float32(tree: Any) -> Any:
     return jax.tree.map(lambda array: array.astype(jnp.float32), tree)
 
 
-def moved(params: Any, direction: Any, rate: Float[Array, ""], step: Int[Array, ""]) -> Any:
+def apply_updates(params: Any, direction: Any, rate: Float[Array, ""], step: Int[Array, ""]) -> Any:
     """The parameters after an update, in the types they have."""
     leaves, structure = jax.tree.flatten(params)
     changed = [
@@ -95,7 +98,8 @@ def moved(params: Any, direction: Any, rate: Float[Array, ""], step: Int[Array, 
 
 
 def _rounded(values: Float[Array, "..."], dtype: Any, step: Int[Array, ""], number: int) -> Float[Array, "..."]:
-    """Float32 as it is; bfloat16 is the upper half of its bits, and random lower bits carry into it as often as they should."""
+    """Float32 as it is; bfloat16 is the upper half of its bits, and random lower bits carry into it as often as they
+    should."""
     if dtype == jnp.float32:
         return values
     assert dtype == jnp.bfloat16, f"parameters are kept in float32 or bfloat16, not in {dtype}"
@@ -106,7 +110,8 @@ def _rounded(values: Float[Array, "..."], dtype: Any, step: Int[Array, ""], numb
 
 
 def decayed(params: Any) -> Any:
-    """True for matrices, False for norm scales and biases. By name: stacked over layers, all of them have two dimensions or more."""
+    """True for matrices, False for norm scales and biases. By name: stacked over layers, all of them have two
+    dimensions or more."""
     return jax.tree_util.tree_map_with_path(lambda path, _: not path_name(path).endswith(("norm", "bias")), params)
 
 

@@ -1,8 +1,9 @@
-"""A window of training steps under JAX's profiler (`--profile.steps 20 25`), written into the run directory once a start.
+"""A window of training steps under JAX's profiler (`--profile.steps 20 25`), written into the run directory once a
+start.
 
-The trace begins before the first step of the window is dispatched and ends when the last one is done on the device. The phase is the first
-that reaches the window, or the one that `--profile.phase` names; a phase that cannot show the window whole says so. docs/metrics.md says
-how to open what is written.
+The trace begins before the first step of the window is dispatched and ends when the last one is done on the device. The
+phase is the first that reaches the window, or the one that `--profile.phase` names; a phase that cannot show the window
+whole says so. docs/metrics.md says how to open what is written.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ class ProfileWindow:
 
     @contextlib.contextmanager
     def of_phase(self, name: str, *, done: int, steps: int) -> Iterator[None]:
-        """A phase that goes from step `done` to `steps`. A trace that an error or a signal interrupts is ended and kept."""
+        """A phase that goes from step `done` to `steps`. A trace that an error or a signal interrupts is ended and
+        kept."""
         self._name = name
         self._open = self._window(name, done, steps)
         try:

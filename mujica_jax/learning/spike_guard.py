@@ -2,13 +2,13 @@
 
     skip where  x > mean + deviations * max(deviation, mean / 100),     x = the loss, or the gradient norm before clipping
 
-Mean and standard deviation are over the updates of this phase that were made: of all of them until there are `window`, from then on with
-weights that fade by 1 / window an update. Before there are `window` nothing is skipped, for nobody knows what is usual. The floor of a
-hundredth keeps a loss that hardly moves from looking wild.
+Mean and standard deviation are over the updates of this phase that were made: of all of them until there are `window`,
+from then on with weights that fade by 1 / window an update. Before there are `window` nothing is skipped, for nobody
+knows what is usual. The floor of a hundredth keeps a loss that hardly moves from looking wild.
 
-A skipped update leaves parameters, moments and statistics as they were, bit for bit; the step counts, so the next batch and the next
-learning rate come. All of it happens inside the compiled step (`learning.trainer`): the host reads the counts with the step's other
-metrics and ends the run after too many in a row, where not a batch but the run is broken.
+A skipped update leaves parameters, moments and statistics as they were, bit for bit; the step counts, so the next batch
+and the next learning rate come. All of it happens inside the compiled step (`learning.trainer`): the host reads the
+counts with the step's other metrics and ends the run after too many in a row, where not a batch but the run is broken.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.errors import UserError
 
-LEAST_DEVIATION = 0.01  # as a share of the mean
+MIN_DEVIATION = 0.01  # as a share of the mean
 Tree = TypeVar("Tree")
 
 
@@ -43,12 +43,12 @@ def no_spikes() -> Spikes:
     return Spikes(zero, jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.float32), zero, zero)
 
 
-def judged(
+def detect_spike(
     spikes: Spikes, loss: Float[Array, ""], grad_norm: Float[Array, ""], *, deviations: float, window: int
 ) -> tuple[Bool[Array, ""], Spikes]:
     """Whether this update is skipped, and what is known after it."""
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
-    usual = jnp.maximum(jnp.sqrt(spikes.variance), LEAST_DEVIATION * spikes.mean)
+    usual = jnp.maximum(jnp.sqrt(spikes.variance), MIN_DEVIATION * spikes.mean)
     skip = (spikes.updates >= window) & jnp.any(seen > spikes.mean + deviations * usual)
     weight = 1.0 / jnp.minimum(spikes.updates + 1, window).astype(jnp.float32)
     difference = seen - spikes.mean
@@ -60,15 +60,15 @@ def judged(
         in_a_row=jnp.zeros_like(spikes.in_a_row),
     )
     left = spikes._replace(skipped=spikes.skipped + 1, in_a_row=spikes.in_a_row + 1)
-    return skip, unless(skip, left, taken)
+    return skip, skip_if(skip, left, taken)
 
 
-def unless(skip: Bool[Array, ""], old: Tree, new: Tree) -> Tree:
+def skip_if(skip: Bool[Array, ""], old: Tree, new: Tree) -> Tree:
     """`new`, or `old` where the update is skipped: chosen, not mixed, so that each is what it was."""
     return jax.tree.map(lambda before, after: jnp.where(skip, before, after), old, new)
 
 
-def refuse_many(values: dict[str, Any], *, step: int, most: int) -> None:
+def raise_if_too_many(values: dict[str, Any], *, step: int, most: int) -> None:
     """Raises TooManySpikes where a step's metrics count more than `most` skipped updates in a row."""
     if values["skipped_in_a_row"] > most:
         raise TooManySpikes(

@@ -1,6 +1,8 @@
-"""What is told of a training step beside what the step itself computes: its speed, its share of the machine's peak, its memory.
+"""What is told of a training step beside what the step itself computes: its speed, its share of the machine's peak, its
+memory.
 
-Host arithmetic on numbers that are there already: nothing here waits for a device. Called by the methods for steps that are logged.
+Host arithmetic on numbers that are there already: nothing here waits for a device. Called by the methods for steps that
+are logged.
 """
 
 from collections.abc import Callable
@@ -10,23 +12,25 @@ import jax
 import numpy as np
 
 from mujica_jax.learning.trainer import StepMetrics, Trainer
-from mujica_jax.models.flops import attended_pairs, training_operations
-from mujica_jax.runtime.chips import peak_operations
+from mujica_jax.models.flops import attended_pairs, training_flops
+from mujica_jax.runtime.chips import peak_flops_per_second
 from mujica_jax.runtime.compile_counter import compile_counter
 from mujica_jax.runtime.host_memory import peak_bytes
 from mujica_jax.trajectories.packing import PackedRows
 
 
-class StepFigures:
-    """Figures of one phase's steps. Tokens and operations of a step are those of the average step over the phase's rows."""
+class Throughput:
+    """Figures of one phase's steps. Tokens and operations of a step are those of the average step over the phase's
+    rows."""
 
     def __init__(self, trainer: Trainer, rows: PackedRows, *, done: int, seconds: Callable[[], float]) -> None:
-        """`done` steps were made before; `seconds` gives what learning has taken so far, without compiling and saving."""
+        """`done` steps were made before; `seconds` gives what learning has taken so far, without compiling and
+        saving."""
         config, self._devices = trainer.config, trainer.mesh.size
         share = config.rows_per_step / rows.num_rows  # of all rows in a step; above 1 where rows are seen several times
         tokens = int(np.count_nonzero(rows.segment_ids))
         self._step_tokens = share * tokens
-        self._step_operations = training_operations(
+        self._step_flops = training_flops(
             trainer.model,
             slots=config.rows_per_step * rows.row_tokens,
             trained_tokens=share * rows.trained_tokens,
@@ -34,7 +38,7 @@ class StepFigures:
             lora_rank=config.lora_rank,
         )
         self._of_rows = {"packing_efficiency": rows.efficiency, "trained_fraction": rows.trained_tokens / tokens}
-        self._peak = peak_operations(list(trainer.mesh.devices.flat), config.dtype)
+        self._peak = peak_flops_per_second(list(trainer.mesh.devices.flat), config.dtype)
         self._seconds, self._programs = seconds, compile_counter().programs
         self._last = (done, seconds())
 
@@ -46,7 +50,7 @@ class StepFigures:
         found = {
             "tokens_per_second": rate * self._step_tokens,
             "tokens_per_second_per_device": rate * self._step_tokens / self._devices,
-            "mfu": rate * self._step_operations / self._peak,
+            "mfu": rate * self._step_flops / self._peak,
             **self._of_rows,
             "compiled_programs": programs - self._programs,
             **memory(),

@@ -1,29 +1,35 @@
-"""The trainer: one compiled step of maximum likelihood on packed rows, and the loop around it.
+"""The trainer: one compiled step of a loss (`learning.losses`) on packed rows, and the loop around it.
 
 The loop's order is fixed:
 
     1. stop, if asked to;
-    2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose place is saved with the state;
+    2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose place is saved with the
+       state;
     3. dispatch the step;
-    4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite, and too many spikes
-       (`learning.spikes`), end the run here;
-    5. save if a save is due, after this step's own metrics were read: so nothing broken is ever saved, and the next batch is drawn
-       after the save. A run restored from there continues with exactly the batches it would have seen.
+    4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite, and too many
+       spikes (`learning.spike_guard`), end the run here.
 
-The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model: the learning-rate
-schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
+The metrics of the last step are read before `fit` returns, and no batch is drawn beyond it: what it returns is never
+broken and may be saved. A run restored from there continues with exactly the batches it would have seen. Where to save,
+a caller cuts the phase into stretches.
 
-With `accumulation_steps` the rows of a batch go through the model part by part inside the step. The gradients of the parts, each divided by
-the trained tokens of the whole batch, add up in float32 to the gradient of the whole; activations take the memory of one part.
+The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model and
+loss: the learning-rate schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp,
+tensor). Called by the methods.
 
-With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and decay: its own weights go through a
-step untouched, bit for bit. What leaves the trainer (`policy`, `decoder`) is a plain decoder with the adapters merged into its weights.
+With `accumulation_steps` the rows of a batch go through the model part by part inside the step. The gradients of the
+parts, each divided by what the loss counts in the whole batch, add up in float32 to the gradient of the whole;
+activations take the memory of one part.
+
+With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and decay: its own
+weights go through a step untouched, bit for bit. What leaves the trainer (`policy`, `decoder`) is a plain decoder with
+the adapters merged into its weights.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,9 +43,11 @@ from jaxtyping import Array, Float, Int
 from mujica_jax.config.checks import check_rows
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
-from mujica_jax.learning.losses.mle import mle_loss, token_log_probs
-from mujica_jax.learning.optimizer import Schedule, adamw, in_float32, learning_rate, moved, schedule
-from mujica_jax.learning.spike_guard import judged, no_spikes, refuse_many, unless
+from mujica_jax.learning.log_probs import token_log_probs
+from mujica_jax.learning.losses.loss import Loss
+from mujica_jax.learning.losses.mle import MLE
+from mujica_jax.learning.optimizer import Schedule, adamw, apply_updates, in_float32, learning_rate, schedule
+from mujica_jax.learning.spike_guard import detect_spike, no_spikes, raise_if_too_many, skip_if
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -55,7 +63,7 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]  # updates made in this phase; the schedule and the order of batches count from its start
     params: nnx.State  # with LoRA: the frozen weights and the adapters
     opt_state: Any  # of what is trained
-    spikes: Any = ()  # `learning.spikes.Spikes` where the configuration asks for it
+    spikes: Any = ()  # `learning.spike_guard.Spikes` where the configuration asks for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +73,13 @@ class StepMetrics:
     grad_norm: float  # before clipping
     learning_rate: float
     trained_tokens: int
-    skipped: int = 0  # updates of this phase that were spikes and were not made (`learning.spikes`)
+    skipped: int = 0  # updates of this phase that were spikes and were not made (`learning.spike_guard`)
+    of_loss: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what this loss tells of itself, by name
+
+    def values(self) -> dict[str, float | int]:
+        """All but the step, under the names that the training log has."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in own.items() if name not in ("step", "of_loss")} | dict(self.of_loss)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,16 +97,26 @@ class NotFinite(UserError):
 class Trainer:
     """A model on a mesh with its compiled step. It holds no weights: they live in the `TrainState` that goes round."""
 
-    def __init__(self, model: DecoderConfig, config: TrainerConfig, devices: Sequence[Any] | None = None) -> None:
-        """On these devices (None: those that are here); they may be of a topology that is only compiled for."""
+    def __init__(
+        self,
+        model: DecoderConfig,
+        config: TrainerConfig,
+        loss: Loss | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> None:
+        """With this loss (None: maximum likelihood with `z_loss`), on these devices (None: those that are here); they
+        may be of a topology that is only compiled for. States know nothing of the loss: trainers of one model pass them
+        on to each other."""
         check_rows(config)
         check_rank(model, config.lora_rank)
         self.model, self.config = model, config
+        self.loss = MLE(z_loss=config.z_loss) if loss is None else loss
         self.mesh = make_mesh(config.data, config.fsdp, config.tensor, devices)
-        self._program = _program(model, config, self.mesh)
+        self._program = _program(model, config, self.loss, self.mesh)
 
     def initial_state(self, decoder: Decoder, *, seed: int = 0) -> TrainState:
-        """Step 0 with a copy of the decoder's weights and an empty optimiser; `seed` draws the adapters, where there are some."""
+        """Step 0 with a copy of the decoder's weights and an empty optimiser; `seed` draws the adapters, where there
+        are some."""
         kept = jnp.dtype(self.config.parameter_dtype)
         weights = jax.tree.map(lambda array: jnp.asarray(array, kept), nnx.state(decoder))
         weights = jax.device_put(weights, self._program.policy_shardings, may_alias=False)
@@ -100,8 +124,8 @@ class Trainer:
             return self._program.empty_state(weights, np.uint32(seed))
 
     def next_phase(self, state: TrainState) -> TrainState:
-        """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients, and what a usual loss
-        is has to be learnt anew.
+        """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients, and
+        what a usual loss is has to be learnt anew.
         """
         shardings = self._program.shardings
         spikes = jax.device_put(no_spikes(), shardings.spikes) if self.config.spike_deviations else ()
@@ -112,7 +136,8 @@ class Trainer:
         return self._program.abstract_state
 
     def policy(self, state: TrainState) -> nnx.State:
-        """The weights of a plain decoder, adapters merged in. They may share memory with `state`: copy what is to outlive it."""
+        """The weights of a plain decoder, adapters merged in. They may share memory with `state`: copy what is to
+        outlive it."""
         with jax.set_mesh(self.mesh):
             return self._program.policy(state.params)
 
@@ -121,8 +146,8 @@ class Trainer:
         return nnx.merge(self._program.policy_graph, jax.tree.map(jnp.copy, self.policy(state)))
 
     def train_step(self, state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
-        """One update with this process's `own_rows` of a batch. Returns at once, with metrics that are still being computed; `state`
-        cannot be used again."""
+        """One update with this process's `own_rows` of a batch. Returns at once, with metrics that are still being
+        computed; `state` cannot be used again."""
         with jax.set_mesh(self.mesh):
             return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
 
@@ -131,12 +156,14 @@ class Trainer:
         return own_rows(self.config.rows_per_step, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
-        """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no device."""
+        """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no
+        device."""
         shape = (self.config.rows_per_step, self.config.row_tokens)
         rows = NamedSharding(self.mesh, PartitionSpec(RULES["batch"].mesh_axes))
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
         mask: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=rows)
-        batch = Batch(integers, integers, integers, mask)
+        numbers: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+        batch = Batch(integers, integers, integers, mask, {name: numbers for name in self.loss.columns})
         with jax.set_mesh(self.mesh):
             step: Any = self._program.train_step
             return step.lower(self._program.abstract_state, batch, schedule(peak=1.0, end_value=1.0, total_steps=1))
@@ -166,17 +193,16 @@ def fit(
     input_state: dict[str, Any] | None = None,
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
-    save: Callable[[TrainState, int, dict[str, Any]], None] = lambda state, step, input_state: None,
-    save_every_steps: int | None = None,
 ) -> FitResult:
-    """Train from `state.step` until `steps` updates are made in this phase.
+    """Train from `state.step` until `steps` updates are made in this phase, or `should_stop` ends the loop.
 
-    `input_state` is what the checkpoint of `state` says about the place in the data; without one it is the place of `state.step`.
-    `save(state, step, input_state)` is called every `save_every_steps` updates and when `should_stop` ends the loop; the state at the end
-    of the phase is returned and not saved. `on_step` sees every step once, in order.
+    `input_state` is what the checkpoint of `state` says about the place in the data; without one it is the place of
+    `state.step`. `on_step` sees every step once, in order.
     """
-    batches = Batches(rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows())
-    done = saved = int(state.step)
+    batches = Batches(
+        rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows(), columns=trainer.loss.columns
+    )
+    done = int(state.step)
     if input_state is None:
         batches.seek(done)
     else:
@@ -192,15 +218,8 @@ def fit(
         if unread is not None:
             on_step(read(*unread))
         unread = (done, metrics)
-        if save_every_steps is not None and done % save_every_steps == 0:
-            on_step(read(*unread))
-            unread = None
-            save(state, done, batches.get_state())
-            saved = done
     if unread is not None:
         on_step(read(*unread))
-    if stopped and saved < done:
-        save(state, done, batches.get_state())
     return FitResult(state=state, steps=done, stopped=stopped, input_state=batches.get_state())
 
 
@@ -211,17 +230,18 @@ def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
 
 def _read(step: int, metrics: dict[str, Array], *, most_skips: int) -> StepMetrics:
     """Wait for a step's metrics."""
-    counts = {name: int(metrics[name]) for name in ("trained_tokens", "skipped") if name in metrics}
-    values: dict[str, Any] = {name: float(value) for name, value in metrics.items() if name not in counts}
+    values: dict[str, Any] = {name: np.asarray(value).item() for name, value in metrics.items()}
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         raise NotFinite(
             f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the run ends before this is saved; "
             "lower the learning rate or start from another checkpoint"
         )
-    if "skipped" in counts:
-        refuse_many(values, step=step, most=most_skips)
+    if "skipped" in values:
+        raise_if_too_many(values, step=step, most=most_skips)
         del values["skipped_in_a_row"]
-    return StepMetrics(step=step, **counts, **values)
+    own = {field.name for field in dataclasses.fields(StepMetrics)} & set(values)
+    of_loss = {name: value for name, value in values.items() if name not in own}
+    return StepMetrics(step=step, of_loss=of_loss, **{name: values[name] for name in own})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,7 +264,7 @@ def _platform(mesh: Mesh) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Program:
+def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh) -> _Program:
     """Kept for the life of the process, so that a second trainer of the same model compiles nothing."""
     plain = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
     policy_graph, abstract_weights = nnx.split(plain)
@@ -276,32 +296,28 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
 
     def train_step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
         trained, frozen = split(state.params)
-        trained_tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
+        counts = loss.counts(batch)
 
         def loss_of(trained: nnx.State, part: Batch) -> tuple[Array, dict[str, Array]]:
-            return mle_loss(
-                nnx.merge(graph, trained, frozen),
-                part,
-                attention=attention,
-                remat=config.remat,
-                z_loss=config.z_loss,
-                trained_tokens=trained_tokens,
-            )
+            decoder = nnx.merge(graph, trained, frozen)
+            return loss(decoder, part, counts, attention=attention, remat=config.remat)
 
         loss_and_gradient = jax.value_and_grad(loss_of, has_aux=True)
         if config.accumulation_steps == 1:
-            (_, metrics), gradient = loss_and_gradient(trained, batch)
+            (value, metrics), gradient = loss_and_gradient(trained, batch)
         else:
-            metrics, gradient = _accumulated(loss_and_gradient, trained, _parts(batch, config.accumulation_steps, mesh))
+            (value, metrics), gradient = _accumulated(
+                loss_and_gradient, trained, _parts(batch, config.accumulation_steps, mesh)
+            )
         gradient = in_float32(gradient)
         direction, opt_state = optimizer.update(gradient, state.opt_state, in_float32(trained))
         rate = learning_rate(schedule, state.step)
-        after, spikes = moved(trained, direction, rate, state.step), state.spikes
-        metrics |= {"grad_norm": optax.global_norm(gradient), "learning_rate": rate}
+        after, spikes = apply_updates(trained, direction, rate, state.step), state.spikes
+        metrics |= counts | {"loss": value, "grad_norm": optax.global_norm(gradient), "learning_rate": rate}
         if config.spike_deviations:
             limits = {"deviations": config.spike_deviations, "window": config.spike_window_steps}
-            skip, spikes = judged(spikes, metrics["loss"], metrics["grad_norm"], **limits)
-            after, opt_state = unless(skip, (trained, state.opt_state), (after, opt_state))
+            skip, spikes = detect_spike(spikes, value, metrics["grad_norm"], **limits)
+            after, opt_state = skip_if(skip, (trained, state.opt_state), (after, opt_state))
             metrics |= {"skipped": spikes.skipped, "skipped_in_a_row": spikes.in_a_row}
         return TrainState(state.step + 1, nnx.merge_state(after, frozen), opt_state, spikes), metrics
 
@@ -328,8 +344,8 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
 
 
 def _parts(batch: Batch, count: int, mesh: Mesh) -> Batch:
-    """The rows in `count` parts, [count, rows / count, time]. Part n has every count-th row from n on, so that each device cuts what it
-    holds and no row moves.
+    """The rows in `count` parts, [count, rows / count, time]. Part n has every count-th row from n on, so that each
+    device cuts what it holds and no row moves.
     """
     layout = NamedSharding(mesh, PartitionSpec(None, RULES["batch"].mesh_axes))
 
@@ -344,13 +360,13 @@ def _accumulated(
     loss_and_gradient: Callable[[nnx.State, Batch], tuple[tuple[Array, dict[str, Array]], nnx.State]],
     trained: nnx.State,
     parts: Batch,
-) -> tuple[dict[str, Array], nnx.State]:
-    """Loss and gradient of all parts together: each is divided by the trained tokens of the whole already."""
+) -> tuple[tuple[Array, dict[str, Array]], nnx.State]:
+    """Loss, metrics and gradient of all parts together: each is divided by a count of the whole already."""
 
-    def add_part(total: tuple[Array, nnx.State], part: Batch) -> tuple[tuple[Array, nnx.State], Array]:
+    def add_part(total: tuple[Array, nnx.State], part: Batch) -> tuple[tuple[Array, nnx.State], dict[str, Array]]:
         (loss, metrics), gradient = loss_and_gradient(trained, part)
-        return (total[0] + loss, jax.tree.map(jnp.add, total[1], in_float32(gradient))), metrics["trained_tokens"]
+        return (total[0] + loss, jax.tree.map(jnp.add, total[1], in_float32(gradient))), metrics
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), trained)
-    (loss, gradient), tokens = jax.lax.scan(add_part, (jnp.zeros((), jnp.float32), nothing), parts)
-    return {"loss": loss, "trained_tokens": tokens[0]}, gradient
+    (loss, gradient), metrics = jax.lax.scan(add_part, (jnp.zeros((), jnp.float32), nothing), parts)
+    return (loss, jax.tree.map(lambda of_parts: of_parts.sum(axis=0), metrics)), gradient

@@ -22,7 +22,7 @@ from mujica_jax.inference.counters import LiveCounters, between
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
-from mujica_jax.learning.throughput import StepFigures
+from mujica_jax.learning.throughput import Throughput
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.methods.evaluation import Scores, held_out_questions, score_policy
 from mujica_jax.methods.mismatch import compared
@@ -46,7 +46,7 @@ SAVE_EVERY_SECONDS = 15.0  # of training: what a kill may cost; a save takes abo
 KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
 
 # Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
-SAMPLING, EVALUATING, LEARNING, AGREEMENT, TIME = "sampling", "evaluating", "learning", "agreement", "time"
+SAMPLING, EVALUATING, LEARNING, MISMATCH, TIME = "sampling", "evaluating", "learning", "mismatch", "time"
 RETRIEVAL = "retrieval"
 
 
@@ -98,7 +98,7 @@ class Run:
         return self.trainer.initial_state(self._initial, seed=self.config.seed)
 
     def use_policy(self, state: TrainState, version: int) -> None:
-        with self.clock.stage("weight_handover"):
+        with self.clock.stage("weight_sync"):
             use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
 
     def commit_policy(self, state: TrainState, version: int) -> None:
@@ -133,7 +133,7 @@ class Run:
     def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
         """Tell how far the engine's log-probabilities are from those of the trainer, whose `state` is what they were sampled from."""
         conversations = self.config.metrics.compared_conversations
-        told = distributed.broadcast(AGREEMENT, lambda: self.metrics.has(AGREEMENT, round_number))
+        told = distributed.broadcast(MISMATCH, lambda: self.metrics.has(MISMATCH, round_number))
         if not conversations or told:
             return
         with self.clock.stage("scoring"):
@@ -141,7 +141,7 @@ class Run:
                 self.trainer, state, trajectories, conversations=conversations, seed=self.config.seed + round_number
             )
         if found:
-            self.metrics.write(AGREEMENT, round_number, found)
+            self.metrics.write(MISMATCH, round_number, found)
 
     def sample(
         self,
@@ -268,7 +268,7 @@ class Run:
         self.preemption.enter(f"{name}: learning", kept=f"step {done} of {steps} is kept")
         with self.clock.stage("packing"):
             packed = rows()
-        figures = StepFigures(self.trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
+        figures = Throughput(self.trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
         last_save, saved = time.monotonic(), done
 
         with (
@@ -278,12 +278,11 @@ class Run:
         ):
 
             def on_step(metrics: StepMetrics) -> None:
-                stage.update(metrics.step, loss=metrics.loss)
+                stage.update(metrics.step, loss=metrics.loss, **metrics.of_loss)
                 if metrics.step % self.config.metrics.every_steps == 0 or metrics.step == steps:
                     more = figures.of(metrics)
                     stage.update(metrics.step, tokens_per_second=round(more["tokens_per_second"]))
-                    values = {key: value for key, value in dataclasses.asdict(metrics).items() if key != "step"}
-                    self.metrics.write(f"{name}/learn", metrics.step, values | more)
+                    self.metrics.write(f"{name}/learn", metrics.step, metrics.values() | more)
 
             # A save is due by the clock, but what a restart repeats is the same steps with the same batches either way.
             while done < steps:

@@ -1,7 +1,8 @@
 """Causal attention inside segments, by the kernel of the platform: splash on TPU, cuDNN on NVIDIA GPUs, XLA elsewhere.
 
-All take query [batch, time, heads, head_dim], key and value [batch, time, kv_heads, head_dim] and segment ids [batch, time], and mix in
-float32. Segment 0 is padding: its output is zero and carries no gradient. Called by `learning.losses` through `causal_self_attention`.
+All take query [batch, time, heads, head_dim], key and value [batch, time, kv_heads, head_dim] and segment ids [batch,
+time], and mix in float32. Segment 0 is padding: its output is zero and carries no gradient. Called by `learning.losses`
+through `causal_self_attention`.
 """
 
 import functools
@@ -22,9 +23,10 @@ from mujica_jax.models.sharding import RULES
 Implementation = Literal["auto", "xla", "splash", "cudnn"]
 
 MASKED_SCORE = -1e30  # finite: a difference of two of them is 0, where that of two infinities would be NaN
-# Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip more but make more kernels.
-SMALLEST_BLOCK_TOKENS = 64
-MOST_BLOCKS = 8
+# Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip more but make more
+# kernels.
+MIN_BLOCK_TOKENS = 64
+MAX_BLOCKS = 8
 
 SPLASH_BLOCK = 512  # tokens a block: MaxText's default, and half a megabyte of scores
 
@@ -50,7 +52,8 @@ def segment_attention(
 def resolve(
     implementation: Implementation, *, time: int, platform: str | None = None
 ) -> Literal["xla", "splash", "cudnn"]:
-    """What `auto` means on a platform (None: the one that runs): its kernel where rows have a length it takes, else XLA."""
+    """What `auto` means on a platform (None: the one that runs): its kernel where rows have a length it takes, else
+    XLA."""
     if implementation != "auto":
         return implementation
     platform = platform or jax.default_backend()
@@ -60,7 +63,8 @@ def resolve(
 
 
 def check_platform(implementation: Implementation) -> None:
-    """A kernel that is asked for by name runs on its own platform only. (Compiling for a platform that is not here needs no check.)"""
+    """A kernel that is asked for by name runs on its own platform only. (Compiling for a platform that is not here
+    needs no check.)"""
     platform = jax.default_backend()
     needed = {"splash": "tpu", "cudnn": "gpu"}.get(implementation, platform)
     if platform != needed:
@@ -76,17 +80,18 @@ class Kernel(Protocol):
 
 
 def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """Heads come before time, and the query heads that share a key head are the rows of one product: XLA on CPU is three times faster
-    that way than on [batch, time, heads, head_dim].
+    """Heads come before time, and the query heads that share a key head are the rows of one product: XLA on CPU is
+    three times faster that way than on [batch, time, heads, head_dim].
     """
     batch, time, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     sharing = heads // kv_heads
     queries = (query / math.sqrt(head_dim)).reshape(batch, time, kv_heads, sharing, head_dim).transpose(0, 2, 3, 1, 4)
     keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    block_tokens = max(SMALLEST_BLOCK_TOKENS, -(-time // MOST_BLOCKS))
+    block_tokens = max(MIN_BLOCK_TOKENS, -(-time // MAX_BLOCKS))
     cuts = [*range(block_tokens, time, block_tokens)]
-    # Cut and put together again: the gradient of a cut is a joining of blocks, that of a slice a sum over the whole length.
+    # Cut and put together again: the gradient of a cut is a joining of blocks, that of a slice a sum over the whole
+    # length.
     rows_of = jnp.split(queries, cuts, axis=3)
     keys_of, values_of = jnp.split(keys, cuts, axis=2), jnp.split(values, cuts, axis=2)
     blocks = []
@@ -110,8 +115,8 @@ def softmax_mix(
 ) -> Float[Array, "batch kv_heads rows head_dim"]:
     """softmax(queries keys^T + bias) values, in float32.
 
-    Dividing after the second product instead of before it spares the backward pass a sum over keys, and the additive mask a
-    select: a third of the time of the textbook form on CPU.
+    Dividing after the second product instead of before it spares the backward pass a sum over keys, and the additive
+    mask a select: a third of the time of the textbook form on CPU.
     """
     scores = jnp.matmul(queries, keys.mT, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))

@@ -1,8 +1,9 @@
 """The inverse of rendering a conversation: from its tokens back to the messages of a chat API.
 
-A conversation is scaffold and contents in turn, and the scaffold is known: the pieces of the chat template (`tokenizer.ChatPieces`). So it
-is read from left to right, each content up to the first place where the piece that must follow it stands. Every such piece holds a special
-token, and no content can hold the special tokens of the scaffold, unless a model wrote them itself.
+A conversation is scaffold and contents in turn, and the scaffold is known: the pieces of the chat template
+(`tokenizer.ChatPieces`). So it is read from left to right, each content up to the first place where the piece that must
+follow it stands. Every such piece holds a special token, and no content can hold the special tokens of the scaffold,
+unless a model wrote them itself.
 """
 
 import dataclasses
@@ -25,9 +26,11 @@ class Scaffold:
 
 
 def read_messages(parts: Sequence[Part], scaffold: Scaffold, spell: Callable[[int], str]) -> list[dict[str, str]]:
-    """[{"role": "system" | "user" | "assistant", "content": text}, ...] of a conversation that ends where the model writes next.
+    """[{"role": "system" | "user" | "assistant", "content": text}, ...] of a conversation that ends where the model
+    writes next.
 
-    `spell` gives the text of an added token that stands in a content. Raises UserError where the tokens are no such conversation.
+    `spell` gives the text of an added token that stands in a content. Raises UserError where the tokens are no such
+    conversation.
     """
     for name in ("before_user", "before_model"):
         piece = getattr(scaffold, name)
@@ -87,7 +90,8 @@ class _Reader:
 
 
 def _after(parts: Sequence[Part], piece: Sequence[Part]) -> list[Part] | None:
-    """What follows `piece` at the beginning of `parts`; None where something else stands there. Its last text may go on."""
+    """What follows `piece` at the beginning of `parts`; None where something else stands there. Its last text may go
+    on."""
     if len(parts) < len(piece) or any(left != right for left, right in zip(parts, piece[:-1], strict=False)):
         return None
     rest = list(parts[len(piece) :])

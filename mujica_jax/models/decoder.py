@@ -1,8 +1,9 @@
 """The decoder: embedding, stacked layers, final norm, output head.
 
-It knows no cache. Attention is a callback `attend(layer_index, query, key, value)`, so training (packed rows), scoring and the
-engine (its KV memory) share one forward pass. Layers are one `Block` whose weights carry a leading `layers` axis: a scan keeps
-compile time and program size independent of depth, a Python loop lets the engine touch each layer's cache in place.
+It knows no cache. Attention is a callback `attend(layer_index, query, key, value)`, so training (packed rows), scoring
+and the engine (its KV memory) share one forward pass. Layers are one `Block` whose weights carry a leading `layers`
+axis: a scan keeps compile time and program size independent of depth, a Python loop lets the engine touch each layer's
+cache in place.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ Memory = TypeVar("Memory")
 
 
 class Decoder(nnx.Module):
-    """A causal language model. Parameters are float32; products run in `dtype`; norms, softmax and logits in float32."""
+    """A causal language model. Parameters are float32; products run in `dtype`; norms, softmax and logits in
+    float32."""
 
     embedding: nnx.Param
     final_norm: nnx.Param
@@ -47,9 +49,10 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch time hidden"]:
         """Hidden states after the final norm.
 
-        With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep no state. Without it they
-        run in a Python loop and `layer_index` is an int. `remat` says what the backward pass computes again instead of keeping it:
-        "full" whole layers, "dots" everything but the products with weights (attention's products are computed again).
+        With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep no state. Without
+        it they run in a Python loop and `layer_index` is an int. `remat` says what the backward pass computes again
+        instead of keeping it: "full" whole layers, "dots" everything but the products with weights (attention's
+        products are computed again).
         """
         rotation = rotary_angles(positions, self.config)
         graph, weights = nnx.split(self.layers)
@@ -78,8 +81,8 @@ class Decoder(nnx.Module):
         attend: Callable[[LayerIndex, Array, Array, Array, Memory], tuple[Array, Memory]],
         memory: Memory,
     ) -> tuple[Float[Array, "batch time hidden"], Memory]:
-        """The same hidden states, with a memory that goes through the layers: `attend` takes it and gives it back. The layers run
-        in a scan, so whatever `attend` does to the memory is done in place."""
+        """The same hidden states, with a memory that goes through the layers: `attend` takes it and gives it back. The
+        layers run in a scan, so whatever `attend` does to the memory is done in place."""
         rotation = rotary_angles(positions, self.config)
         graph, weights = nnx.split(self.layers)
 

@@ -1,28 +1,20 @@
-"""A BERT encoder as text embedder: bge, e5, contriever and MiniLM checkpoints in the Hugging Face and sentence-transformers layout.
+"""A BERT encoder: bge, e5, contriever and MiniLM checkpoints in the Hugging Face layout.
 
-BERT of Devlin et al. (2019): learned positions, bidirectional attention, layer norm after each residual. What is read of a folder:
-`config.json`, `tokenizer.json`, `*.safetensors`; `modules.json` with `1_Pooling/config.json` says how token states become one vector,
-`sentence_bert_config.json` how many tokens are read, `config_sentence_transformers.json` which prefix queries and passages carry.
-
-Texts are sorted by length and padded to a few lengths, so that a corpus compiles a handful of programs and pads little; the rows of a
-batch are split over the mesh's `data` axis.
+BERT of Devlin et al. (2019): learned positions, bidirectional attention, layer norm after each residual. `config.json` and
+`*.safetensors` of a folder are read. Called by `embedder`, which makes one vector of a text.
 """
 
 import dataclasses
-import functools
-import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import tokenizers
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -30,28 +22,9 @@ from mujica_jax.errors import UserError
 from mujica_jax.models.attention import MASKED_SCORE, softmax_mix
 from mujica_jax.models.layers import Weight
 from mujica_jax.models.tensors import Tensors, read_json
-from mujica_jax.models.truncation import encode_beginnings
 
-Pooling = Literal["cls", "mean"]
-Role = Literal["query", "passage"]
-
-# Lengths that texts are padded to, in tokens. From 64 on padding costs at most a fifth.
-LENGTHS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Tokens in one batch: on two CPU cores 4,096 and 16,384 were equally fast; an accelerator wants more.
-BATCH_TOKENS = {"cpu": 4096}
-ACCELERATOR_BATCH_TOKENS = 65_536
-QUERY_SHARE = (
-    8  # a batch of queries has so many times fewer tokens: often one comes alone, and it computes a whole batch
-)
-# Prefixes that the authors of these models train with and that their folders do not state: (query, passage).
-PREFIXES: Mapping[str, tuple[str, str]] = {
-    "none": ("", ""),
-    "bge": ("Represent this sentence for searching relevant passages: ", ""),
-    "e5": ("query: ", "passage: "),
-}
-IGNORED = re.compile(
-    r"(^|\.)(position_ids|pooler\.dense\.(weight|bias))$"
-)  # a buffer, and a head that no embedder uses
+# A buffer, and a head that no embedder uses.
+IGNORED = re.compile(r"(^|\.)(position_ids|pooler\.dense\.(weight|bias))$")
 LAYER = "encoder.layer."
 
 
@@ -246,167 +219,3 @@ def load_encoder(
         loaded["layers"][weight.name] = tensors.load_stacked(weight, names, None, mesh)
     nnx.update(encoder, loaded)
     return encoder
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EmbedderConfig:
-    """How token states become an embedding."""
-
-    pooling: Pooling
-    normalised: bool  # to length 1, so that a dot product is a cosine
-    max_tokens: int  # of a text with its two special tokens; longer ones are cut
-    query_prefix: str = ""
-    passage_prefix: str = ""
-
-
-def embedder_config(directory: str | os.PathLike[str], *, prefixes: str | None = None) -> EmbedderConfig:
-    """What a folder says; without `modules.json` (contriever) the mean of the states, not normalised.
-
-    `prefixes` names an entry of PREFIXES; None takes the folder's own prompts, or none.
-    """
-    folder = pathlib.Path(directory)
-    if prefixes is not None and prefixes not in PREFIXES:
-        raise UserError(f"prefixes is {prefixes!r}: give one of {', '.join(PREFIXES)}")
-    max_tokens = encoder_config(read_json(folder / "config.json")).max_positions
-    stated = folder / "sentence_bert_config.json"
-    if stated.exists():
-        max_tokens = min(max_tokens, read_json(stated).get("max_seq_length") or max_tokens)
-    pooling, normalised = _pooling(folder)
-    prompts_file = folder / "config_sentence_transformers.json"
-    prompts = (read_json(prompts_file).get("prompts") or {}) if prompts_file.exists() else {}
-    own = (prompts.get("query", ""), prompts.get("passage", prompts.get("document", "")))
-    query_prefix, passage_prefix = own if prefixes is None else PREFIXES[prefixes]
-    return EmbedderConfig(
-        pooling=pooling,
-        normalised=normalised,
-        max_tokens=max_tokens,
-        query_prefix=query_prefix,
-        passage_prefix=passage_prefix,
-    )
-
-
-def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
-    if not (folder / "modules.json").exists():
-        return "mean", False
-    modules = json.loads((folder / "modules.json").read_text())
-    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
-    if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
-        raise UserError(f"{folder}/modules.json has a module {unknown[0]}, which is not computed here")
-    where = next((module["path"] for module in modules if module["type"].endswith("Pooling")), None)
-    if where is None:
-        raise UserError(f"{folder}/modules.json has no Pooling module: an embedding needs one")
-    stated = read_json(folder / where / "config.json")
-    chosen = [name for name, value in stated.items() if name.startswith("pooling_mode_") and value]
-    poolings: dict[str, Pooling] = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
-    if len(chosen) != 1 or chosen[0] not in poolings:
-        raise UserError(f"{folder}/{where} pools by {', '.join(chosen) or 'nothing'}: cls or mean is computed here")
-    return poolings[chosen[0]], "Normalize" in kinds
-
-
-class Embedder:
-    """Texts to vectors."""
-
-    def __init__(
-        self, directory: str | os.PathLike[str], config: EmbedderConfig, encoder: Encoder, mesh: Mesh | None = None
-    ) -> None:
-        self.config, self.encoder, self.mesh = config, encoder, mesh
-        path = pathlib.Path(directory) / "tokenizer.json"
-        if not path.exists():
-            raise UserError(f"{path} is missing: give the directory of an embedder with its fast tokenizer")
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        self._tokenizer.encode_special_tokens = True  # a passage that says [SEP] says five characters
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(config.max_tokens)
-        if self._tokenizer.get_vocab_size() > encoder.config.vocab_size:
-            raise UserError(
-                f"the tokenizer of {directory} has {self._tokenizer.get_vocab_size()} entries and the model embeds "
-                f"{encoder.config.vocab_size}: take both from the same checkpoint"
-            )
-        self._lengths = (*(length for length in LENGTHS if length < config.max_tokens), config.max_tokens)
-        self._program = _program(config.pooling, config.normalised)
-
-    @classmethod
-    def load(
-        cls,
-        directory: str | os.PathLike[str],
-        *,
-        prefixes: str | None = None,
-        dtype: DTypeLike = jnp.float32,
-        mesh: Mesh | None = None,
-    ) -> "Embedder":
-        config = embedder_config(directory, prefixes=prefixes)
-        return cls(directory, config, load_encoder(directory, dtype=dtype, mesh=mesh), mesh)
-
-    @property
-    def dimension(self) -> int:
-        return self.encoder.config.hidden_size
-
-    def embed(
-        self, texts: Sequence[str], role: Role, *, on_batch: Callable[[int], None] = lambda done: None
-    ) -> Float[np.ndarray, "texts hidden"]:
-        """One float32 row a text, in their order. `on_batch` is told how many are done.
-
-        Passages fill batches of nearly equal lengths. A query is computed in batches of its own length and of one size, so that its
-        numbers are the same to the bit whatever it comes with: what a search finds must not depend on who else asks.
-        """
-        prefix = self.config.query_prefix if role == "query" else self.config.passage_prefix
-        encoded = encode_beginnings(self._tokenizer, [prefix + text for text in texts], self.config.max_tokens)
-        lengths = [next(size for size in self._lengths if size >= len(ids)) for ids in encoded]
-        order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
-        embeddings = np.zeros((len(texts), self.dimension), np.float32)
-        started = 0
-        pending: tuple[list[int], Array] | None = None
-        while started < len(order):
-            length = lengths[order[started]]  # of the longest that is left
-            rows = self._rows(length, role)
-            chosen = [
-                place for place in order[started : started + rows] if role == "passage" or lengths[place] == length
-            ]
-            started += len(chosen)
-            result = self._run([encoded[place] for place in chosen], rows, length)
-            if pending is not None:  # read one batch late: the device computes the next while this one is copied
-                embeddings[pending[0]] = np.asarray(pending[1])[: len(pending[0])]
-            pending = chosen, result
-            on_batch(started)
-        if pending is not None:
-            embeddings[pending[0]] = np.asarray(pending[1])[: len(pending[0])]
-        return embeddings
-
-    def _rows(self, length: int, role: Role) -> int:
-        """Rows of a batch of this length: fixed, so that each length is compiled once a role; a multiple of the data axis."""
-        data = 1 if self.mesh is None else self.mesh.shape["data"]
-        tokens = BATCH_TOKENS.get(jax.default_backend(), ACCELERATOR_BATCH_TOKENS)
-        if role == "query":
-            tokens //= QUERY_SHARE
-        return max(1, tokens // length // data) * data
-
-    def _run(self, encoded: Sequence[Sequence[int]], rows: int, length: int) -> Array:
-        tokens = np.zeros((rows, length), np.int32)
-        present = np.zeros((rows, length), bool)
-        present[:, 0] = True  # rows beyond the texts read one token, so that no softmax is over nothing
-        for row, ids in enumerate(encoded):
-            tokens[row, : len(ids)] = ids
-            present[row, : len(ids)] = True
-        batch = (tokens, present)
-        if self.mesh is not None:
-            batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
-        graph, weights = nnx.split(self.encoder)
-        return self._program(graph, weights, *batch)
-
-
-@functools.cache
-def _program(pooling: Pooling, normalised: bool) -> Callable[..., Array]:
-    """Compiled once a shape, whichever embedder asks."""
-
-    def embed(graph: nnx.GraphDef, weights: nnx.State, tokens: Array, present: Array) -> Float[Array, "batch hidden"]:
-        states = nnx.merge(graph, weights)(tokens, present)
-        if pooling == "cls":
-            pooled = states[:, 0]
-        else:
-            weight = present[..., None].astype(jnp.float32)
-            pooled = jnp.sum(states * weight, axis=1) / jnp.sum(weight, axis=1)
-        if normalised:
-            pooled = pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
-        return pooled
-
-    return jax.jit(embed, static_argnums=0)

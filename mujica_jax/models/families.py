@@ -1,8 +1,9 @@
 """The decoder families we run, and their Hugging Face configurations.
 
-Qwen2.5, Qwen3 and Llama-3 are one architecture that differs in three booleans (bias on query, key and value; norm on query and
-key; tied embeddings) and in the rule for rotary positions. `from_hugging_face` and `to_hugging_face` translate `config.json`; a
-field that would change the mathematics in a way the decoder does not compute is refused by name, never ignored.
+Qwen2.5, Qwen3 and Llama-3 are one architecture that differs in three booleans (bias on query, key and value; norm on
+query and key; tied embeddings) and in the rule for rotary positions. `from_hugging_face` and `to_hugging_face`
+translate `config.json`; a field that would change the mathematics in a way the decoder does not compute is refused by
+name, never ignored.
 """
 
 import dataclasses

@@ -4,8 +4,8 @@
     + trained tokens x 6 x weights of the head          (untrained positions never meet the head)
     + 12 x layers x heads x head_dim x sum over conversations of length x (length + 1) / 2
 
-With LoRA a frozen weight has no gradient of its own and counts 4 in the place of 6; the adapters beside it count 6. What XLA says of a
-program is not used: it counts the body of a scan once.
+With LoRA a frozen weight has no gradient of its own and counts 4 in the place of 6; the adapters beside it count 6.
+What XLA says of a program is not used: it counts the body of a scan once.
 """
 
 import math
@@ -19,7 +19,7 @@ from mujica_jax.models.layers import projections
 TRAINED, FROZEN = 6.0, 4.0  # operations a weight and token
 
 
-def training_operations(
+def training_flops(
     model: DecoderConfig, *, slots: int, trained_tokens: float | int, pairs: float | int, lora_rank: int = 0
 ) -> float:
     """Of one step over this many slots, padding included; `pairs` of `attended_pairs`."""
@@ -37,7 +37,8 @@ def training_operations(
 
 
 def attended_pairs(segment_ids: Int[np.ndarray, "rows time"]) -> int:
-    """Pairs of a token and one that it attends to, itself included, in the conversations of all rows; 0 marks padding."""
+    """Pairs of a token and one that it attends to, itself included, in the conversations of all rows; 0 marks
+    padding."""
     total = 0
     for row in segment_ids:
         lengths = np.bincount(row[row > 0])

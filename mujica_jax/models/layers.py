@@ -1,7 +1,8 @@
 """The pieces of a decoder layer: its weights, norm, rotary positions, one block.
 
-Every weight is declared once, in `block_weights` and `model_weights`: name, shape, logical axes, initialiser and Hugging Face
-name. Initialisation, abstract shapes, sharding and checkpoint import and export all derive from these two tables.
+Every weight is declared once, in `block_weights` and `model_weights`: name, shape, logical axes, initialiser and
+Hugging Face name. Initialisation, abstract shapes, sharding and checkpoint import and export all derive from these two
+tables.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from mujica_jax.models.qwix_package import import_qwix
 from mujica_jax.models.sharding import constrain
 
 LayerIndex = int | Int[Array, ""]
-# attend(layer_index, query, key, value) -> mixed values: [batch, time, heads or kv_heads, head_dim], rotation already applied.
+# attend(layer_index, query, key, value) -> mixed values: [batch, time, heads or kv_heads, head_dim], rotation already
+# applied.
 Attend = Callable[[LayerIndex, Array, Array, Array], Array]
 
 
@@ -127,7 +129,8 @@ def rotary_frequencies(config: DecoderConfig) -> Float[Array, " half_head_dim"]:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    # Full turns within the original context: many keep their frequency, few are slowed by `factor`, those between are blended.
+    # Full turns within the original context: many keep their frequency, few are slowed by `factor`, those between are
+    # blended.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = jnp.clip(kept, 0.0, 1.0)
@@ -155,7 +158,8 @@ def rotate(
 
 
 class Block(nnx.Module):
-    """The weights of all layers, stacked; called, it is one layer, after one layer's slice of every weight was merged in."""
+    """The weights of all layers, stacked; called, it is one layer, after one layer's slice of every weight was merged
+    in."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.config, self.dtype = config, dtype
@@ -172,7 +176,8 @@ class Block(nnx.Module):
     ) -> Float[Array, "batch time hidden"]:
         """hidden + attention(norm(hidden)), then that + mlp(norm(that))."""
         batch, time, width = hidden.shape
-        # Products run on two-dimensional rows: XLA on CPU is two to three times faster on them than on three dimensions.
+        # Products run on two-dimensional rows: XLA on CPU is two to three times faster on them than on three
+        # dimensions.
         rows = hidden.reshape(batch * time, width)
         normed = self._norm(rows, "attention_norm")
         query, key, value = (self._project(normed, name, batch) for name in ("query", "key", "value"))

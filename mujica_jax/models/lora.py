@@ -2,11 +2,12 @@
 
     rows @ W + (alpha / rank) * (rows @ A) @ B        A [inputs, rank] drawn (He, uniform), B [rank, outputs] zero
 
-An adapted decoder is a decoder whose `Block` has, beside each stacked kernel, `<kernel>_lora_a` and `<kernel>_lora_b` (`nnx.LoRAParam`,
-stacked over layers like the kernel), and whose `Block.product` runs under qwix's interception of `jax.lax.dot_general`, which finds
-these two by the kernel that is multiplied with. It finds them in traced programs only, so call an adapted decoder inside `jax.jit`.
-Adapters stay float32 and are multiplied in float32 whatever the compute type. `merged` gives back a plain decoder: the engine and the
-Hugging Face export know no adapters. Called by `learning.trainer`.
+An adapted decoder is a decoder whose `Block` has, beside each stacked kernel, `<kernel>_lora_a` and `<kernel>_lora_b`
+(`nnx.LoRAParam`, stacked over layers like the kernel), and whose `Block.product` runs under qwix's interception of
+`jax.lax.dot_general`, which finds these two by the kernel that is multiplied with. It finds them in traced programs
+only, so call an adapted decoder inside `jax.jit`. Adapters stay float32 and are multiplied in float32 whatever the
+compute type. `merged` gives back a plain decoder: the engine and the Hugging Face export know no adapters. Called by
+`learning.trainer`.
 """
 
 import math

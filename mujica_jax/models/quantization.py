@@ -2,8 +2,9 @@
 
     kernel = values * scale        values int8 or float8_e4m3fn; scale = max |kernel| / 127.5 or / 448, one float32 an output channel
 
-Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the compute type, and activations are not
-rounded. Training stays in float32: the engine's copy is made anew for every policy. Called by `methods.run`; `layers.Block` multiplies.
+Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the compute type, and
+activations are not rounded. Training stays in float32: the engine's copy is made anew for every policy. Called by
+`methods.run`; `layers.Block` multiplies.
 """
 
 import functools
@@ -25,7 +26,8 @@ TYPES: Mapping[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 
 def engine_weights(weights: nnx.State, config: DecoderConfig, storage: Storage, dtype: DTypeLike) -> nnx.State:
-    """A copy of a decoder's weights to sample with: the matrices of its layers as `storage` says, everything else in `dtype`."""
+    """A copy of a decoder's weights to sample with: the matrices of its layers as `storage` says, everything else in
+    `dtype`."""
     matrices = {} if storage == "compute" else {weight.name: weight for weight in projections(config)}
 
     def copied(path: tuple, variable: nnx.Variable) -> nnx.Variable:

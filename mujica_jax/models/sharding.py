@@ -1,7 +1,8 @@
 """How arrays are laid out over a device mesh.
 
-Weights declare logical axes (`layers.Weight`); `RULES` maps these names to the mesh axes `data`, `fsdp` and `tensor`. To try
-another layout, change the mapping: initialisation, restoring, import and the ahead-of-time plan all read it from here.
+Weights declare logical axes (`layers.Weight`); `RULES` maps these names to the mesh axes `data`, `fsdp` and `tensor`.
+To try another layout, change the mapping: initialisation, restoring, import and the ahead-of-time plan all read it from
+here.
 """
 
 import dataclasses
@@ -43,7 +44,8 @@ RULES: Mapping[str, Rule] = {
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of data x fsdp x tensor devices: the first ones, where one process has more; all of them over several processes."""
+    """A mesh of data x fsdp x tensor devices: the first ones, where one process has more; all of them over several
+    processes."""
     shape = {"data": data, "fsdp": fsdp, "tensor": tensor}
     if min(shape.values()) < 1:
         raise UserError(f"mesh axes are data={data}, fsdp={fsdp}, tensor={tensor}: give each at least 1")
@@ -64,7 +66,8 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
 def partition_spec(
     logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Where each dimension of a weight goes. Refuses a size that the mesh does not divide and a mesh axis used twice."""
+    """Where each dimension of a weight goes. Refuses a size that the mesh does not divide and a mesh axis used
+    twice."""
     sizes, spec, taken = dict(mesh.shape), [], {}
     for axis, size in zip(logical_axes, shape, strict=True):
         assert axis is None or axis in RULES, f"logical axis {axis!r} has no rule: add it to RULES"
@@ -91,10 +94,11 @@ def partition_spec(
 
 
 def shardings_of(tree: Any, mesh: Mesh) -> Any:
-    """A NamedSharding for every array of a decoder, an optimiser, or any state made from one (abstract state, gradients).
+    """A NamedSharding for every array of a decoder, an optimiser, or any state made from one (abstract state,
+    gradients).
 
-    The result has the structure of the state, so it can stand beside it in `jax.tree.map`, `jax.jit` and `jax.device_put`. An
-    array that declares no logical axes, such as a step counter, is replicated.
+    The result has the structure of the state, so it can stand beside it in `jax.tree.map`, `jax.jit` and
+    `jax.device_put`. An array that declares no logical axes, such as a step counter, is replicated.
     """
     state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
 
@@ -113,7 +117,8 @@ def shardings_of(tree: Any, mesh: Mesh) -> Any:
 
 
 def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
-    """Which rows of a batch of `count` lie on devices of this process, in rising order: all of them where it is the only one."""
+    """Which rows of a batch of `count` lie on devices of this process, in rising order: all of them where it is the
+    only one."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if count % parts:
         raise UserError(
@@ -126,7 +131,8 @@ def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
 
 
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
-    """Put the rows (leading dimension) of every array over data x fsdp. Each process passes its `own_rows` of the batch."""
+    """Put the rows (leading dimension) of every array over data x fsdp. Each process passes its `own_rows` of the
+    batch."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     share = parts // len(own_rows(parts, mesh))  # 1 / share of the batch is what this process has
 
@@ -149,9 +155,11 @@ def _row_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(array: Array, logical_axes: Sequence[str | None]) -> Array:
-    """Pin the layout of an activation under `jax.set_mesh(mesh)`; without a mesh, or inside `shard_map`, nothing happens.
+    """Pin the layout of an activation under `jax.set_mesh(mesh)`; without a mesh, or inside `shard_map`, nothing
+    happens.
 
-    Without this the compiler may carry the layout of the embedding table (split over features) through the whole network.
+    Without this the compiler may carry the layout of the embedding table (split over features) through the whole
+    network.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.axis_names != MESH_AXES or any(kind != AxisType.Auto for kind in mesh.axis_types):

@@ -1,7 +1,8 @@
-"""The safetensors files of a Hugging Face folder, checked by name before the first tensor is read. Pickled weights are never opened.
+"""The safetensors files of a Hugging Face folder, checked by name before the first tensor is read. Pickled weights are
+never opened.
 
-Reading has four refusals: a tensor that none of our weights is mapped to, one that this configuration does not expect, one that is set
-twice, and one that is missing. Called by `weights` and `encoder`, which say what they expect.
+Reading has four refusals: a tensor that none of our weights is mapped to, one that this configuration does not expect,
+one that is set twice, and one that is missing. Called by `weights` and `encoder`, which say what they expect.
 """
 
 import json
@@ -29,8 +30,8 @@ ALIGNMENT = 64  # bytes: where XLA wants its arrays on a CPU to begin
 
 
 class Tensors:
-    """The tensors of a checkpoint directory. A file is mapped while one of its tensors is read, and no longer: what was read would stay
-    in memory as part of the mapping.
+    """The tensors of a checkpoint directory. A file is mapped while one of its tensors is read, and no longer: what was
+    read would stay in memory as part of the mapping.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class Tensors:
         prefix: str = "",
         tied: tuple[str, str] | None = None,
     ) -> None:
-        """`is_mapped` tells foreign tensors from unexpected ones (default: what is not expected is foreign), `wanted` completes "give".
+        """`is_mapped` tells foreign tensors from unexpected ones (default: what is not expected is foreign), `wanted`
+        completes "give".
 
-        `prefix` before a name is dropped. `tied` names a tensor and the one it must equal: it is then no tensor of its own.
+        `prefix` before a name is dropped. `tied` names a tensor and the one it must equal: it is then no tensor of its
+        own.
         """
         self.folder = folder
         self.files: dict[str, tuple[pathlib.Path, str]] = {}
@@ -107,7 +110,8 @@ class Tensors:
         return _placed(weight.shape, weight.axes, mesh, part)
 
     def load_stacked(self, weight: Weight, names: Sequence[str], layers: str | None, mesh: Mesh | None) -> jax.Array:
-        """One weight of all layers, under a leading logical axis. A host holds one part of it at a time, and one layer of that part."""
+        """One weight of all layers, under a leading logical axis. A host holds one part of it at a time, and one layer
+        of that part."""
 
         shape = (len(names), *weight.shape)
 
@@ -136,7 +140,8 @@ def _placed(
     mesh: Mesh | None,
     part: Callable[[Index], np.ndarray],
 ) -> jax.Array:
-    """Reads each distinct part once and waits until its devices have it, so that it is gone before the next one is read."""
+    """Reads each distinct part once and waits until its devices have it, so that it is gone before the next one is
+    read."""
     if mesh is None:
         return jax.device_put(part((slice(None),) * len(shape)), may_alias=True).block_until_ready()
     sharding = NamedSharding(mesh, partition_spec(logical_axes, shape, mesh))

@@ -1,8 +1,9 @@
 """Text to token ids and back, with a wall between what we write and what the world writes.
 
-Three kinds of text, three encoders: the chat template's scaffold, whose special tokens count; a model's own words, whose protocol
-tags count; and everything else, out of which no special or added token can come, whatever it says. Conversations are rendered
-turn by turn from the pieces of the chat template, so that token ids once made are never made again from text.
+Three kinds of text, three encoders: the chat template's scaffold, whose special tokens count; a model's own words,
+whose protocol tags count; and everything else, out of which no special or added token can come, whatever it says.
+Conversations are rendered turn by turn from the pieces of the chat template, so that token ids once made are never made
+again from text.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ CHATML_TEMPLATE = (
 TEMPLATE_DATE = "26 Jul 2024"
 TAG_PATTERN = re.compile(rf"<(\s*/?\s*(?:{'|'.join(PROTOCOL_TAGS)})\s*/?\s*)>", re.IGNORECASE)
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-# Stand-ins for message contents while the template is taken apart: letters only, so that no template filter changes them.
+# Stand-ins for message contents while the template is taken apart: letters only, so that no template filter changes
+# them.
 SYSTEM, USER, MODEL, NEXT_USER = "SystemStandIn", "UserStandIn", "ModelStandIn", "FollowUpStandIn"
 
 
@@ -40,9 +42,10 @@ def neutralise(text: str) -> str:
     return TAG_PATTERN.sub(r"‹\1›", text)
 
 
-# GPT-2's words, except that a number in brackets is one word: a small model that names line [2] then copies a token that stands
-# once in its context, where "[", "2" and "]" would each look like those of every other line. And a comma belongs to the word before
-# it, so that in "film, director, name" the name follows the relation and not a comma: one look-back finds it.
+# GPT-2's words, except that a number in brackets is one word: a small model that names line [2] then copies a token
+# that stands once in its context, where "[", "2" and "]" would each look like those of every other line. And a comma
+# belongs to the word before it, so that in "film, director, name" the name follows the relation and not a comma: one
+# look-back finds it.
 WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\[-?\d{1,2}\]| ?\p{L}+,?| ?\p{N}+| ?\[| ?[^\s\p{L}\p{N}\[]+|\s+(?!\S)|\s+"""
 
 
@@ -61,7 +64,8 @@ class Tokenizer:
     """A Hugging Face fast tokenizer with its chat template."""
 
     def __init__(self, wrapped: Any, *, stop_token_ids: Sequence[int] = ()) -> None:
-        """`wrapped` is a transformers PreTrainedTokenizerFast. Without stop tokens given: its end of text and end of turn."""
+        """`wrapped` is a transformers PreTrainedTokenizerFast. Without stop tokens given: its end of text and end of
+        turn."""
         self._wrapped = wrapped
         self._backend: tokenizers.Tokenizer = wrapped.backend_tokenizer
         added = {token.content: id for id, token in self._backend.get_added_tokens_decoder().items()}
@@ -78,7 +82,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "Tokenizer":
-        """From a Hugging Face directory with tokenizer.json; stop tokens are those of generation_config.json, if it has any."""
+        """From a Hugging Face directory with tokenizer.json; stop tokens are those of generation_config.json, if it has
+        any."""
         from transformers import PreTrainedTokenizerFast
 
         folder = pathlib.Path(directory)
@@ -94,7 +99,8 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterator[str], vocab_tokens: int, tags: Sequence[str] = PROTOCOL_TAGS) -> "Tokenizer":
-        """A byte-level BPE of at most `vocab_tokens` ids, special tokens and two tokens a tag (<tag>, </tag>) included."""
+        """A byte-level BPE of at most `vocab_tokens` ids, special tokens and two tokens a tag (<tag>, </tag>)
+        included."""
         from transformers import PreTrainedTokenizerFast
 
         special = [END_OF_TEXT, START_OF_TURN, END_OF_TURN]
@@ -131,7 +137,8 @@ class Tokenizer:
         return self.encode_trusted(neutralise(text))
 
     def encode_trusted(self, text: str) -> list[int]:
-        """Our own prose, such as a system prompt: tags stay readable as text; still no special or added token comes out."""
+        """Our own prose, such as a system prompt: tags stay readable as text; still no special or added token comes
+        out."""
         ids = self._plain.encode(text, add_special_tokens=False).ids
         assert self._added_ids.isdisjoint(ids), (
             f"plain text was encoded to the added tokens {self._added_ids & set(ids)}"
@@ -168,14 +175,16 @@ class Tokenizer:
         return self._encode([*opening, *self._added.split(pieces.before_model)])
 
     def continue_conversation(self, user: str, stopped: bool) -> list[int]:
-        """Ids after a model turn: end of turn (unless the model `stopped` by writing it), user message, generation prompt."""
+        """Ids after a model turn: end of turn (unless the model `stopped` by writing it), user message, generation
+        prompt."""
         after_model = self._added.split(self._pieces.after_model)
         scaffold = after_model[1:] if stopped else after_model
         content = self._content(neutralise(user))
         return self._encode([*scaffold, content, *self._added.split(self._pieces.before_model)])
 
     def messages(self, ids: Sequence[int]) -> list[dict[str, str]]:
-        """The inverse of the two above: the messages of a conversation that ends where the model writes next, for a chat API.
+        """The inverse of the two above: the messages of a conversation that ends where the model writes next, for a
+        chat API.
 
         Contents are as the conversation holds them: of untrusted text that is what `neutralise` left.
         """
@@ -224,7 +233,8 @@ class Tokenizer:
         return text.strip() if self._pieces.strips_contents else text
 
     def _encode(self, parts: Sequence[int | str]) -> list[int]:
-        """Token ids stay; text between two of them is encoded in one run, so that word boundaries fall as in the whole text."""
+        """Token ids stay; text between two of them is encoded in one run, so that word boundaries fall as in the whole
+        text."""
         ids: list[int] = []
         run = ""
         for part in [*parts, None]:
@@ -254,8 +264,8 @@ class _TokenSplitter:
 
 
 def _bytes_of(token: str | None, byte_level: bool) -> bytes:
-    """A vocabulary entry as bytes. Byte-level vocabularies write every byte as one printable character (GPT-2), others write a space
-    as U+2581 and bytes outside their alphabet as <0x0A>."""
+    """A vocabulary entry as bytes. Byte-level vocabularies write every byte as one printable character (GPT-2), others
+    write a space as U+2581 and bytes outside their alphabet as <0x0A>."""
     if token is None:  # a gap in the ids
         return b""
     if byte_level and all(character in _byte_of_character() for character in token):  # a stray entry stands for itself

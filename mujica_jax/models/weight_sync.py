@@ -1,9 +1,11 @@
-"""Weights from one mesh to another on the devices: from the trainer's, over all hosts, to an engine's, over devices of this host.
+"""Weights from one mesh to another on the devices: from the trainer's, over all hosts, to an engine's, over devices of
+this host.
 
-Each array goes by itself, and each device receives only the part that the engine keeps there. Where the trainer's mesh spans hosts, the
-target is first seen as one mesh over all of them, (copy, data, fsdp, tensor): every host holds the engine's weights once on as many of its
-devices as its engine has, and once more on each further group of them. One transfer, in which all processes take part, brings an array
-there; then this host's engine takes its own devices' parts as an array of its own, without a copy. Called by `inference.engine`.
+Each array goes by itself, and each device receives only the part that the engine keeps there. Where the trainer's mesh
+spans hosts, the target is first seen as one mesh over all of them, (copy, data, fsdp, tensor): every host holds the
+engine's weights once on as many of its devices as its engine has, and once more on each further group of them. One
+transfer, in which all processes take part, brings an array there; then this host's engine takes its own devices' parts
+as an array of its own, without a copy. Called by `inference.engine`.
 """
 
 import math
@@ -21,8 +23,9 @@ from mujica_jax.models.sharding import MESH_AXES, shardings_of
 COPY = "copy"
 
 
-def handed_over(weights: nnx.State, mesh: Mesh | None) -> nnx.State:
-    """The same weights over `mesh`, devices of this process, or on its first device. Those that are there already are not copied."""
+def sync_weights(weights: nnx.State, mesh: Mesh | None) -> nnx.State:
+    """The same weights over `mesh`, devices of this process, or on its first device. Those that are there already are
+    not copied."""
     if mesh is None:
         whole = SingleDeviceSharding(jax.local_devices()[0])
         targets = jax.tree.map(lambda array: whole, weights)
@@ -44,7 +47,8 @@ def _to(array: Array, target: Sharding) -> Array:
 
 
 def _on_every_host(array: Array, target: Sharding) -> Mesh:
-    """All devices of the array in groups like the target's, those of one host beside each other; the target itself is one of them."""
+    """All devices of the array in groups like the target's, those of one host beside each other; the target itself is
+    one of them."""
     by_host: dict[int, list[Any]] = {}
     for device in sorted(array.sharding.device_set, key=lambda device: device.id):
         by_host.setdefault(device.process_index, []).append(device)
@@ -62,7 +66,8 @@ def _on_every_host(array: Array, target: Sharding) -> Mesh:
 
 
 def _first(devices: list[Any], places: list[int | None]) -> list[Any]:
-    """A host's devices with those at the engine's places in front, in its order: every host's engine sits at the same places."""
+    """A host's devices with those at the engine's places in front, in its order: every host's engine sits at the same
+    places."""
     rank = {place: number for number, place in enumerate(places)}
     return sorted(devices, key=lambda device: rank.get(device.local_hardware_id, len(rank)))
 

@@ -38,7 +38,8 @@ LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def load_config(directory: str | os.PathLike[str]) -> DecoderConfig:
-    """The configuration of a checkpoint, with the stop tokens of `generation_config.json` where that file names some."""
+    """The configuration of a checkpoint, with the stop tokens of `generation_config.json` where that file names
+    some."""
     folder = pathlib.Path(directory)
     config = from_hugging_face(read_json(folder / "config.json"))
     generation = folder / "generation_config.json"
@@ -99,8 +100,8 @@ def save_checkpoint(decoder: Decoder, directory: str | os.PathLike[str], *, toke
 
 
 def gather_checkpoint(decoder: Decoder) -> None:
-    """What the other processes do while one saves a decoder that lies on the devices of all: they take part in gathering each tensor, and
-    keep none.
+    """What the other processes do while one saves a decoder that lies on the devices of all: they take part in
+    gathering each tensor, and keep none.
     """
     weights = dict(_names(decoder.config))
     for name in weights:
@@ -117,7 +118,8 @@ def _names(config: DecoderConfig) -> Iterator[tuple[str, Weight]]:
 
 
 def _mapped_names(config: DecoderConfig) -> set[str]:
-    """Tensor names of all families, without their layer: what lies outside is foreign, what lies inside may be unexpected."""
+    """Tensor names of all families, without their layer: what lies outside is foreign, what lies inside may be
+    unexpected."""
     mapped = set()
     for family, traits in FAMILIES.items():
         member = dataclasses.replace(

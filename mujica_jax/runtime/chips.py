@@ -20,53 +20,16 @@ class Chip:
 
     name: str
     kinds: tuple[str, ...]  # what JAX calls it (`device.device_kind`)
-    operations_per_second: float  # bfloat16; a multiply-add is two
+    flops_per_second: float  # bfloat16; a multiply-add is two
     memory_bytes: int
-    memory_bytes_per_second: float
-    link_bytes_per_second: float  # to other chips, all links, both ways
 
 
 CHIPS = (
-    Chip(
-        name="v4",
-        kinds=("TPU v4",),
-        operations_per_second=275e12,
-        memory_bytes=32 * 2**30,
-        memory_bytes_per_second=1.2e12,
-        link_bytes_per_second=540e9,
-    ),
-    Chip(
-        name="v5e",
-        kinds=("TPU v5 lite", "TPU v5e"),
-        operations_per_second=197e12,
-        memory_bytes=16 * 10**9,
-        memory_bytes_per_second=0.82e12,
-        link_bytes_per_second=400e9,
-    ),
-    Chip(
-        name="v5p",
-        kinds=("TPU v5", "TPU v5p"),
-        operations_per_second=459e12,
-        memory_bytes=95 * 2**30,
-        memory_bytes_per_second=2.77e12,
-        link_bytes_per_second=1200e9,
-    ),
-    Chip(
-        name="v6e",
-        kinds=("TPU v6 lite", "TPU v6e"),
-        operations_per_second=918e12,
-        memory_bytes=32 * 10**9,
-        memory_bytes_per_second=1.64e12,
-        link_bytes_per_second=800e9,
-    ),
-    Chip(
-        name="v7x",
-        kinds=("TPU7x", "TPU v7x"),
-        operations_per_second=2307e12,
-        memory_bytes=192 * 2**30,
-        memory_bytes_per_second=7.37e12,
-        link_bytes_per_second=1200e9,
-    ),
+    Chip(name="v4", kinds=("TPU v4",), flops_per_second=275e12, memory_bytes=32 * 2**30),
+    Chip(name="v5e", kinds=("TPU v5 lite", "TPU v5e"), flops_per_second=197e12, memory_bytes=16 * 10**9),
+    Chip(name="v5p", kinds=("TPU v5", "TPU v5p"), flops_per_second=459e12, memory_bytes=95 * 2**30),
+    Chip(name="v6e", kinds=("TPU v6 lite", "TPU v6e"), flops_per_second=918e12, memory_bytes=32 * 10**9),
+    Chip(name="v7x", kinds=("TPU7x", "TPU v7x"), flops_per_second=2307e12, memory_bytes=192 * 2**30),
 )
 PRODUCT_SIZE = {"cpu": 1024}  # rows and columns of the measured product
 LARGE_PRODUCT_SIZE = 8192  # on an accelerator
@@ -82,22 +45,22 @@ def chip_of_topology(topology: str) -> Chip:
     return next(chip for chip in CHIPS if chip.name == topology.partition(":")[0])
 
 
-def peak_operations(devices: Sequence[Any], dtype: str) -> float:
-    """Operations a second of all these devices together: published for chips that are in the table, in bfloat16 whatever `dtype` is,
+def peak_flops_per_second(devices: Sequence[Any], dtype: str) -> float:
+    """FLOPs a second of all these devices together: published for chips that are in the table, in bfloat16 whatever `dtype` is,
     as MFU is always quoted; measured in `dtype` for the others.
 
     The devices of a CPU are parts of one machine, which is measured as a whole.
     """
     first = devices[0]
     if (chip := chip_of(first.device_kind)) is not None:
-        return chip.operations_per_second * len(devices)
+        return chip.flops_per_second * len(devices)
     machines = len({device.process_index for device in devices}) if first.platform == "cpu" else len(devices)
-    return measured_operations(first.platform, dtype) * machines
+    return measured_flops_per_second(first.platform, dtype) * machines
 
 
 @functools.cache
-def measured_operations(platform: str, dtype: str) -> float:
-    """Operations a second of the largest of a few square products on the first device here."""
+def measured_flops_per_second(platform: str, dtype: str) -> float:
+    """FLOPs a second of the largest of a few square products on the first device here."""
     size = PRODUCT_SIZE.get(platform, LARGE_PRODUCT_SIZE)
     matrix = jnp.ones((size, size), jnp.dtype(dtype), device=jax.local_devices(backend=platform)[0])
     product = jax.jit(lambda matrix: matrix @ matrix)

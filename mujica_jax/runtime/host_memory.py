@@ -13,7 +13,7 @@ import sys
 
 # Parameters of mallopt(3), from glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
-LARGEST_INT = 2**31 - 1
+MAX_INT = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
@@ -22,7 +22,7 @@ def keep_freed_memory() -> bool:
     One arena, because the heaps of further ones cannot hold blocks above 64 MB. Call it before JAX starts its threads.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: LARGEST_INT, M_TOP_PAD: 256 << 20, M_ARENA_MAX: 1}
+    settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: MAX_INT, M_TOP_PAD: 256 << 20, M_ARENA_MAX: 1}
     return mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings.items())
 
 

@@ -1,20 +1,26 @@
 """Packing: conversations of any length become rows of one length, several conversations a row.
 
-A row holds whole conversations one after the other. `segment_ids` number them from 1 (0 is padding), `positions` start at 0 in each,
-so attention and rotary angles are those of the conversation alone: packed equals unpacked. The loss mask comes from the turns
-(`Conversation.loss_mask`), made where the tokens were made. Called by the methods before `learning.trainer.fit`.
+A row holds whole conversations one after the other. `segment_ids` number them from 1 (0 is padding), `positions` start
+at 0 in each, so attention and rotary angles are those of the conversation alone: packed equals unpacked. The loss mask
+comes from the turns (`Conversation.loss_mask`), made where the tokens were made. Called by the methods before
+`learning.trainer.fit`.
 
-The order is a pure function of the seed: shuffle, then first-fit decreasing inside windows of the shuffled order (a window mixes
-lengths well enough to fill rows and keeps the search short), then the rows are shuffled. Processes that are given the same conversations
-make the same rows.
+The order is a pure function of the seed: shuffle, then first-fit decreasing inside windows of the shuffled order (a
+window mixes lengths well enough to fill rows and keeps the search short), then the rows are shuffled. Processes that
+are given the same conversations make the same rows.
 
-A conversation longer than a row is never cut: its later turns were sampled after the earlier ones, and half of it would teach them
-without. `pack` refuses it; the methods leave it out first (`too_long` counts, and a line and the metrics of the phase say how many).
+A conversation longer than a row is never cut: its later turns were sampled after the earlier ones, and half of it would
+teach them without. `pack` refuses it; the methods leave it out first (`too_long` counts, and a line and the metrics of
+the phase say how many).
+
+What a loss needs beside tokens stands in named columns of numbers, float32, 0 in padding. With `pairs` the
+conversations are chosen, rejected, chosen, rejected, ...: the two of a pair stand in one row, side by side, and the
+column `pairs` tells which they are.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -22,8 +28,8 @@ from jaxtyping import Array, Bool, Float, Int
 from mujica_jax.errors import UserError
 from mujica_jax.records import Conversation
 
-# First-fit looks at every open row for every conversation of a window: 1024 conversations of 100 tokens open about 200 rows of 512
-# tokens and take 10 ms; the last rows of a window stay part empty, under 2% of the slots at this size.
+# First-fit looks at every open row for every conversation of a window: 1024 conversations of 100 tokens open about 200
+# rows of 512 tokens and take 10 ms; the last rows of a window stay part empty, under 2% of the slots at this size.
 WINDOW_CONVERSATIONS = 1024
 
 
@@ -34,6 +40,7 @@ class Batch(NamedTuple):
     segment_ids: Int[np.ndarray | Array, "rows time"]  # 0 is padding, 1.. number the conversations of a row
     positions: Int[np.ndarray | Array, "rows time"]  # restart at 0 in each segment
     loss_mask: Bool[np.ndarray | Array, "rows time"]  # the token itself is a target: position t-1 predicts it
+    columns: Mapping[str, Float[np.ndarray | Array, "rows time"]] = {}  # those that the loss asks for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,6 +52,7 @@ class PackedRows:
     positions: Int[np.ndarray, "rows time"]
     loss_mask: Bool[np.ndarray, "rows time"]
     placements: Int[np.ndarray, "conversations 2"]  # row and first slot of each, in the order they were given
+    columns: Mapping[str, Float[np.ndarray, "rows time"]] = dataclasses.field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -63,39 +71,71 @@ class PackedRows:
     def trained_tokens(self) -> int:
         return int(self.loss_mask.sum())
 
-    def of_tokens(self, values: Float[np.ndarray, "conversations"]) -> Float[np.ndarray, "rows time"]:
-        """A number of each conversation, in the order they were given, at all of its tokens; 0 in padding."""
-        rows, starts = self.placements.T
-        of_segment = np.zeros((self.num_rows, self.row_tokens + 1), np.float32)
-        of_segment[rows, self.segment_ids[rows, starts]] = values
-        return np.take_along_axis(of_segment, self.segment_ids, axis=1)
+    def with_columns(self, **columns: Float[np.ndarray, "rows time"]) -> "PackedRows":
+        """With more columns, such as what `Trainer.score` gives for these rows."""
+        return dataclasses.replace(self, columns={**self.columns, **columns})
 
-    def batch(self, rows: Int[np.ndarray, "chosen"] | slice) -> Batch:
-        return Batch(self.tokens[rows], self.segment_ids[rows], self.positions[rows], self.loss_mask[rows])
+    def batch(self, rows: Int[np.ndarray, "chosen"] | slice, columns: Sequence[str] = ()) -> Batch:
+        """These rows, with these of the columns."""
+        missing = sorted(set(columns) - set(self.columns))
+        assert not missing, f"the loss needs the columns {missing}, and the rows have {sorted(self.columns)}"
+        extra = {name: self.columns[name][rows] for name in columns}
+        return Batch(self.tokens[rows], self.segment_ids[rows], self.positions[rows], self.loss_mask[rows], extra)
 
 
-def pack(conversations: Sequence[Conversation], *, row_tokens: int, seed: int) -> PackedRows:
-    """Packs every conversation exactly once, whole. `too_long` counts what would be refused: filter first."""
-    lengths = np.array([_length(conversation) for conversation in conversations], np.int64)
+def pack(
+    conversations: Sequence[Conversation],
+    *,
+    row_tokens: int,
+    seed: int,
+    columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
+    pairs: bool = False,
+) -> PackedRows:
+    """Packs every conversation exactly once, whole. `too_long` counts what would be refused: filter first.
+
+    A column has for each conversation a number for all of its tokens, or one number a token.
+    """
+    lengths = _lengths(conversations, pairs)
     if lengths.size and lengths.max() > row_tokens:
         raise UserError(
-            f"a conversation of {lengths.max()} tokens does not fit into a row of {row_tokens} tokens: "
+            f"a {'pair' if pairs else 'conversation'} of {lengths.max()} tokens does not fit into a row of {row_tokens} tokens: "
             "raise trainer.row_tokens or lower agent.max_trajectory_tokens"
         )
     assert not lengths.size or lengths.min() > 0, "a conversation holds at least one token"
     random = np.random.default_rng(seed)
     rows = _assign(lengths, row_tokens, random.permutation(lengths.size))
-    shuffled = random.permutation(len(rows))
-    return _fill([rows[index] for index in shuffled], conversations, row_tokens)
+    rows = [rows[index] for index in random.permutation(len(rows))]
+    columns = dict(columns or {})
+    if pairs:
+        number = {pair: place for row in rows for place, pair in enumerate(row, start=1)}
+        columns["pairs"] = [sign * number[pair] for pair in range(len(lengths)) for sign in (1, -1)]
+        rows = [[index for pair in row for index in (2 * pair, 2 * pair + 1)] for row in rows]
+    return _fill(rows, conversations, row_tokens, columns)
 
 
-def too_long(conversations: Sequence[Conversation], row_tokens: int) -> int:
-    """How many conversations `pack` would refuse."""
-    return sum(_length(conversation) > row_tokens for conversation in conversations)
+def too_long(conversations: Sequence[Conversation], row_tokens: int, *, pairs: bool = False) -> int:
+    """How many conversations, or pairs of them, `pack` would refuse."""
+    return int(np.sum(_lengths(conversations, pairs) > row_tokens))
 
 
-def _length(conversation: Conversation) -> int:
-    return sum(len(turn.token_ids) for turn in conversation.turns)
+def sampled_log_probs(conversations: Sequence[Conversation]) -> list[list[float]]:
+    """The column of the log-probabilities under the policy that sampled, as its engine stored them; 0 where a turn has
+    none."""
+    for turn in (turn for conversation in conversations for turn in conversation.turns):
+        if turn.trained and turn.logprobs is None:
+            raise UserError(
+                f"a trained turn of {len(turn.token_ids)} tokens carries no log-probabilities: "
+                "train on turns that an engine sampled, or score them (Trainer.score)"
+            )
+    return [
+        [value for turn in conversation.turns for value in turn.logprobs or [0.0] * len(turn.token_ids)]
+        for conversation in conversations
+    ]
+
+
+def _lengths(conversations: Sequence[Conversation], pairs: bool) -> Int[np.ndarray, "conversations_or_pairs"]:
+    lengths = np.array([sum(len(turn.token_ids) for turn in one.turns) for one in conversations], np.int64)
+    return lengths.reshape(-1, 2).sum(axis=1) if pairs else lengths
 
 
 def _assign(
@@ -116,7 +156,9 @@ def _assign(
     return rows
 
 
-def _fill(rows: list[list[int]], conversations: Sequence[Conversation], row_tokens: int) -> PackedRows:
+def _fill(
+    rows: list[list[int]], conversations: Sequence[Conversation], row_tokens: int, columns: Mapping[str, Any]
+) -> PackedRows:
     shape = (len(rows), row_tokens)
     packed = PackedRows(
         tokens=np.zeros(shape, np.int32),
@@ -124,6 +166,7 @@ def _fill(rows: list[list[int]], conversations: Sequence[Conversation], row_toke
         positions=np.zeros(shape, np.int32),
         loss_mask=np.zeros(shape, bool),
         placements=np.zeros((len(conversations), 2), np.int32),
+        columns={name: np.zeros(shape, np.float32) for name in columns},
     )
     for row, indexes in enumerate(rows):
         start = 0
@@ -136,5 +179,7 @@ def _fill(rows: list[list[int]], conversations: Sequence[Conversation], row_toke
             packed.loss_mask[row, slots] = conversations[index].loss_mask
             packed.loss_mask[row, start] = False  # nothing stands before the first token that could predict it
             packed.placements[index] = row, start
+            for name, values in columns.items():
+                packed.columns[name][row, slots] = values[index]
             start = slots.stop
     return packed

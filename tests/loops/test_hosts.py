@@ -97,7 +97,7 @@ def test_two_hosts_end_with_the_numbers_of_one(alone, tmp_path):
     assert numbers(directory) == numbers(alone)
     assert "\nphase " in first.output and "run directory" not in second.output, "one of them writes and shows"
     times = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "time"]
-    assert [line["weight_handover_seconds"] > 0 for line in times] == [True] * 3, "the warm-up and two rounds"
+    assert [line["weight_sync_seconds"] > 0 for line in times] == [True] * 3, "the warm-up and two rounds"
 
 
 @pytest.mark.fault

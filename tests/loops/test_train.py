@@ -145,7 +145,7 @@ def documented(heading: str) -> set[str]:
 
 def test_every_metric_that_is_written_is_documented_and_the_other_way_round(undisturbed):
     headings = {"learn": "Learning", "sampling": "The engine", "evaluating": "The engine", "mygo": "MyGO"}
-    headings |= {"agreement": "Engine against trainer", "time": "Where the time goes", "store": "The run directory"}
+    headings |= {"mismatch": "Train-inference mismatch", "time": "Where the time goes", "store": "The run directory"}
     written: dict[str, set[str]] = {heading: set() for heading in headings.values()}
     for line in json_lines(undisturbed.directory / "metrics.jsonl"):
         written[headings[line["phase"].rpartition("/")[2]]] |= set(line) - {"phase", "step", "time"}
@@ -156,7 +156,7 @@ def test_every_metric_that_is_written_is_documented_and_the_other_way_round(undi
 
 
 def test_engine_and_trainer_agree_on_what_was_sampled(undisturbed):
-    lines = [line for line in json_lines(undisturbed.directory / "metrics.jsonl") if line["phase"] == "agreement"]
+    lines = [line for line in json_lines(undisturbed.directory / "metrics.jsonl") if line["phase"] == "mismatch"]
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         assert line["compared_tokens"] > 100

@@ -29,7 +29,7 @@ from mujica_jax.inference import sampling
 from mujica_jax.inference.engine.kv_quantization import LEVELS, CacheScales, calibrated
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.weight_sync import handed_over
+from mujica_jax.models.weight_sync import sync_weights
 
 
 class SlotState(NamedTuple):
@@ -146,7 +146,7 @@ class Engine(abc.ABC):
                 self._scales = jax.eval_shape(calibrate, self._weights) if abstract else calibrate(self._weights)
 
     def _placed(self, weights: nnx.State) -> nnx.State:
-        return weights if is_abstract(weights) else handed_over(weights, self.mesh)
+        return weights if is_abstract(weights) else sync_weights(weights, self.mesh)
 
     def _over_mesh(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)

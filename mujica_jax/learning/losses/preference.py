@@ -1,56 +1,56 @@
-"""Direct preference optimisation (arXiv 2305.18290, equation 7) on pairs of conversations that lie somewhere in packed rows.
+"""Direct preference optimisation (arXiv 2305.18290, equation 7) on pairs of conversations.
 
     gain(y) = sum over trained t of y of (log p(x_t) - log p_reference(x_t))
     loss    = - mean over pairs of log sigmoid(beta (gain(chosen) - gain(rejected)))
 
-The reference is the policy before training; its log-probabilities are computed once (`Trainer.score`) and given. DecEx-RAG published no
-beta: ours is 0.1. A pure function of arrays: `log_probs` come from `losses.token_log_probs`, so that a gradient goes through them.
+Both conversations of a pair stand in one row (`packing.pack(..., pairs=True)`), so a pair is whole in every part of a
+batch and on every device. Columns: `pairs`, which that makes (+n at the tokens of the chosen conversation of the row's
+n-th pair, -n at those of the rejected one), and `reference_log_probs`: the reference is the policy before training,
+scored once (`Trainer.score`). DecEx-RAG published no beta: ours is 0.1.
 """
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-BETA = 0.1
-
-
-class Pairs(NamedTuple):
-    """Where the two conversations of each pair lie: row and first slot, as in `PackedRows.placements`. Row -1 is no pair: it fills up."""
-
-    chosen: Int[np.ndarray | Array, "pairs 2"]
-    rejected: Int[np.ndarray | Array, "pairs 2"]
+from mujica_jax.learning.losses.loss import Counts, Loss, Metrics, divided, sum_by_id
+from mujica_jax.trajectories.packing import Batch
 
 
-def dpo_loss(
-    log_probs: Float[Array, "rows time"],
-    reference_log_probs: Float[Array | np.ndarray, "rows time"],
-    segment_ids: Int[Array | np.ndarray, "rows time"],
-    trained: Bool[Array | np.ndarray, "rows time"],
-    pairs: Pairs,
-    *,
-    beta: float = BETA,
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Mean over the pairs (0 if there are none), and its metrics: how often and by how much the chosen one gained more."""
-    # Chosen before the difference is summed: what an untrained token holds reaches neither value nor gradient.
-    gains = jnp.where(jnp.asarray(trained), log_probs - reference_log_probs, 0.0)
-    segments = jnp.asarray(segment_ids)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPO(Loss):
+    """Mean over the pairs (0 if there are none); its metrics: how often and by how much the chosen one gained more."""
 
-    def gain(place: Int[Array, "pairs 2"]) -> Float[Array, "pairs"]:
-        rows, slots = place[:, 0], place[:, 1]
-        of_conversation = segments[rows] == segments[rows, slots][:, None]
-        return jnp.sum(jnp.where(of_conversation, gains[rows], 0.0), axis=1)
+    beta: float = 0.1
 
-    is_pair = jnp.asarray(pairs.chosen)[:, 0] >= 0
-    count = jnp.maximum(jnp.sum(is_pair), 1)
-    margin = beta * (gain(jnp.asarray(pairs.chosen)) - gain(jnp.asarray(pairs.rejected)))
-    # log sigmoid(x) as JAX has it: log(1 / (1 + exp(-x))) overflows where the rejected one is far ahead.
-    loss = -jnp.sum(jnp.where(is_pair, jax.nn.log_sigmoid(margin), 0.0)) / count
-    return loss, {
-        "loss": loss,
-        "pairs": jnp.sum(is_pair, dtype=jnp.int32),
-        "margin": jnp.sum(jnp.where(is_pair, margin, 0.0)) / count,
-        "right_share": jnp.sum(is_pair & (margin > 0)) / count,
-    }
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("pairs", "reference_log_probs")
+
+    def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
+        return super().counts(batch) | {"pairs": jnp.sum(_is_pair(_pairs(batch)), dtype=jnp.int32)}
+
+    def of(
+        self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
+    ) -> tuple[Float[Array, ""], Metrics]:
+        # Chosen before the difference is summed: what an untrained token holds reaches neither value nor gradient.
+        gains = jnp.where(jnp.asarray(batch.loss_mask), log_probs - batch.columns["reference_log_probs"], 0.0)
+        pairs = _pairs(batch)
+        margin, is_pair = self.beta * sum_by_id(jnp.sign(pairs) * gains, jnp.abs(pairs)), _is_pair(pairs)
+        # log sigmoid(x) as JAX has it: log(1 / (1 + exp(-x))) overflows where the rejected one is far ahead.
+        of_pairs = jnp.where(is_pair, jax.nn.log_sigmoid(margin), 0.0)
+        return -divided(jnp.sum(of_pairs), counts["pairs"]), {
+            "margin": divided(jnp.sum(jnp.where(is_pair, margin, 0.0)), counts["pairs"]),
+            "accuracy": divided(jnp.sum(is_pair & (margin > 0)), counts["pairs"]),
+        }
+
+
+def _pairs(batch: Batch) -> Int[Array, "rows time"]:
+    return jnp.asarray(batch.columns["pairs"]).astype(jnp.int32)
+
+
+def _is_pair(pairs: Int[Array, "rows time"]) -> Array:
+    """Which of a row's pair numbers are taken; 0 is padding."""
+    return (sum_by_id(jnp.ones_like(pairs), jnp.abs(pairs)) > 0).at[:, 0].set(False)

