@@ -19,7 +19,6 @@ from fake_bucket import use
 from mujica_jax.errors import RunMismatch, StoreError, UserError
 from mujica_jax.records import Conversation, Search, StopReason, Trajectory, Turn
 from mujica_jax.runtime import provenance
-from mujica_jax.storage import objects
 from mujica_jax.storage.run_directory import RunPath, run_path
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.store import RoundSummary, Store, open_run, shard_name
@@ -96,7 +95,7 @@ def files(root: RunPath) -> list[str]:
     """Everything there is below a folder."""
     if isinstance(root, Path):
         return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
-    return sorted(str((folder / name).relative_to(root)) for folder, _, names in root.walk() for name in names)
+    return list(root.objects())
 
 
 # Objects
@@ -130,9 +129,9 @@ def test_of_many_writers_exactly_one_wins(store: Store) -> None:
 def test_a_writer_killed_in_the_middle_leaves_no_object(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal\n"
-        "from mujica_jax.storage.objects import Objects\n"
+        "from mujica_jax.storage.local import create\n"
         "os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"Objects(pathlib.Path({str(tmp_path)!r})).create('x', b'never whole')\n"
+        f"create(pathlib.Path({str(tmp_path)!r}) / 'x', b'never whole')\n"
     )
     killed = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], check=False)
     assert killed.returncode < 0
@@ -413,7 +412,7 @@ def test_what_was_written_and_read_is_counted_in_bytes_and_seconds(store: Store,
     entry = store.write_shard(0, 0, rows)
     store.read_shard(entry)
     store.read_shard(entry)
-    found = store.costs.summary()
+    found = store.io_statistics.summary()
     assert (found["writes"], found["write_bytes"], found["reads"], found["read_bytes"]) == (
         1,
         entry.bytes,
@@ -421,10 +420,10 @@ def test_what_was_written_and_read_is_counted_in_bytes_and_seconds(store: Store,
         2 * entry.bytes,
     )
     assert found["write_seconds"] > 0 and found["read_seconds"] > 0
-    store.costs.forget()
+    store.io_statistics.reset()
     store.commit_policy(1, write_weights)
     store.policy_path(1)
-    found, committed = store.costs.summary(), len(store.read("policies/000001/COMMITTED"))
+    found, committed = store.io_statistics.summary(), len(store.read("policies/000001/COMMITTED"))
     assert (found["write_bytes"], found["read_bytes"]) == (10, 10 + committed)
 
 
@@ -462,9 +461,9 @@ def test_a_policy_that_fails_half_way_is_not_there(store: Store) -> None:
 
 def test_a_policy_that_a_killed_writer_left_is_written_anew(on_disk: Store) -> None:
     store = on_disk
-    partial = store.root / "policies" / ".partial-000001"
-    partial.mkdir(parents=True)
-    (partial / "old").write_bytes(b"half")
+    torn = store.root / "policies" / "000001"
+    torn.mkdir(parents=True)
+    (torn / "old").write_bytes(b"half")
     assert store.policies() == []
     assert store.commit_policy(1, write_weights)
     assert files(store.root / "policies") == ["000001/COMMITTED", "000001/params/weights"]
@@ -548,7 +547,7 @@ def test_what_is_no_address_of_a_bucket_is_refused(address: str) -> None:
         open_run(address, CONFIG)
 
 
-def test_a_file_in_the_place_of_the_run_is_explained(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_run_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UserError, match=r"cannot use .*file.*: a file stands where a directory is needed"):
@@ -559,7 +558,7 @@ def test_a_file_in_the_place_of_the_run_is_explained(tmp_path: Path) -> None:
     ("code", "sentence"),
     [(errno.ENOSPC, "no space is left"), (errno.EROFS, "read-only"), (errno.EACCES, "permission is denied")],
 )
-def test_a_disk_that_cannot_be_written_is_explained(
+def test_a_disk_that_cannot_be_written_is_one_sentence(
     on_disk: Store, monkeypatch: pytest.MonkeyPatch, code: int, sentence: str
 ) -> None:
     store = on_disk
@@ -567,7 +566,7 @@ def test_a_disk_that_cannot_be_written_is_explained(
     def fail(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(objects.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(UserError, match=rf"cannot use .*config\.json: .*{sentence}.*--run directory"):
         open_run(store.root, CONFIG)
     with pytest.raises(UserError, match=rf"cannot use .*000001: .*{sentence}"):
@@ -582,7 +581,7 @@ def test_other_errors_of_the_operating_system_keep_their_traceback(
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, "input/output error")
 
-    monkeypatch.setattr(objects.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="input/output error"):
         on_disk.create("x", b"")
 

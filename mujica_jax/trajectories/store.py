@@ -9,7 +9,7 @@
     rounds/0003/DONE.json            the shards that count, with sizes and checksums; written last
     quarantine/                      damaged shards, each with the reason
 
-Everything but the metrics is created once and never changed (`objects.py` on local disk, `bucket_objects.py` on gs://). Readers trust
+Everything but the metrics is created once and never changed (`storage/`). Readers trust
 what DONE.json and COMMITTED list. Before a round has DONE.json, a shard counts when it proves to be whole by itself (`shards.py`), so a
 sampler may die and be started anywhere.
 """
@@ -26,7 +26,7 @@ from typing import Any
 from mujica_jax.errors import RunMismatch, StoreError
 from mujica_jax.records import Trajectory
 from mujica_jax.runtime import provenance
-from mujica_jax.storage.objects import COMMITTED
+from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunDirectory, RunPath
 from mujica_jax.trajectories import shards
 
