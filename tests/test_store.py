@@ -53,13 +53,14 @@ def trajectory(number: int = 0, tokens: int = 6, workers: int = 2) -> Trajectory
         attempt=number % 3,
         policy_version=2,
         seed=2**62 + number,
-        planner=Conversation(role="planner", turns=(turn("context"), turn("model", trained=True), turn("context"))),
-        workers=tuple(
-            Conversation(role="worker", turns=(turn("context"), turn("model", True))) for _ in range(workers)
+        conversations=(
+            Conversation(role="planner", turns=(turn("context"), turn("model", trained=True), turn("context"))),
+            *(Conversation(role="worker", turns=(turn("context"), turn("model", True))) for _ in range(workers)),
         ),
         answer="Ada Crane",
         reward=0.1 + number,
         rewards_by_part={"em": 1.0, "f1": 1 / 3},
+        counts={"turns": 2.0},
         stop_reason=StopReason.ANSWERED,
         searches=tuple(search(iteration) for iteration in range(workers)),
         seconds=0.25,
@@ -179,16 +180,18 @@ def test_trajectories_come_back(store: Store, rows: list[Trajectory]) -> None:
 @pytest.mark.parametrize(
     "odd",
     [
-        dataclasses.replace(trajectory(), workers=(), searches=(), rewards_by_part={}, answer=""),
-        dataclasses.replace(trajectory(), planner=Conversation(role="single", turns=())),
+        dataclasses.replace(trajectory(), conversations=(), searches=(), rewards_by_part={}, counts={}, answer=""),
+        dataclasses.replace(trajectory(), conversations=(Conversation(role="single", turns=()),)),
         dataclasses.replace(
             trajectory(),
-            planner=Conversation(
-                role="planner",
-                turns=(
-                    Turn(role="model", token_ids=(), text="", logprobs=(), trained=True),
-                    Turn(role="model", token_ids=(5,), text="a", logprobs=None, trained=True),
-                    Turn(role="context", token_ids=(0, 2**31 - 1), text="\x00 line\nbreak"),
+            conversations=(
+                Conversation(
+                    role="planner",
+                    turns=(
+                        Turn(role="model", token_ids=(), text="", logprobs=(), trained=True),
+                        Turn(role="model", token_ids=(5,), text="a", logprobs=None, trained=True),
+                        Turn(role="context", token_ids=(0, 2**31 - 1), text="\x00 line\nbreak"),
+                    ),
                 ),
             ),
         ),
@@ -217,7 +220,7 @@ def test_float32_logprobs_and_everything_else_are_exact(
     turn = Turn(role="model", token_ids=tuple(range(len(logprobs))), text=text, logprobs=tuple(logprobs), trained=True)
     row = dataclasses.replace(
         trajectory(),
-        planner=Conversation(role="planner", turns=(turn, turn)),
+        conversations=(Conversation(role="planner", turns=(turn, turn)),),
         seed=seed,
         reward=reward,
         rewards_by_part={text: reward},
@@ -233,9 +236,9 @@ def test_other_tools_read_plain_columns_and_metadata(store: Store, rows: list[Tr
     assert table.column("reward").to_pylist() == [row.reward for row in rows]
     turn = table.column("conversations").to_pylist()[0][0]["turns"][1]
     assert (turn["role"], turn["trained"]) == ("model", True)
-    assert turn["token_ids"] == list(rows[0].planner.turns[1].token_ids)
+    assert turn["token_ids"] == list(rows[0].conversations[0].turns[1].token_ids)
     metadata = pyarrow.parquet.read_metadata(io.BytesIO(store.read(entry.name))).metadata
-    assert (metadata[b"schema_version"], metadata[b"rows"]) == (b"1", b"4")
+    assert (metadata[b"schema_version"], metadata[b"rows"]) == (b"2", b"4")
 
 
 def test_the_first_shard_stays(store: Store, rows: list[Trajectory]) -> None:
@@ -253,7 +256,8 @@ def test_content_does_not_depend_on_seconds(rows: list[Trajectory]) -> None:
 
 def changed_contents() -> Iterator[Trajectory]:
     row = trajectory()
-    first, second, third = row.planner.turns
+    planner, *workers = row.conversations
+    first, second, third = planner.turns
     yield dataclasses.replace(row, question_id="x")
     yield dataclasses.replace(row, attempt=9)
     yield dataclasses.replace(row, policy_version=9)
@@ -261,8 +265,9 @@ def changed_contents() -> Iterator[Trajectory]:
     yield dataclasses.replace(row, answer="x")
     yield dataclasses.replace(row, reward=9.0)
     yield dataclasses.replace(row, rewards_by_part={"em": 0.0, "f1": 1 / 3})
+    yield dataclasses.replace(row, counts={"turns": 3.0})
     yield dataclasses.replace(row, stop_reason=StopReason.NO_ACTION)
-    yield dataclasses.replace(row, workers=row.workers[:1])
+    yield dataclasses.replace(row, conversations=row.conversations[:2])
     yield dataclasses.replace(row, searches=row.searches[:1])
     yield dataclasses.replace(row, searches=(dataclasses.replace(row.searches[0], selected=()), row.searches[1]))
     for changed in (
@@ -272,7 +277,8 @@ def changed_contents() -> Iterator[Trajectory]:
         dataclasses.replace(second, text="x"),
         dataclasses.replace(second, trained=False),
     ):
-        yield dataclasses.replace(row, planner=Conversation(role="planner", turns=(first, changed, third)))
+        altered = dataclasses.replace(planner, turns=(first, changed, third))
+        yield dataclasses.replace(row, conversations=(altered, *workers))
 
 
 def test_content_depends_on_everything_else() -> None:
@@ -309,7 +315,7 @@ def test_a_shard_of_another_schema_is_refused(monkeypatch: pytest.MonkeyPatch, r
     monkeypatch.setattr(shards, "SCHEMA_VERSION", "7")
     data = shards.encode(rows)
     monkeypatch.undo()
-    with pytest.raises(StoreError, match="shard-x has schema version 7 and this program reads 1"):
+    with pytest.raises(StoreError, match="shard-x has schema version 7 and this program reads 2"):
         shards.decode(data, "shard-x")
 
 
