@@ -5,9 +5,9 @@
 
 `serving` is for other processes, which are given `bucket.environment`.
 
-Kept in memory: whole objects with generation, metadata and checksums. Any bucket name is a bucket, except those that begin with
-"no-", and those that begin with "closed-", to which nobody has access. Uploads in one part, in two and resumable; downloads with
-ranges; lists with prefix, delimiter, offsets and pages; delete and compose.
+Kept in memory: whole objects with generation, metadata and checksums. Any bucket name is a bucket, except those that
+begin with "no-", and those that begin with "closed-", to which nobody has access. Uploads in one part, in two and
+resumable; downloads with ranges; lists with prefix, delimiter, offsets and pages; delete and compose.
 """
 
 import base64

@@ -1,4 +1,6 @@
-"""A bucket that answers 503, hangs, cuts what is sent and loses answers: what is in it at the end is what an undisturbed one holds."""
+"""A bucket that answers 503, hangs, cuts what is sent and loses answers: what is in it at the end is what an
+undisturbed one holds.
+"""
 
 import dataclasses
 import functools
@@ -51,8 +53,8 @@ def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
 
 
 def repeated(fake: FakeBucket, times: int, kind: str, fault: Fault | None = None) -> bool:
-    """Whether requests were repeated so often. Where one hangs, the short deadline may pass for another one too on a busy machine, so
-    that it is as often as requests of the kind came beyond the first.
+    """Whether requests were repeated so often. Where one hangs, the short deadline may pass for another one too on a
+    busy machine, so that it is as often as requests of the kind came beyond the first.
     """
     counted = gcs.open_bucket("bucket").retries
     if fault != "hang":

@@ -4,14 +4,15 @@
     directory/000007/about/       Orbax, JSON: the loop's dictionary
     directory/000007/COMMITTED    size and checksum of every file of the two, written after them
 
-Orbax's `CheckpointManager` numbers, writes in the background and removes all but the last `keep`. COMMITTED is ours, because Orbax
-restores most flipped bits without a word: a checkpoint without it, or whose files are not what it lists, is ignored, and the one before
-it is used. The checksums are SHA-256 on local disk, in a bucket the CRC32C that the service keeps of what it has stored, for which
-nothing is read.
+Orbax's `CheckpointManager` numbers, writes in the background and removes all but the last `keep`. COMMITTED is ours,
+because Orbax restores most flipped bits without a word: a checkpoint without it, or whose files are not what it lists,
+is ignored, and the one before it is used. The checksums are SHA-256 on local disk, in a bucket the CRC32C that the
+service keeps of what it has stored, for which nothing is read.
 
-A save holds the loop while the arrays are copied to the host. (On CPU there is no copy: a step does not reuse a buffer that the writer
-still looks at.) One save is under way at a time: the next one, a restore, `finish` and the end of a `with` block wait for it and raise
-what went wrong in it. Called by the methods around `learning.trainer.fit`. Orbax is imported on first use: 0.3 s.
+A save holds the loop while the arrays are copied to the host. (On CPU there is no copy: a step does not reuse a buffer
+that the writer still looks at.) One save is under way at a time: the next one, a restore, `finish` and the end of a
+`with` block wait for it and raise what went wrong in it. Called by the methods around `learning.trainer.fit`. Orbax is
+imported on first use: 0.3 s.
 """
 
 import contextlib
@@ -45,7 +46,9 @@ _log = logging.getLogger(__name__)
 
 
 class _RaisedByFinish(logging.Filter):
-    """Orbax logs what its threads raised, with a traceback. `finish` raises the same, and a full disk is worth one sentence."""
+    """Orbax logs what its threads raised, with a traceback. `finish` raises the same, and a full disk is worth one
+    sentence.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.funcName not in RAISED_BY_FINISH
@@ -55,7 +58,9 @@ _RAISED_BY_FINISH = _RaisedByFinish()  # one: a logger keeps each filter once
 
 
 class Checkpoints:
-    """The checkpoints of one directory. Every process of a multi-host run sees the same directory and calls every method."""
+    """The checkpoints of one directory. Every process of a multi-host run sees the same directory and calls every
+    method.
+    """
 
     def __init__(self, directory: str | PurePath, *, keep: int, io_statistics: IoStatistics | None = None) -> None:
         """`io_statistics` gets the seconds and bytes of every save and restore."""
@@ -89,8 +94,10 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors gone. Not where an
-        error ends one of several processes: a save needs them all, and `distributed.abort` runs no thread's end."""
+        """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors
+        gone. Not where an error ends one of several processes: a save needs them all, and `distributed.abort` runs no
+        thread's end.
+        """
         if error is not None and distributed.processes() > 1:
             return
         try:
@@ -130,9 +137,11 @@ class Checkpoints:
             self._manager.save(number, args=orbax.args.Composite(**items), force=True)
 
     def restore_latest(self, template: State) -> tuple[State, dict[str, Any]] | None:
-        """The newest intact checkpoint, with the structure, types and shardings of `template` (arrays or `jax.ShapeDtypeStruct`s).
+        """The newest intact checkpoint, with the structure, types and shardings of `template` (arrays or
+        `jax.ShapeDtypeStruct`s).
 
-        None if there is none. A checkpoint of other shapes or types is an error: the run directory belongs to another model.
+        None if there is none. A checkpoint of other shapes or types is an error: the run directory belongs to another
+        model.
         """
         import orbax.checkpoint as orbax
 
@@ -195,7 +204,8 @@ def _as_user_error(folder: RunPath) -> Iterator[None]:
         if not failed:
             raise
         raise StoreUnavailable(
-            f"{folder} could not be written or read, at last because of: {reason.strip()[:200]}; see that the bucket can be reached and "
+            f"{folder} could not be written or read, at last because of: {reason.strip()[:200]}; see that the bucket "
+            "can be reached and "
             "start the same command again"
         ) from error
 
@@ -229,13 +239,15 @@ def _refuse_other_arrays(folder: RunPath, saved: Any, wanted: dict[str, Any]) ->
         there, here = (list(tree[name].shape) if name in tree else None for tree in (saved, wanted))
         if there != here:
             raise UserError(
-                f"checkpoint {folder} holds another model: {name} is {_words(there)} there and {_words(here)} in this run: "
+                f"checkpoint {folder} holds another model: {name} is {_words(there)} there and {_words(here)} in this "
+                "run: "
                 "use the model it was made with, or another run directory"
             )
     for name, leaf in wanted.items():
         if (kept := str(saved[name].dtype)) != str(leaf.dtype):
             raise UserError(
-                f"checkpoint {folder} keeps {name} in {kept}, and this run in {leaf.dtype}: leave trainer.parameter_dtype and "
+                f"checkpoint {folder} keeps {name} in {kept}, and this run in {leaf.dtype}: leave "
+                "trainer.parameter_dtype and "
                 "trainer.first_moment_dtype as they were, or use another run directory"
             )
 

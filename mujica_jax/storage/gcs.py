@@ -1,11 +1,12 @@
 """One bucket of Google Cloud Storage: requests with a deadline, bounded retries and generation preconditions.
 
-Requests are repeated as google-cloud-storage's `DEFAULT_RETRY` says, each as a whole. Each write carries a token in the object's
-metadata: a request whose answer was lost is sent again and meets its own object, which the token tells from another writer's, even
-where both wrote the same bytes. Uploads and downloads are compared with the service's CRC32C. google-cloud-storage is imported with the
-first bucket: 0.5 s.
+Requests are repeated as google-cloud-storage's `DEFAULT_RETRY` says, each as a whole. Each write carries a token in the
+object's metadata: a request whose answer was lost is sent again and meets its own object, which the token tells from
+another writer's, even where both wrote the same bytes. Uploads and downloads are compared with the service's CRC32C.
+google-cloud-storage is imported with the first bucket: 0.5 s.
 
-Access is that of every Google Cloud program (application default credentials); STORAGE_EMULATOR_HOST names another server.
+Access is that of every Google Cloud program (application default credentials); STORAGE_EMULATOR_HOST names another
+server.
 """
 
 import contextlib
@@ -85,7 +86,9 @@ class Bucket:
         return self._ask("read", name, self._bucket.blob(name).download_as_bytes, checksum="crc32c")
 
     def read_range(self, info: ObjectInfo, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of exactly this object. Raises FileNotFoundError, and UserError where it was replaced."""
+        """Bytes `start` to `stop` of exactly this object. Raises FileNotFoundError, and UserError where it was
+        replaced.
+        """
         from google.api_core.exceptions import PreconditionFailed
 
         span = {"start": start, "end": stop - 1, "checksum": None, "if_generation_match": info.generation}
@@ -115,9 +118,9 @@ class Bucket:
     def append(self, name: str, data: bytes, generation: int, token: str) -> int | None:
         """The object's new generation, or None where its generation is another one: another process has written.
 
-        A bucket cannot append: the new bytes become an object of their own, the service joins the two under the old name, and the
-        part is deleted. So the costs do not grow with the object. Generation 0: it does not exist yet. Called again with the same
-        token, after an interruption, it adds nothing twice.
+        A bucket cannot append: the new bytes become an object of their own, the service joins the two under the old
+        name, and the part is deleted. So the costs do not grow with the object. Generation 0: it does not exist yet.
+        Called again with the same token, after an interruption, it adds nothing twice.
         """
         if generation == 0:
             return self._upload(name, data, generation=0, token=token)
@@ -179,8 +182,8 @@ class Bucket:
     def _ask(
         self, done: str, name: str, method: Callable[..., Answer], *given: Any, size_bytes: int = 0, **options: Any
     ) -> Answer:
-        """Calls a method of the library until it is answered. Raises StoreUnavailable when that takes too long, FileNotFoundError
-        for an absent object, and UserError for what no retry mends.
+        """Calls a method of the library until it is answered. Raises StoreUnavailable when that takes too long,
+        FileNotFoundError for an absent object, and UserError for what no retry mends.
         """
         from google.api_core import exceptions
         from google.auth.exceptions import RefreshError

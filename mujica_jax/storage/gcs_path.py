@@ -1,8 +1,9 @@
 """`gs://` as a path, for Orbax and for code that takes files of a run by path.
 
-Orbax writes arrays to a bucket by TensorStore, and its small files by etils' paths. Those would go through TensorFlow wherever it is
-installed, and through gcsfs elsewhere: the first takes seconds to import, neither has a deadline. So this class takes `gs://` over in
-this process, and every request is `gcs.py`'s. Folders exist as soon as something lies in them.
+Orbax writes arrays to a bucket by TensorStore, and its small files by etils' paths. Those would go through TensorFlow
+wherever it is installed, and through gcsfs elsewhere: the first takes seconds to import, neither has a deadline. So
+this class takes `gs://` over in this process, and every request is `gcs.py`'s. Folders exist as soon as something lies
+in them.
 """
 
 import contextlib
@@ -19,8 +20,9 @@ from etils.epath import backend, gpath, stat_utils
 from mujica_jax.storage.gcs import Bucket, ObjectInfo, open_bucket
 
 SCHEME = "gs://"
-# TensorStore repeats a request 32 times, a second to half a minute apart, and Orbax offers no way to change that. Without these limits
-# a connection on which nothing moves would hold it for ever. It reads them at its first request; what the user has set stays.
+# TensorStore repeats a request 32 times, a second to half a minute apart, and Orbax offers no way to change that.
+# Without these limits a connection on which nothing moves would hold it for ever. It reads them at its first request;
+# what the user has set stays.
 TENSORSTORE_LIMITS = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",

@@ -1,7 +1,8 @@
 """Files on local disk: written whole or not at all, and errors of the disk in one sentence.
 
-The bytes of a file go to a temporary file beside it, reach the disk, and get the final name: by `link`, which fails where the name is
-taken (`create`), or by `rename` (`atomic_write`). A reader sees a whole file or none, and a killed writer leaves nothing that counts.
+The bytes of a file go to a temporary file beside it, reach the disk, and get the final name: by `link`, which fails
+where the name is taken (`create`), or by `rename` (`atomic_write`). A reader sees a whole file or none, and a killed
+writer leaves nothing that counts.
 """
 
 import contextlib
@@ -43,7 +44,9 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write` with the empty folder and brings what it left there to the disk. What was in the folder before is removed."""
+    """Calls `write` with the empty folder and brings what it left there to the disk. What was in the folder before is
+    removed.
+    """
     with as_user_error(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -106,7 +109,9 @@ def as_user_error(path: PurePath) -> Iterator[None]:
 
 
 def _code_in_words(error: Exception) -> int | None:
-    """Libraries in Rust and C++ (safetensors, tokenizers, TensorStore) raise errors of their own, with the system's words in them."""
+    """Libraries in Rust and C++ (safetensors, tokenizers, TensorStore) raise errors of their own, with the system's
+    words in them.
+    """
     return next((code for code in DISK_ERRORS if os.strerror(code) in str(error)), None)
 
 

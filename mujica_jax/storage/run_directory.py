@@ -1,10 +1,11 @@
 """A run directory on local disk or in a bucket: its objects by name, its files by path, and what both cost.
 
-`local.py` is the disk, `gcs.py` and `gcs_path.py` are `gs://bucket/prefix`. Code above asks here and knows no difference.
+`local.py` is the disk, `gcs.py` and `gcs_path.py` are `gs://bucket/prefix`. Code above asks here and knows no
+difference.
 
-A folder (a policy, a tokenizer) counts once its COMMITTED is there, which is written last; without it the folder is torn, and the next
-writer replaces its files. Libraries read folders from local disk only: those of a bucket are fetched into a cache, where every file is
-compared with COMMITTED each time.
+A folder (a policy, a tokenizer) counts once its COMMITTED is there, which is written last; without it the folder is
+torn, and the next writer replaces its files. Libraries read folders from local disk only: those of a bucket are fetched
+into a cache, where every file is compared with COMMITTED each time.
 """
 
 import contextlib
@@ -47,7 +48,8 @@ def run_path(root: str | PurePath) -> RunPath:
 
     if not re.fullmatch(rf"gs://{BUCKET_NAME}(/.*)?", root):
         raise UserError(
-            f"{root} is neither a local directory nor gs://BUCKET/NAME with a bucket's name of 3 to 63 small letters, digits, "
+            f"{root} is neither a local directory nor gs://BUCKET/NAME with a bucket's name of 3 to 63 small letters, "
+            "digits, "
             "dots, dashes and underscores; choose another --run directory"
         )
     return BucketPath(root.rstrip("/"))
@@ -64,7 +66,9 @@ def atomic_write(path: RunPath, data: bytes) -> None:
 
 
 class RunDirectory:
-    """Objects below `root`, created once and never changed. `io_statistics` sums what is written and read through this object."""
+    """Objects below `root`, created once and never changed. `io_statistics` sums what is written and read through this
+    object.
+    """
 
     def __init__(self, root: str | PurePath) -> None:
         self.root = run_path(root)
@@ -120,7 +124,8 @@ class RunDirectory:
         return value
 
     def commit_folder(self, name: str, write: Callable[[Path], None], about: Mapping[str, Any]) -> bool:
-        """Calls `write` with an empty local folder and keeps what it left there, with its list and `about` in COMMITTED, written last.
+        """Calls `write` with an empty local folder and keeps what it left there, with its list and `about` in
+        COMMITTED, written last.
 
         One process of a run does this. False where the folder is committed already; then `write` is not called.
         """
@@ -138,7 +143,9 @@ class RunDirectory:
         return committed
 
     def folder(self, name: str) -> Path:
-        """A committed folder, on local disk, with every file as COMMITTED lists it. Raises StoreError naming what is wrong."""
+        """A committed folder, on local disk, with every file as COMMITTED lists it. Raises StoreError naming what is
+        wrong.
+        """
         folder = self.root / name
         files = self.read_json(f"{name}/{COMMITTED}").get("files")
         if not isinstance(files, list):
@@ -197,8 +204,8 @@ def open_to_append(path: RunPath) -> "FileIO | AppendedObject":
 
 
 class AppendedObject:
-    """An object that one process appends to. What it writes is held for `HELD_SECONDS` at most, and uploaded by the next `write`,
-    `flush` or `close` after that. Raises StoreError where another process appends to it too.
+    """An object that one process appends to. What it writes is held for `HELD_SECONDS` at most, and uploaded by the
+    next `write`, `flush` or `close` after that. Raises StoreError where another process appends to it too.
     """
 
     def __init__(self, path: "BucketPath") -> None:
@@ -227,7 +234,8 @@ class AppendedObject:
             generation = self._bucket.append(self._path.key, self._sent, self._generation, self._token)
             if generation is None:
                 raise StoreError(
-                    f"{self._path} was changed by another process; let one process at a time train in {self._path.parent}"
+                    f"{self._path} was changed by another process; let one process at a time train in "
+                    f"{self._path.parent}"
                 )
             self._generation, self._sent = generation, b""
 
