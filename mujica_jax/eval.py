@@ -196,7 +196,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     from mujica_jax.rewards import find_reward
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
     from mujica_jax.runtime.host_memory import keep_freed_memory
-    from mujica_jax.storage.run_directory import write_over
+    from mujica_jax.storage.run_directory import atomic_write
 
     _require_writable(policy.out)
     require_packages(config)
@@ -232,8 +232,8 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
         "seed": config.seed,
         "temperature": config.eval.temperature,
     }
-    write_over(file.with_suffix(".predictions.jsonl"), scores.predictions())
-    write_over(file, (json.dumps(about | summary, indent=2, allow_nan=False) + "\n").encode())
+    atomic_write(file.with_suffix(".predictions.jsonl"), scores.predictions())
+    atomic_write(file, (json.dumps(about | summary, indent=2, allow_nan=False) + "\n").encode())
     progress.show(score_table(summary["greedy"], summary["sampled"]))
     for kind, found in summary.items():
         reasons = ", ".join(f"{reason} {count}" for reason, count in found["stop_reasons"].items())

@@ -5,9 +5,9 @@
 
 `serving` is for other processes, which are given `bucket.environment`.
 
-Kept in memory: whole objects with generation, metadata and checksums. Any bucket name is a bucket, except those that begin with
-"no-", and those that begin with "closed-", to which nobody has access. Uploads in one part, in two and resumable; downloads with
-ranges; lists with prefix, delimiter, offsets and pages; delete, rewrite and compose.
+Kept in memory: whole objects with generation, metadata and checksums. Any bucket name is a bucket, except those that
+begin with "no-", and those that begin with "closed-", to which nobody has access. Uploads in one part, in two and
+resumable; downloads with ranges; lists with prefix, delimiter, offsets and pages; delete and compose.
 """
 
 import base64
@@ -32,7 +32,7 @@ from typing import Any, Literal
 import google_crc32c
 import pytest
 
-from mujica_jax.storage import gcs as requests
+from mujica_jax.storage import gcs
 
 Fault = Literal["503", "429", "hang", "cut upload", "cut download", "lost answer"]
 HANG_SECONDS = 30.0
@@ -68,9 +68,8 @@ class Request:
             return "upload"
         if self.query.get("alt") == "media":
             return "download"
-        for word in ("compose", "rewriteTo"):
-            if f"/{word}" in self.path:
-                return word
+        if self.path.endswith("/compose"):
+            return "compose"
         return {"GET": "list" if self.path.endswith("/o") else "find"}.get(self.method, self.method.lower())
 
 
@@ -189,8 +188,6 @@ class FakeBucket:
             return self._upload(request, headers, bucket, body)
         if action == "compose":
             return self._compose(request, bucket, name, json.loads(body))
-        if action.startswith("rewriteTo"):
-            return self._rewrite(request, bucket, name, action)
         if not name:
             if request.path.endswith("/o"):
                 return self._list(request, bucket)
@@ -259,20 +256,6 @@ class FakeBucket:
             raise Refused(404, "No such object among the sources")
         content = b"".join(source.content for source in sources if source is not None)
         return self._store(bucket, name, content, asked.get("destination", {}), request.query)
-
-    def _rewrite(self, request: Request, bucket: str, name: str, action: str) -> Answer:
-        to_bucket, _, target = action.removeprefix("rewriteTo/b/").partition("/o/")
-        source = self.objects.get((bucket, name))
-        if source is None:
-            raise Refused(404, f"No such object: {bucket}/{name}")
-        if request.query.get("ifSourceGenerationMatch", str(source.generation)) != str(source.generation):
-            raise Refused(412, "the source has another generation")
-        answer = self._store(
-            to_bucket, urllib.parse.unquote(target), source.content, {"metadata": source.metadata}, request.query
-        )
-        size = str(len(source.content))
-        said = {"done": True, "totalBytesRewritten": size, "objectSize": size, "resource": json.loads(answer.content)}
-        return Answer(200, json.dumps(said).encode())
 
     def _list(self, request: Request, bucket: str) -> Answer:
         query = request.query
@@ -359,8 +342,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> FakeBucket:
     bucket.faults = lambda request: None
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(requests, "FIRST_WAIT_SECONDS", 0.001)
-    requests.open_bucket.cache_clear()
+    monkeypatch.setattr(gcs, "FIRST_WAIT_SECONDS", 0.001)
+    gcs.open_bucket.cache_clear()
     return bucket
 
 

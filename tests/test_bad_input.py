@@ -38,7 +38,7 @@ from mujica_jax.records import Conversation, Turn
 from mujica_jax.report import MetricsLog
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage import run_directory
-from mujica_jax.storage.objects import require_space
+from mujica_jax.storage.local import require_space
 from mujica_jax.trajectories.store import Store, open_run
 
 ROOT = Path(__file__).resolve().parents[1]

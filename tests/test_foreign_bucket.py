@@ -1,6 +1,8 @@
-"""A run directory on a server that somebody else wrote: gcp-storage-emulator. It knows no preconditions, so nothing here races.
+"""A run directory on a server that somebody else wrote: gcp-storage-emulator. It knows no preconditions, so nothing
+here races.
 
-Nor does it say the generation of what is downloaded, as Cloud Storage does and TensorStore asks for before it changes an object.
+Nor does it say the generation of what is downloaded, as Cloud Storage does and TensorStore asks for before it changes
+an object.
 """
 
 import contextlib

@@ -19,7 +19,6 @@ from fake_bucket import use
 from mujica_jax.errors import RunMismatch, StoreError, UserError
 from mujica_jax.records import Conversation, Search, StopReason, Trajectory, Turn
 from mujica_jax.runtime import provenance
-from mujica_jax.storage import objects
 from mujica_jax.storage.run_directory import RunPath, run_path
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.store import RoundSummary, Store, open_run, shard_name
@@ -54,13 +53,14 @@ def trajectory(number: int = 0, tokens: int = 6, workers: int = 2) -> Trajectory
         attempt=number % 3,
         policy_version=2,
         seed=2**62 + number,
-        planner=Conversation(role="planner", turns=(turn("context"), turn("model", trained=True), turn("context"))),
-        workers=tuple(
-            Conversation(role="worker", turns=(turn("context"), turn("model", True))) for _ in range(workers)
+        conversations=(
+            Conversation(role="planner", turns=(turn("context"), turn("model", trained=True), turn("context"))),
+            *(Conversation(role="worker", turns=(turn("context"), turn("model", True))) for _ in range(workers)),
         ),
         answer="Ada Crane",
         reward=0.1 + number,
         rewards_by_part={"em": 1.0, "f1": 1 / 3},
+        counts={"turns": 2.0},
         stop_reason=StopReason.ANSWERED,
         searches=tuple(search(iteration) for iteration in range(workers)),
         seconds=0.25,
@@ -96,7 +96,7 @@ def files(root: RunPath) -> list[str]:
     """Everything there is below a folder."""
     if isinstance(root, Path):
         return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
-    return sorted(str((folder / name).relative_to(root)) for folder, _, names in root.walk() for name in names)
+    return list(root.objects())
 
 
 # Objects
@@ -130,9 +130,9 @@ def test_of_many_writers_exactly_one_wins(store: Store) -> None:
 def test_a_writer_killed_in_the_middle_leaves_no_object(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal\n"
-        "from mujica_jax.storage.objects import Objects\n"
+        "from mujica_jax.storage.local import create\n"
         "os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"Objects(pathlib.Path({str(tmp_path)!r})).create('x', b'never whole')\n"
+        f"create(pathlib.Path({str(tmp_path)!r}) / 'x', b'never whole')\n"
     )
     killed = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], check=False)
     assert killed.returncode < 0
@@ -180,16 +180,18 @@ def test_trajectories_come_back(store: Store, rows: list[Trajectory]) -> None:
 @pytest.mark.parametrize(
     "odd",
     [
-        dataclasses.replace(trajectory(), workers=(), searches=(), rewards_by_part={}, answer=""),
-        dataclasses.replace(trajectory(), planner=Conversation(role="single", turns=())),
+        dataclasses.replace(trajectory(), conversations=(), searches=(), rewards_by_part={}, counts={}, answer=""),
+        dataclasses.replace(trajectory(), conversations=(Conversation(role="single", turns=()),)),
         dataclasses.replace(
             trajectory(),
-            planner=Conversation(
-                role="planner",
-                turns=(
-                    Turn(role="model", token_ids=(), text="", logprobs=(), trained=True),
-                    Turn(role="model", token_ids=(5,), text="a", logprobs=None, trained=True),
-                    Turn(role="context", token_ids=(0, 2**31 - 1), text="\x00 line\nbreak"),
+            conversations=(
+                Conversation(
+                    role="planner",
+                    turns=(
+                        Turn(role="model", token_ids=(), text="", logprobs=(), trained=True),
+                        Turn(role="model", token_ids=(5,), text="a", logprobs=None, trained=True),
+                        Turn(role="context", token_ids=(0, 2**31 - 1), text="\x00 line\nbreak"),
+                    ),
                 ),
             ),
         ),
@@ -218,7 +220,7 @@ def test_float32_logprobs_and_everything_else_are_exact(
     turn = Turn(role="model", token_ids=tuple(range(len(logprobs))), text=text, logprobs=tuple(logprobs), trained=True)
     row = dataclasses.replace(
         trajectory(),
-        planner=Conversation(role="planner", turns=(turn, turn)),
+        conversations=(Conversation(role="planner", turns=(turn, turn)),),
         seed=seed,
         reward=reward,
         rewards_by_part={text: reward},
@@ -234,9 +236,9 @@ def test_other_tools_read_plain_columns_and_metadata(store: Store, rows: list[Tr
     assert table.column("reward").to_pylist() == [row.reward for row in rows]
     turn = table.column("conversations").to_pylist()[0][0]["turns"][1]
     assert (turn["role"], turn["trained"]) == ("model", True)
-    assert turn["token_ids"] == list(rows[0].planner.turns[1].token_ids)
+    assert turn["token_ids"] == list(rows[0].conversations[0].turns[1].token_ids)
     metadata = pyarrow.parquet.read_metadata(io.BytesIO(store.read(entry.name))).metadata
-    assert (metadata[b"schema_version"], metadata[b"rows"]) == (b"1", b"4")
+    assert (metadata[b"schema_version"], metadata[b"rows"]) == (b"2", b"4")
 
 
 def test_the_first_shard_stays(store: Store, rows: list[Trajectory]) -> None:
@@ -254,7 +256,8 @@ def test_content_does_not_depend_on_seconds(rows: list[Trajectory]) -> None:
 
 def changed_contents() -> Iterator[Trajectory]:
     row = trajectory()
-    first, second, third = row.planner.turns
+    planner, *workers = row.conversations
+    first, second, third = planner.turns
     yield dataclasses.replace(row, question_id="x")
     yield dataclasses.replace(row, attempt=9)
     yield dataclasses.replace(row, policy_version=9)
@@ -262,8 +265,9 @@ def changed_contents() -> Iterator[Trajectory]:
     yield dataclasses.replace(row, answer="x")
     yield dataclasses.replace(row, reward=9.0)
     yield dataclasses.replace(row, rewards_by_part={"em": 0.0, "f1": 1 / 3})
+    yield dataclasses.replace(row, counts={"turns": 3.0})
     yield dataclasses.replace(row, stop_reason=StopReason.NO_ACTION)
-    yield dataclasses.replace(row, workers=row.workers[:1])
+    yield dataclasses.replace(row, conversations=row.conversations[:2])
     yield dataclasses.replace(row, searches=row.searches[:1])
     yield dataclasses.replace(row, searches=(dataclasses.replace(row.searches[0], selected=()), row.searches[1]))
     for changed in (
@@ -273,7 +277,8 @@ def changed_contents() -> Iterator[Trajectory]:
         dataclasses.replace(second, text="x"),
         dataclasses.replace(second, trained=False),
     ):
-        yield dataclasses.replace(row, planner=Conversation(role="planner", turns=(first, changed, third)))
+        altered = dataclasses.replace(planner, turns=(first, changed, third))
+        yield dataclasses.replace(row, conversations=(altered, *workers))
 
 
 def test_content_depends_on_everything_else() -> None:
@@ -310,7 +315,7 @@ def test_a_shard_of_another_schema_is_refused(monkeypatch: pytest.MonkeyPatch, r
     monkeypatch.setattr(shards, "SCHEMA_VERSION", "7")
     data = shards.encode(rows)
     monkeypatch.undo()
-    with pytest.raises(StoreError, match="shard-x has schema version 7 and this program reads 1"):
+    with pytest.raises(StoreError, match="shard-x has schema version 7 and this program reads 2"):
         shards.decode(data, "shard-x")
 
 
@@ -413,7 +418,7 @@ def test_what_was_written_and_read_is_counted_in_bytes_and_seconds(store: Store,
     entry = store.write_shard(0, 0, rows)
     store.read_shard(entry)
     store.read_shard(entry)
-    found = store.costs.summary()
+    found = store.io_statistics.summary()
     assert (found["writes"], found["write_bytes"], found["reads"], found["read_bytes"]) == (
         1,
         entry.bytes,
@@ -421,10 +426,10 @@ def test_what_was_written_and_read_is_counted_in_bytes_and_seconds(store: Store,
         2 * entry.bytes,
     )
     assert found["write_seconds"] > 0 and found["read_seconds"] > 0
-    store.costs.forget()
+    store.io_statistics.reset()
     store.commit_policy(1, write_weights)
     store.policy_path(1)
-    found, committed = store.costs.summary(), len(store.read("policies/000001/COMMITTED"))
+    found, committed = store.io_statistics.summary(), len(store.read("policies/000001/COMMITTED"))
     assert (found["write_bytes"], found["read_bytes"]) == (10, 10 + committed)
 
 
@@ -462,9 +467,9 @@ def test_a_policy_that_fails_half_way_is_not_there(store: Store) -> None:
 
 def test_a_policy_that_a_killed_writer_left_is_written_anew(on_disk: Store) -> None:
     store = on_disk
-    partial = store.root / "policies" / ".partial-000001"
-    partial.mkdir(parents=True)
-    (partial / "old").write_bytes(b"half")
+    torn = store.root / "policies" / "000001"
+    torn.mkdir(parents=True)
+    (torn / "old").write_bytes(b"half")
     assert store.policies() == []
     assert store.commit_policy(1, write_weights)
     assert files(store.root / "policies") == ["000001/COMMITTED", "000001/params/weights"]
@@ -548,7 +553,7 @@ def test_what_is_no_address_of_a_bucket_is_refused(address: str) -> None:
         open_run(address, CONFIG)
 
 
-def test_a_file_in_the_place_of_the_run_is_explained(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_run_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UserError, match=r"cannot use .*file.*: a file stands where a directory is needed"):
@@ -559,7 +564,7 @@ def test_a_file_in_the_place_of_the_run_is_explained(tmp_path: Path) -> None:
     ("code", "sentence"),
     [(errno.ENOSPC, "no space is left"), (errno.EROFS, "read-only"), (errno.EACCES, "permission is denied")],
 )
-def test_a_disk_that_cannot_be_written_is_explained(
+def test_a_disk_that_cannot_be_written_is_one_sentence(
     on_disk: Store, monkeypatch: pytest.MonkeyPatch, code: int, sentence: str
 ) -> None:
     store = on_disk
@@ -567,7 +572,7 @@ def test_a_disk_that_cannot_be_written_is_explained(
     def fail(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(objects.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(UserError, match=rf"cannot use .*config\.json: .*{sentence}.*--run directory"):
         open_run(store.root, CONFIG)
     with pytest.raises(UserError, match=rf"cannot use .*000001: .*{sentence}"):
@@ -582,7 +587,7 @@ def test_other_errors_of_the_operating_system_keep_their_traceback(
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, "input/output error")
 
-    monkeypatch.setattr(objects.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="input/output error"):
         on_disk.create("x", b"")
 

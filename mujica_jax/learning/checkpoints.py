@@ -1,67 +1,92 @@
 """Checkpoints of training: parameters, optimiser state, step, and a small dictionary of the loop around them.
 
     directory/000007/arrays/      Orbax, one array a leaf
-    directory/000007/COMMITTED    JSON: loop state, metric, shapes and types, size and checksum of every file of the arrays; written last,
-                                  whole or not at all
+    directory/000007/about/       Orbax, JSON: the loop's dictionary
+    directory/000007/COMMITTED    size and checksum of every file of the two, written after them
 
-A checkpoint without COMMITTED, or whose files are not what it lists, is ignored, and the one before it is used. The files are checked
-before Orbax opens them, because Orbax restores most flipped bits without a word: their SHA-256 on local disk, in a bucket the CRC32C
-that the service keeps of what it has stored, for which nothing is read. Numbers only count up, so nothing is ever overwritten; the
-last `keep` stay, and the one with the highest metric where saves are given one.
+Orbax's `CheckpointManager` numbers, writes in the background and removes all but the last `keep`. COMMITTED is ours,
+because Orbax restores most flipped bits without a word: a checkpoint without it, or whose files are not what it lists,
+is ignored, and the one before it is used. The checksums are SHA-256 on local disk, in a bucket the CRC32C that the
+service keeps of what it has stored, for which nothing is read.
 
-A save holds the loop while the arrays are copied to the host; a thread writes, checks and commits them. (On CPU there is no copy: a step
-does not reuse a buffer that the writer still looks at.) One save is under way at a time: the next one, a restore, `finish` and the end of a
-`with` block wait for it and raise what went wrong in it. Called by the methods around `learning.trainer.fit`. Orbax is imported on
-first use: 0.3 s.
+A save holds the loop while the arrays are copied to the host. (On CPU there is no copy: a step does not reuse a buffer
+that the writer still looks at.) One save is under way at a time: the next one, a restore, `finish` and the end of a
+`with` block wait for it and raise what went wrong in it. Called by the methods around `learning.trainer.fit`. Orbax is
+imported on first use: 0.3 s.
 """
 
 import contextlib
 import json
 import logging
-import shutil
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import re
+import time
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
 
-from mujica_jax.errors import UserError
+from mujica_jax.errors import StoreUnavailable, UserError
 from mujica_jax.learning.optimizer import path_name
 from mujica_jax.runtime import distributed
-from mujica_jax.storage.io_statistics import Costs
-from mujica_jax.storage.objects import COMMITTED, explained, file_description, require_space, sync
-from mujica_jax.storage.run_directory import RunPath, run_path
+from mujica_jax.storage.io_statistics import IoStatistics
+from mujica_jax.storage.local import as_user_error, require_space
+from mujica_jax.storage.manifest import COMMITTED, describe_folder, json_bytes
+from mujica_jax.storage.run_directory import RunPath, atomic_write, run_path
 
 FILES_BYTES = 500_000  # what the small files of a checkpoint take on disk at most
+NUMBER_DIGITS = 6
+ORBAX_COMMITTED = "commit_success.txt"
+ITEMS = ("arrays/", "about/")
+TENSORSTORE_GAVE_UP = "retry attempts failed: "
+RAISED_BY_FINISH = {"_thread_func", "_finalize_checkpoint", "wait_until_finished"}
 State = TypeVar("State")
 _log = logging.getLogger(__name__)
 
 
-class _ToldByFinish(logging.Filter):
-    """Orbax logs what its thread raised, with a traceback. `finish` raises the same, and a full disk is worth one sentence."""
+class _RaisedByFinish(logging.Filter):
+    """Orbax logs what its threads raised, with a traceback. `finish` raises the same, and a full disk is worth one
+    sentence.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.funcName != "_thread_func"
+        return record.funcName not in RAISED_BY_FINISH
 
 
-_TOLD_BY_FINISH = _ToldByFinish()  # one: a logger keeps each filter once
+_RAISED_BY_FINISH = _RaisedByFinish()  # one: a logger keeps each filter once
 
 
 class Checkpoints:
-    """The checkpoints of one directory. Every process of a multi-host run sees the same directory and calls every method."""
+    """The checkpoints of one directory. Every process of a multi-host run sees the same directory and calls every
+    method.
+    """
 
-    def __init__(self, directory: str | PurePath, *, keep: int, costs: Costs | None = None) -> None:
-        """`costs` is told the seconds and bytes of every save and restore."""
+    def __init__(self, directory: str | PurePath, *, keep: int, io_statistics: IoStatistics | None = None) -> None:
+        """`io_statistics` gets the seconds and bytes of every save and restore."""
+        import orbax.checkpoint as orbax
+
         assert keep >= 1, "keep at least one checkpoint"
-        self.directory = _absolute(run_path(directory))
-        self.keep = keep
-        self.costs = Costs() if costs is None else costs
-        self._number = max(self._numbers(), default=0)
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._under_way: Future[None] | None = None
-        distributed.barrier("checkpoints are listed")
+        path = run_path(directory)
+        self.directory: RunPath = path.absolute() if isinstance(path, Path) else path
+        self.io_statistics = IoStatistics() if io_statistics is None else io_statistics
+        self._saving: int | None = None
+        self._began = 0.0
+        logging.getLogger("absl").addFilter(_RAISED_BY_FINISH)
+        if distributed.is_primary():
+            self._remove_torn()
+        distributed.barrier("torn checkpoints are removed")
+        options = orbax.CheckpointManagerOptions(
+            max_to_keep=keep,
+            step_format_fixed_length=NUMBER_DIGITS,
+            create=False,
+            # In place, as in a bucket: a checkpoint counts once its COMMITTED and Orbax's own mark are there.
+            atomicity_options=orbax.options.AtomicityOptions(mode=orbax.options.AtomicityMode.COMMIT_FILE),
+            async_options=orbax.AsyncOptions(post_finalization_callback=self._commit),
+        )
+        handlers = {"arrays": orbax.StandardCheckpointHandler(), "about": orbax.JsonCheckpointHandler()}
+        with _as_user_error(self.directory):
+            self._manager = orbax.CheckpointManager(self.directory, item_handlers=handlers, options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -69,8 +94,10 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors gone. Not where an
-        error ends one of several processes: a save needs them all, and `distributed.abort` runs no thread's end."""
+        """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors
+        gone. Not where an error ends one of several processes: a save needs them all, and `distributed.abort` runs no
+        thread's end.
+        """
         if error is not None and distributed.processes() > 1:
             return
         try:
@@ -82,103 +109,80 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until the save under way, if there is one, is committed; raises what it raised."""
-        if self._under_way is None:
+        if self._saving is None:
             return
-        under_way, self._under_way = self._under_way, None
-        under_way.result()
+        try:
+            with _as_user_error(self._folder(self._saving)):
+                self._manager.wait_until_finished()
+        finally:
+            self._saving = None
         distributed.barrier("the checkpoint is committed")
 
-    def save(self, state: Any, loop_state: dict[str, Any], *, metric: float | None = None) -> None:
-        """Begin to write a checkpoint, after which those beyond the last `keep` and the best are removed.
+    def save(self, state: Any, loop_state: dict[str, Any]) -> None:
+        """Begin to write a checkpoint, after which those beyond the last `keep` are removed.
 
-        `loop_state` holds what JSON holds. Of `metric`, more is better. Returns when `state` may be consumed.
+        `loop_state` holds what JSON holds. Returns when `state` may be consumed.
         """
         import orbax.checkpoint as orbax
 
         self.finish()
-        self._number += 1
-        folder = self._folder(self._number)
+        number = (self._manager.latest_step() or 0) + 1
         arrays = _flatten(state)
-        with explained(folder):
+        with _as_user_error(self._folder(number)):
             self.directory.mkdir(parents=True, exist_ok=True)
-        if isinstance(self.directory, Path):
-            require_space(self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES)
-        manifest = {
-            "loop_state": loop_state,
-            "metric": metric,
-            "shapes": {name: list(array.shape) for name, array in arrays.items()},
-            "types": {name: str(array.dtype) for name, array in arrays.items()},
-        }
-        json.dumps(manifest, allow_nan=False)  # what JSON does not hold is refused here, not in the thread
-        logging.getLogger("absl").addFilter(_TOLD_BY_FINISH)
-        with _explained(folder):
-            writer = orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())
-            writer.save(folder / "arrays", args=orbax.args.StandardSave(arrays))
-            self._under_way = self._thread.submit(self._commit_when_written, writer, folder, manifest)
-
-    def _commit_when_written(self, writer: Any, folder: RunPath, manifest: dict[str, Any]) -> None:
-        with self.costs.writing(), _explained(folder):
-            try:
-                writer.wait_until_finished()
-            finally:
-                writer.close()
-            if jax.process_index() == 0:
-                files = _files(folder)
-                self.costs.add_bytes(written=sum(file["bytes"] for file in files))
-                _commit(folder, manifest | {"files": files})
-                self._remove_old()
+            if isinstance(self.directory, Path):
+                require_space(self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES)
+            self._saving, self._began = number, time.monotonic()
+            items = {"arrays": orbax.args.StandardSave(arrays), "about": orbax.args.JsonSave(loop_state)}
+            self._manager.save(number, args=orbax.args.Composite(**items), force=True)
 
     def restore_latest(self, template: State) -> tuple[State, dict[str, Any]] | None:
-        """The newest intact checkpoint, with the structure, types and shardings of `template` (arrays or `jax.ShapeDtypeStruct`s).
+        """The newest intact checkpoint, with the structure, types and shardings of `template` (arrays or
+        `jax.ShapeDtypeStruct`s).
 
-        None if there is none. A checkpoint of other shapes or types is an error: the run directory belongs to another model.
+        None if there is none. A checkpoint of other shapes or types is an error: the run directory belongs to another
+        model.
         """
-        self.finish()
-        return self._restore_first(sorted(self._numbers(), reverse=True), template)
+        import orbax.checkpoint as orbax
 
-    def restore_best(self, template: State) -> tuple[State, dict[str, Any]] | None:
-        """As `restore_latest`, for the intact checkpoint with the highest metric."""
         self.finish()
-        return self._restore_first(self._best_first(), template)
-
-    def _restore_first(self, numbers: Iterable[int], template: State) -> tuple[State, dict[str, Any]] | None:
-        for number in numbers:
+        for number in sorted(self._manager.all_steps(), reverse=True):
             folder = self._folder(number)
-            manifest = _manifest(folder)
-            if manifest is None:
-                _log.warning("checkpoint %s is incomplete or damaged and is ignored", folder)
+            files = _files(folder)
+            if _committed_files(folder) != files:
+                _log.warning("checkpoint %s is damaged and is ignored", folder)
                 continue
-            _refuse_other_arrays(folder, manifest, template)
-            with self.costs.reading(), _explained(folder):
-                state = _restore(folder, template)
-            self.costs.add_bytes(read=sum(file["bytes"] for file in manifest["files"]))
-            return state, manifest["loop_state"]
+            wanted = _flatten(template)
+            with self.io_statistics.timed("read", sum(file["bytes"] for file in files)), _as_user_error(folder):
+                _refuse_other_arrays(folder, self._manager.item_metadata(number)["arrays"], wanted)
+                abstract = jax.tree.map(orbax.utils.to_shape_dtype_struct, wanted)
+                items = {"arrays": orbax.args.StandardRestore(abstract), "about": orbax.args.JsonRestore()}
+                found = self._manager.restore(number, args=orbax.args.Composite(**items))
+            leaves = [found["arrays"][name] for name in wanted]
+            return jax.tree.unflatten(jax.tree.structure(template), leaves), found["about"]
         return None
 
-    def _numbers(self) -> list[int]:
-        """Numbers of all checkpoints, complete or not."""
-        if not self.directory.exists():
-            return []
-        with explained(self.directory):
-            return [int(folder.name) for folder in self.directory.iterdir() if folder.name.isdigit()]
-
     def _folder(self, number: int) -> RunPath:
-        return self.directory / f"{number:06d}"
+        return self.directory / f"{number:0{NUMBER_DIGITS}d}"
 
-    def _remove_old(self) -> None:
-        """Keep the last complete ones and the best. Incomplete ones are older than the one just written: nobody will finish them."""
-        numbers = sorted(self._numbers(), reverse=True)
-        complete = [number for number in numbers if (self._folder(number) / COMMITTED).exists()]
-        for number in set(numbers) - {*complete[: self.keep], *self._best_first()[:1]}:
-            _remove(self._folder(number))
+    def _commit(self) -> None:
+        """Called in Orbax's thread when all files are written, before older checkpoints are removed."""
+        if distributed.is_primary() and self._saving is not None:
+            size_bytes = _commit(self._folder(self._saving))
+            self.io_statistics.add("write", time.monotonic() - self._began, size_bytes)
 
-    def _best_first(self) -> list[int]:
-        """Complete checkpoints that have a metric, the newer of two equal ones first."""
-        marks = {number: _mark(self._folder(number)) for number in self._numbers()}
-        metrics = {number: mark.get("metric") for number, mark in marks.items() if mark is not None}
-        return sorted(
-            (n for n, metric in metrics.items() if metric is not None), key=lambda n: (metrics[n], n), reverse=True
-        )
+    def _remove_torn(self) -> None:
+        """What killed saves left; what else lies in the directory stays."""
+        from etils import epath
+
+        if not self.directory.exists():
+            return
+        with _as_user_error(self.directory):
+            for folder in list(self.directory.iterdir()):
+                whole = all((folder / mark).exists() for mark in (COMMITTED, ORBAX_COMMITTED))
+                if re.fullmatch(rf"\d{{{NUMBER_DIGITS},}}", folder.name) and not whole:
+                    _log.warning("checkpoint %s is incomplete and is removed", folder)
+                    epath.Path(folder).rmtree()
 
 
 def _flatten(state: Any) -> dict[str, Any]:
@@ -189,95 +193,64 @@ def _flatten(state: Any) -> dict[str, Any]:
     return flat
 
 
-def _absolute(directory: RunPath) -> RunPath:
-    if isinstance(directory, Path):
-        return directory.absolute()
-    from mujica_jax.storage.gcs_path import limit_tensorstore
-
-    limit_tensorstore()
-    return directory
-
-
 @contextlib.contextmanager
-def _explained(folder: RunPath) -> Iterator[None]:
-    """What is wrong with the disk or the bucket, in a sentence for the user."""
-    if isinstance(folder, Path):
-        with explained(folder):
+def _as_user_error(folder: RunPath) -> Iterator[None]:
+    """What is wrong with the disk, or with the bucket after TensorStore's last retry, in a sentence for the user."""
+    try:
+        with as_user_error(folder):
             yield
-        return
-    from mujica_jax.storage.gcs_path import tensorstore_explained
-
-    with tensorstore_explained(folder):
-        yield
-
-
-def _remove(folder: RunPath) -> None:
-    if isinstance(folder, Path):
-        shutil.rmtree(folder)
-    else:  # without its mark first: what a kill leaves of it is an incomplete checkpoint
-        (folder / COMMITTED).unlink(missing_ok=True)
-        folder.rmtree()
+    except ValueError as error:
+        _, failed, reason = str(error).partition(TENSORSTORE_GAVE_UP)
+        if not failed:
+            raise
+        raise StoreUnavailable(
+            f"{folder} could not be written or read, at last because of: {reason.strip()[:200]}; see that the bucket "
+            "can be reached and "
+            "start the same command again"
+        ) from error
 
 
-def _commit(folder: RunPath, manifest: dict[str, Any]) -> None:
-    content = json.dumps(manifest, sort_keys=True, allow_nan=False)
-    if not isinstance(folder, Path):
-        (folder / COMMITTED).write_over(content.encode())
-        return
-    unfinished = folder / f"{COMMITTED}.unfinished"
-    unfinished.write_text(content)
-    sync(unfinished)
-    unfinished.rename(folder / COMMITTED)
-    sync(folder)
+def _commit(folder: RunPath) -> int:
+    """Writes the list of a checkpoint's files; returns how many bytes they have."""
+    files = _files(folder)
+    atomic_write(folder / COMMITTED, json_bytes({"files": files}))
+    return sum(file["bytes"] for file in files)
 
 
 def _files(folder: RunPath) -> list[dict[str, Any]]:
-    """Every file of the arrays, with its size and checksum."""
-    if not isinstance(folder, Path):
-        return folder.description("arrays")
-    paths = sorted(path for path in (folder / "arrays").rglob("*") if path.is_file())
-    return [file_description(path, str(path.relative_to(folder))) for path in paths]
+    """Every file of the two items, with its size and checksum."""
+    if isinstance(folder, Path):
+        found = describe_folder(folder)
+    else:
+        objects = folder.objects().items()
+        found = [{"name": name, "bytes": info.bytes, "crc32c": info.crc32c} for name, info in objects]
+    return [file for file in found if file["name"].startswith(ITEMS)]
 
 
-def _manifest(folder: RunPath) -> dict[str, Any] | None:
-    """What COMMITTED says, or None if the checkpoint is not complete and as it was written."""
-    manifest = _mark(folder)
-    return manifest if manifest is not None and manifest["files"] == _files(folder) else None
-
-
-def _mark(folder: RunPath) -> dict[str, Any] | None:
+def _committed_files(folder: RunPath) -> list[dict[str, Any]] | None:
     try:
-        return json.loads((folder / COMMITTED).read_text())
-    except (FileNotFoundError, ValueError):
+        return json.loads((folder / COMMITTED).read_text())["files"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
-def _refuse_other_arrays(folder: RunPath, manifest: dict[str, Any], template: Any) -> None:
-    leaves = _flatten(template)
-    saved, wanted = manifest["shapes"], {name: list(leaf.shape) for name, leaf in leaves.items()}
-    for name in sorted(saved.keys() | wanted.keys()):
-        if saved.get(name) != wanted.get(name):
+def _refuse_other_arrays(folder: RunPath, saved: Any, wanted: dict[str, Any]) -> None:
+    for name in sorted({*saved, *wanted}):
+        there, here = (list(tree[name].shape) if name in tree else None for tree in (saved, wanted))
+        if there != here:
             raise UserError(
-                f"checkpoint {folder} holds another model: {name} is {_words(saved.get(name))} there and "
-                f"{_words(wanted.get(name))} in this run: use the model it was made with, or another run directory"
+                f"checkpoint {folder} holds another model: {name} is {_words(there)} there and {_words(here)} in this "
+                "run: "
+                "use the model it was made with, or another run directory"
             )
-    for name, kept in manifest.get("types", {}).items():
-        if kept != str(leaves[name].dtype):
+    for name, leaf in wanted.items():
+        if (kept := str(saved[name].dtype)) != str(leaf.dtype):
             raise UserError(
-                f"checkpoint {folder} keeps {name} in {kept}, and this run in {leaves[name].dtype}: leave trainer.parameter_dtype and "
+                f"checkpoint {folder} keeps {name} in {kept}, and this run in {leaf.dtype}: leave "
+                "trainer.parameter_dtype and "
                 "trainer.first_moment_dtype as they were, or use another run directory"
             )
 
 
 def _words(shape: list[int] | None) -> str:
     return "absent" if shape is None else f"of shape {shape}"
-
-
-def _restore(folder: RunPath, template: State) -> State:
-    import orbax.checkpoint as orbax
-
-    wanted = _flatten(template)
-    abstract = jax.tree.map(orbax.utils.to_shape_dtype_struct, wanted)
-    with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
-        arrays = checkpointer.restore(folder / "arrays", args=orbax.args.StandardRestore(abstract))
-    return jax.tree.unflatten(jax.tree.structure(template), [arrays[name] for name in wanted])

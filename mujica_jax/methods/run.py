@@ -256,7 +256,9 @@ class Run:
         A preemption saves the step it comes at.
         """
         folder = self.store.root / "learning" / name.replace(" ", "-")
-        checkpoints = Checkpoints(folder, keep=self.config.trainer.keep_checkpoints, costs=self.store.costs)
+        checkpoints = Checkpoints(
+            folder, keep=self.config.trainer.keep_checkpoints, io_statistics=self.store.io_statistics
+        )
         found = checkpoints.restore_latest(self.trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
@@ -370,7 +372,7 @@ class Run:
                 self.store.write_json_once(file, dataclasses.asdict(result))
             distributed.barrier(f"{name} is written down")
         found = self.store.read_json(file)
-        self._write_costs(name)
+        self._write_io_statistics(name)
         return PhaseResult(**{**found, "row": PhaseRow(**found["row"])})
 
     def _write_seconds(self, name: str, step: int) -> None:
@@ -378,10 +380,10 @@ class Run:
             seconds = {f"{stage}_seconds": taken for stage, taken in self.clock.take().items()}
             self.metrics.write(name, step, seconds | {"total_seconds": sum(seconds.values())})
 
-    def _write_costs(self, name: str) -> None:
+    def _write_io_statistics(self, name: str) -> None:
         """What the run directory took since the phase before, in seconds and bytes; once for each phase."""
-        if self.metrics.write(f"{name}/store", 0, self.store.costs.summary()):
-            self.store.costs.forget()
+        if self.metrics.write(f"{name}/store", 0, self.store.io_statistics.summary()):
+            self.store.io_statistics.reset()
             self.metrics.flush()
 
     def _write_scores(self, name: str, scores: Scores) -> None:

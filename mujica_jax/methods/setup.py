@@ -36,7 +36,7 @@ from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preemption
-from mujica_jax.storage.objects import COMMITTED
+from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunPath
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import CONFIG, Store, open_run
@@ -75,7 +75,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     progress.line(f"run directory: {directory}")
     tokenizer, decoder = loaded or _new_model(config, task, store)
     with (
-        MetricsLog(store.root, store.costs, config.metrics, about)
+        MetricsLog(store.root, store.io_statistics, config.metrics, about)
         if distributed.is_primary()
         else NoMetrics() as metrics
     ):

@@ -2,21 +2,19 @@
 
 import json
 import math
-import os
 import socket
 import struct
 import time
 from collections.abc import Mapping
 from io import FileIO
-from pathlib import Path
 from typing import Any
 
 from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.errors import StoreError, StoreUnavailable
 from mujica_jax.report.wandb_log import WandbLog
-from mujica_jax.storage.io_statistics import Costs
-from mujica_jax.storage.objects import explained
-from mujica_jax.storage.run_directory import AppendedObject, RunPath, open_to_append
+from mujica_jax.storage.io_statistics import IoStatistics
+from mujica_jax.storage.local import as_user_error
+from mujica_jax.storage.run_directory import AppendedObject, RunPath, atomic_write, open_to_append
 
 KEYS = {"phase", "step", "time"}
 TENSORBOARD_SUFFIX = ".metrics"  # tells this file from those of other writers in the same directory
@@ -35,16 +33,16 @@ class MetricsLog:
     def __init__(
         self,
         directory: RunPath,
-        costs: Costs | None = None,
+        io_statistics: IoStatistics | None = None,
         config: MetricsConfig | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
         """`about` is the run's configuration, for those who show it beside the curves."""
         config = MetricsConfig() if config is None else config
         self._directory, self._draws = directory, config.tensorboard
-        self._costs = Costs() if costs is None else costs
+        self._io_statistics = IoStatistics() if io_statistics is None else io_statistics
         self._path = directory / "metrics.jsonl"
-        with explained(self._path):
+        with as_user_error(self._path):
             directory.mkdir(parents=True, exist_ok=True)
             self._earlier = _last_steps(self._path)  # of each phase, written by earlier runs
             self._lines = self._path.read_bytes().count(b"\n") if self._path.exists() else 0
@@ -67,7 +65,7 @@ class MetricsLog:
         line = {"phase": phase, "step": step, "time": round(time.time(), 3)}
         line |= {name: _json_value(value) for name, value in values.items()}
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
-        with explained(self._path), self._costs.writing(len(data)):
+        with as_user_error(self._path), self._io_statistics.timed("write", len(data)):
             _append(self._file, data)
             if self._draws:
                 self._draw(line)
@@ -80,7 +78,7 @@ class MetricsLog:
     def flush(self) -> None:
         """Until it returns, lines may be lost with the process."""
         if isinstance(self._file, AppendedObject):
-            with self._costs.writing():
+            with self._io_statistics.timed("write"):
                 self._file.flush()
 
     def close(self) -> None:
@@ -177,7 +175,7 @@ def _last_steps(path: RunPath) -> dict[str, int]:
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
-        os.truncate(path, whole) if isinstance(path, Path) else path.write_over(content[:whole])
+        atomic_write(path, content[:whole])
     steps: dict[str, int] = {}
     for number, text in enumerate(content[:whole].splitlines(), start=1):
         try:

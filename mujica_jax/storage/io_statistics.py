@@ -1,56 +1,49 @@
-"""What the run directory costs: seconds and bytes of all that was written and read, since they were last asked for."""
+"""Seconds and bytes of what a process wrote to and read from the run directory since the last `reset`."""
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Literal
+
+Kind = Literal["write", "read"]
 
 
-class Costs:
-    """Sums of one process; threads may share it. `repeated` says how many requests were sent again so far."""
+class IoStatistics:
+    """Sums; threads may share them. `retries` gives how many requests were repeated so far."""
 
-    def __init__(self, repeated: Callable[[], int] = lambda: 0) -> None:
-        self._repeated = repeated
+    def __init__(self, retries: Callable[[], int] = lambda: 0) -> None:
+        self._retries = retries
         self._lock = threading.Lock()
-        self._sums: dict[str, int | float] = {}
-        self.forget()
+        self.reset()
+
+    def reset(self) -> None:
+        with self._lock:
+            self._sums = {f"{kind}{what}": 0.0 for kind in ("write", "read") for what in ("s", "_seconds", "_bytes")}
+            self._retries_before = self._retries()
 
     @contextlib.contextmanager
-    def writing(self, size_bytes: int = 0) -> Iterator[None]:
-        """Counts the block as one write of this size; what is known only later is given to `add_bytes`."""
-        with self._timed("write", size_bytes):
-            yield
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        with self._timed("read", 0):
-            yield
-
-    def add_bytes(self, *, written: int = 0, read: int = 0) -> None:
-        with self._lock:
-            self._sums["write_bytes"] += written
-            self._sums["read_bytes"] += read
-
-    def summary(self) -> dict[str, int | float]:
-        """`writes`, `write_seconds`, `write_bytes`, the same of reads, and `repeated_requests`."""
-        with self._lock:
-            sums = {name: round(value, 6) for name, value in self._sums.items()}
-            return sums | {"repeated_requests": self._repeated() - self._repeated_before}
-
-    def forget(self) -> None:
-        """Begin again at zero."""
-        with self._lock:
-            for kind in ("write", "read"):
-                self._sums |= {f"{kind}s": 0, f"{kind}_seconds": 0.0, f"{kind}_bytes": 0}
-            self._repeated_before = self._repeated()
-
-    @contextlib.contextmanager
-    def _timed(self, kind: str, size_bytes: int) -> Iterator[None]:
+    def timed(self, kind: Kind, size_bytes: int = 0) -> Iterator[None]:
+        """Counts the block as one write or read of this size; `add_bytes` takes what is known only later."""
         began = time.monotonic()
         try:
             yield
         finally:  # a write that failed took its time too
-            with self._lock:
-                self._sums[f"{kind}s"] += 1
-                self._sums[f"{kind}_seconds"] += time.monotonic() - began
-                self._sums[f"{kind}_bytes"] += size_bytes
+            self.add(kind, time.monotonic() - began, size_bytes)
+
+    def add(self, kind: Kind, seconds: float, size_bytes: int) -> None:
+        """Counts one write or read."""
+        with self._lock:
+            self._sums[f"{kind}s"] += 1
+            self._sums[f"{kind}_seconds"] += seconds
+            self._sums[f"{kind}_bytes"] += size_bytes
+
+    def add_bytes(self, kind: Kind, size_bytes: int) -> None:
+        with self._lock:
+            self._sums[f"{kind}_bytes"] += size_bytes
+
+    def summary(self) -> dict[str, int | float]:
+        """`writes`, `write_seconds`, `write_bytes`, the same of reads, and `repeated_requests`."""
+        with self._lock:
+            sums = {name: round(sum_, 6) if "seconds" in name else int(sum_) for name, sum_ in self._sums.items()}
+            return sums | {"repeated_requests": self._retries() - self._retries_before}

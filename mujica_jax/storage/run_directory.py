@@ -1,9 +1,18 @@
 """A run directory on local disk or in a bucket: its objects by name, its files by path, and what both cost.
 
-`objects.py` is the local disk and `bucket_objects.py` is `gs://bucket/prefix`. Everything above asks here and knows no difference.
+`local.py` is the disk, `gcs.py` and `gcs_path.py` are `gs://bucket/prefix`. Code above asks here and knows no
+difference.
+
+A folder (a policy, a tokenizer) counts once its COMMITTED is there, which is written last; without it the folder is
+torn, and the next writer replaces its files. Libraries read folders from local disk only: those of a bucket are fetched
+into a cache, where every file is compared with COMMITTED each time.
 """
 
+import contextlib
 import json
+import os
+import re
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -11,10 +20,12 @@ from io import FileIO
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from mujica_jax.errors import StoreError
-from mujica_jax.storage import objects
-from mujica_jax.storage.io_statistics import Costs
-from mujica_jax.storage.objects import COMMITTED, Objects, explained, json_bytes
+from mujica_jax.errors import StoreError, UserError
+from mujica_jax.runtime.cache_folders import cache_folder
+from mujica_jax.storage import local
+from mujica_jax.storage.io_statistics import IoStatistics
+from mujica_jax.storage.local import as_user_error
+from mujica_jax.storage.manifest import COMMITTED, check_file, describe_file, describe_folder, json_bytes
 
 if TYPE_CHECKING:
     from mujica_jax.storage.gcs_path import BucketPath
@@ -32,53 +43,70 @@ def run_path(root: str | PurePath) -> RunPath:
         return root  # pyright: ignore[reportReturnType] - one of the two
     if "://" not in root:
         return Path(root)
-    from mujica_jax.storage.gcs_objects import check_address
+    from mujica_jax.storage.gcs import BUCKET_NAME
     from mujica_jax.storage.gcs_path import BucketPath
 
-    check_address(root)
+    if not re.fullmatch(rf"gs://{BUCKET_NAME}(/.*)?", root):
+        raise UserError(
+            f"{root} is neither a local directory nor gs://BUCKET/NAME with a bucket's name of 3 to 63 small letters, "
+            "digits, "
+            "dots, dashes and underscores; choose another --run directory"
+        )
     return BucketPath(root.rstrip("/"))
 
 
+def create(path: RunPath, data: bytes) -> bool:
+    """False, and nothing changed, where the file exists already."""
+    return local.create(path, data) if isinstance(path, Path) else path.bucket.create(path.key, data)
+
+
+def atomic_write(path: RunPath, data: bytes) -> None:
+    """Writes a file that may exist already: its old content stays until the new one is whole."""
+    local.atomic_write(path, data) if isinstance(path, Path) else path.bucket.replace(path.key, data)
+
+
 class RunDirectory:
-    """Objects below `root`, created once and never changed. `costs` sums what is written and read through this object."""
+    """Objects below `root`, created once and never changed. `io_statistics` sums what is written and read through this
+    object.
+    """
 
     def __init__(self, root: str | PurePath) -> None:
         self.root = run_path(root)
         if isinstance(self.root, Path):
-            self._objects = Objects(self.root)
-            self.costs = Costs()
+            self.io_statistics = IoStatistics()
+            with as_user_error(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
         else:
-            from mujica_jax.storage.gcs import open_bucket
-            from mujica_jax.storage.gcs_objects import BucketObjects
-
-            self._objects = BucketObjects(self.root)
-            bucket = open_bucket(self.root.bucket_name)
-            self.costs = Costs(lambda: bucket.repeated)
+            bucket = self.root.bucket
+            self.io_statistics = IoStatistics(lambda: bucket.retries)
 
     def exists(self, name: str) -> bool:
-        return self._objects.exists(name)
+        return (self.root / name).exists()
 
     def names(self, prefix: str) -> list[str]:
-        """All objects whose names begin so, sorted."""
-        return self._objects.names(prefix)
+        """All objects whose names begin so, sorted; `prefix` ends a folder's name with its slash."""
+        return local.names(self.root, prefix) if isinstance(self.root, Path) else list(self.root.objects(prefix))
 
     def create(self, name: str, data: bytes) -> bool:
         """False, and nothing changed, where the name exists already."""
-        with self.costs.writing(len(data)):
-            return self._objects.create(name, data)
+        with self.io_statistics.timed("write", len(data)):
+            return create(self.root / name, data)
 
     def read(self, name: str) -> bytes:
+        path = self.root / name
         try:
-            with self.costs.reading():
-                data = self._objects.read(name)
+            with self.io_statistics.timed("read"), as_user_error(path):
+                data = path.read_bytes()
         except FileNotFoundError as error:
-            raise StoreError(f"{self.root / name} is missing") from error
-        self.costs.add_bytes(read=len(data))
+            raise StoreError(f"{path} is missing") from error
+        self.io_statistics.add_bytes("read", len(data))
         return data
 
     def move(self, name: str, target: str) -> bool:
         """False where there is no such object."""
-        return self._objects.move(name, target)
+        if isinstance(self.root, Path):
+            return local.move(self.root / name, self.root / target)
+        return self.root.bucket.move((self.root / name).key, (self.root / target).key)
 
     def write_json_once(self, name: str, value: Mapping[str, Any]) -> bool:
         """As `create`. Numbers must be finite: JSON has no NaN."""
@@ -96,62 +124,100 @@ class RunDirectory:
         return value
 
     def commit_folder(self, name: str, write: Callable[[Path], None], about: Mapping[str, Any]) -> bool:
-        """Calls `write` with an empty local folder and keeps what it left there, with its list and `about` in COMMITTED, written last.
+        """Calls `write` with an empty local folder and keeps what it left there, with its list and `about` in
+        COMMITTED, written last.
 
         One process of a run does this. False where the folder is committed already; then `write` is not called.
         """
+        folder = self.root / name
         if self.exists(f"{name}/{COMMITTED}"):
             return False
-        with self.costs.writing():
-            written = self._objects.commit_folder(name, write, about)
-        self.costs.add_bytes(written=written or 0)
-        return written is not None
+        with self.io_statistics.timed("write"):
+            if isinstance(folder, Path):
+                local.write_folder(folder, write)
+                files = describe_folder(folder)
+            else:
+                files = _upload(folder, write)
+            committed = create(folder / COMMITTED, json_bytes({**about, "files": files}))
+        self.io_statistics.add_bytes("write", sum(file["bytes"] for file in files) if committed else 0)
+        return committed
 
     def folder(self, name: str) -> Path:
-        """A committed folder, on local disk, with every file as COMMITTED lists it. Raises StoreError naming what is wrong."""
+        """A committed folder, on local disk, with every file as COMMITTED lists it. Raises StoreError naming what is
+        wrong.
+        """
+        folder = self.root / name
         files = self.read_json(f"{name}/{COMMITTED}").get("files")
         if not isinstance(files, list):
-            raise StoreError(
-                f"{self.root / name / COMMITTED} lists no files; another program wrote it, remove {self.root / name}"
-            )
-        with self.costs.reading():
-            folder = self._objects.folder(name, files)
-        self.costs.add_bytes(read=sum(file["bytes"] for file in files))
-        return folder
+            raise StoreError(f"{folder / COMMITTED} lists no files; another program wrote it, remove {folder}")
+        with self.io_statistics.timed("read"):
+            if isinstance(folder, Path):
+                found = folder
+                for expected in files:
+                    check_file(found / expected["name"], expected, found / expected["name"], folder)
+            else:
+                found = cache_folder("buckets") / folder.bucket.name / folder.key
+                for expected in files:
+                    _fetch(folder, expected, found / expected["name"])
+        self.io_statistics.add_bytes("read", sum(file["bytes"] for file in files))
+        return found
 
 
-def write_over(path: RunPath, data: bytes) -> None:
-    """Writes a file that may exist already: its old content stays until the new one is whole."""
-    if isinstance(path, Path):
-        objects.write_over(path, data)
-    else:
-        path.write_over(data)
+def _upload(folder: "BucketPath", write: Callable[[Path], None]) -> list[dict[str, Any]]:
+    """What `write` leaves in an empty local folder, as objects in the place of those of a torn folder."""
+    with tempfile.TemporaryDirectory(prefix="mujica-upload-") as place:
+        with as_user_error(Path(place)):
+            write(Path(place))
+            files = describe_folder(Path(place))
+        there = folder.objects()
+        if COMMITTED not in there:  # else another process was first, and its files stay
+            for torn in there.keys() - {file["name"] for file in files}:
+                folder.bucket.delete(there[torn].name)
+            for file in files:
+                folder.bucket.replace((folder / file["name"]).key, Path(place) / file["name"])
+    return files
+
+
+def _fetch(folder: "BucketPath", expected: Mapping[str, Any], path: Path) -> None:
+    """One file of a folder as the local file `path`, unless that is there and whole."""
+    shown = folder / expected["name"]
+    if path.exists() and describe_file(path, expected["name"]) == expected:
+        return
+    fetched = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        with as_user_error(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                folder.bucket.download(shown.key, fetched, expected["bytes"])
+            check_file(fetched, expected, shown, folder)
+            fetched.replace(path)
+    finally:
+        fetched.unlink(missing_ok=True)
 
 
 def open_to_append(path: RunPath) -> "FileIO | AppendedObject":
     """A file whose `write` adds to its end."""
     if isinstance(path, Path):
-        with explained(path):
+        with as_user_error(path):
             return FileIO(path, "a")
     return AppendedObject(path)
 
 
 class AppendedObject:
-    """An object that one process appends to. What it writes is held for `HELD_SECONDS` at most, and uploaded by the next `write`,
-    `flush` or `close` after that. Raises StoreError where another process appends to it too.
+    """An object that one process appends to. What it writes is held for `HELD_SECONDS` at most, and uploaded by the
+    next `write`, `flush` or `close` after that. Raises StoreError where another process appends to it too.
     """
 
     def __init__(self, path: "BucketPath") -> None:
-        from mujica_jax.storage.gcs import PART, open_bucket
+        from mujica_jax.storage.gcs import PART
 
-        self._path, self._bucket = path, open_bucket(path.bucket_name)
+        self._path, self._bucket = path, path.bucket
         for part in self._bucket.list(f"{path.key}{PART}"):  # a killed process left them
             self._bucket.delete(part.name)
         found = self._bucket.find(path.key)
         self._generation = found.generation if found else 0
-        self._held = b""
-        self._held_since = time.monotonic()
-        self._sent: tuple[bytes, str] | None = None  # with its token: an interrupted upload is repeated as the same one
+        self._held = self._sent = b""
+        self._held_since, self._token = time.monotonic(), ""
 
     def write(self, data: bytes) -> int:
         if not self._held:
@@ -163,15 +229,14 @@ class AppendedObject:
 
     def flush(self) -> None:
         while self._sent or self._held:
-            if self._sent is None:
-                self._sent, self._held = (self._held, uuid.uuid4().hex), b""
-            data, token = self._sent
-            generation = self._bucket.append(self._path.key, data, self._generation, token)
+            if not self._sent:  # else an upload was interrupted: it is repeated as the same one
+                self._sent, self._held, self._token = self._held, b"", uuid.uuid4().hex
+            generation = self._bucket.append(self._path.key, self._sent, self._generation, self._token)
             if generation is None:
                 raise StoreError(
-                    f"{self._path} was changed by another process; let one process at a time train in {self._path.parent}"
+                    f"{self._path} was changed by another process; let one process at a time train in "
+                    f"{self._path.parent}"
                 )
-            self._generation, self._sent = generation, None
+            self._generation, self._sent = generation, b""
 
-    def close(self) -> None:
-        self.flush()
+    close = flush

@@ -9,9 +9,9 @@
     rounds/0003/DONE.json            the shards that count, with sizes and checksums; written last
     quarantine/                      damaged shards, each with the reason
 
-Everything but the metrics is created once and never changed (`objects.py` on local disk, `bucket_objects.py` on gs://). Readers trust
-what DONE.json and COMMITTED list. Before a round has DONE.json, a shard counts when it proves to be whole by itself (`shards.py`), so a
-sampler may die and be started anywhere.
+Everything but the metrics is created once and never changed (`storage/`). Readers trust what DONE.json and COMMITTED
+list. Before a round has DONE.json, a shard counts when it proves to be whole by itself (`shards.py`), so a sampler may
+die and be started anywhere.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from typing import Any
 from mujica_jax.errors import RunMismatch, StoreError
 from mujica_jax.records import Trajectory
 from mujica_jax.runtime import provenance
-from mujica_jax.storage.objects import COMMITTED
+from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunDirectory, RunPath
 from mujica_jax.trajectories import shards
 
@@ -37,7 +37,9 @@ QUARANTINE = "quarantine"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """A shard as DONE.json lists it. Two runs that sampled the same agree in `content_sha256` alone: the file holds seconds too."""
+    """A shard as DONE.json lists it. Two runs that sampled the same agree in `content_sha256` alone: the file holds
+    seconds too.
+    """
 
     name: str  # rounds/0003/shard-00007.parquet
     rows: int
@@ -130,7 +132,9 @@ class Store(RunDirectory):
         return trajectories
 
     def shards(self, *, round_number: int | None = None, policy_version: int | None = None) -> list[ShardEntry]:
-        """The shards of finished rounds, in order: of all of them, or of one round, or those that one policy sampled."""
+        """The shards of finished rounds, in order: of all of them, or of one round, or those that one policy
+        sampled.
+        """
         entries = []
         for name in self.names("rounds/"):
             found = re.fullmatch(rf"rounds/(\d{{4,}})/{DONE}", name)
@@ -194,7 +198,9 @@ class Store(RunDirectory):
         return self.commit_folder(_policy_name(version), write, {"version": version})
 
     def policy_path(self, version: int) -> Path:
-        """A local directory with a committed policy, every file compared with COMMITTED. Raises StoreError naming what is wrong."""
+        """A local directory with a committed policy, every file compared with COMMITTED. Raises StoreError naming what
+        is wrong.
+        """
         name = _policy_name(version)
         if not self.exists(f"{name}/{COMMITTED}"):
             raise StoreError(

@@ -2,11 +2,12 @@
 
     python disturbed_train.py '[{"words": ["CONFIG", "--run", "DIR"], "signal": "SIGKILL", "phase": "warm-up: learning", "update": 40}]'
 
-Every start is a process of its own, forked from one that has imported everything and built the world: both together take longer than most
-starts. What becomes of each is printed as one JSON line: status, output, messages, and the seconds from the signal to the end.
+Every start is a process of its own, forked from one that has imported everything and built the world: both together
+take longer than most starts. What becomes of each is printed as one JSON line: status, output, messages, and the
+seconds from the signal to the end.
 
-A model of this size answers nothing right, so no round would keep or learn anything. Here every third planner conversation, by its
-tokens, is worth the best reward. A start may name
+A model of this size answers nothing right, so no round would keep or learn anything. Here every third planner
+conversation, by its tokens, is worth the best reward. A start may name
 
     signal      and where it comes: at the `update`-th progress report of a `phase` (0: as it begins), or instead of the `write`-th time
                 that something is brought to the disk or renamed
@@ -18,7 +19,6 @@ tokens, is worth the best reward. A start may name
     rows        a file to which the rows of every update are written down, by their checksums
 """
 
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -41,12 +41,11 @@ import transformers
 
 import mujica_jax
 from mujica_jax import train
-from mujica_jax.agents.mujica import Mujica
 from mujica_jax.config.files import load_config
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import run
 from mujica_jax.methods import setup as start
-from mujica_jax.records import Trajectory
+from mujica_jax.records import Reward, Trajectory
 from mujica_jax.report.progress import Stage
 from mujica_jax.runtime.preemption import Preemption
 
@@ -80,13 +79,12 @@ def send(name: str) -> None:
 
 
 def reward_by_tokens() -> None:
-    play = Mujica.run
+    rewarded = Trajectory.with_reward
 
-    async def rewarded(*arguments, **options) -> Trajectory:
-        trajectory = await play(*arguments, **options)
-        return dataclasses.replace(trajectory, reward=float(sum(trajectory.planner.token_ids) % 3 == 0))
+    def by_tokens(trajectory: Trajectory, reward: Reward) -> Trajectory:
+        return rewarded(trajectory, Reward(total=float(sum(trajectory.conversations[0].token_ids) % 3 == 0)))
 
-    Mujica.run = rewarded
+    Trajectory.with_reward = by_tokens
 
 
 def before(owner: Any, name: str, act: Callable[..., None]) -> None:

@@ -66,7 +66,9 @@ def test_killed_while_it_obeys_it_ends_as_if_it_had_not_been(undisturbed, tmp_pa
     starts = [{**phase, "update": 10 * write, "then_write": write} for write in (1, 2, 3)]
     ends = disturbed(directory, *starts)
     assert [ended.status for ended in ends] == [-signal.SIGKILL] * 3, ends
-    torn = [folder for folder in (directory / "learning" / "warm-up").iterdir() if not (folder / "COMMITTED").exists()]
+    marks = ("COMMITTED", "commit_success.txt")
+    saved = list((directory / "learning" / "warm-up").iterdir())
+    torn = [folder for folder in saved if not all((folder / mark).exists() for mark in marks)]
     assert torn, "the save was interrupted half-way"
     rest(directory)
     assert outcome(directory) == undisturbed.outcome

@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.manifest import checksum
-from mujica_jax.storage.gcs import BUCKET_NAME, Listed, open_bucket
+from mujica_jax.storage.gcs import BUCKET_NAME, ObjectInfo, open_bucket
 
 SCHEME = "gs://"
 RANGE_BYTES = 8 * 2**20
@@ -83,7 +83,7 @@ def _in_bucket(path: str | Path) -> bool:
     return str(path).startswith(SCHEME)
 
 
-def _find(address: str) -> Listed:
+def _find(address: str) -> ObjectInfo:
     bucket, name = _split(address)
     found = open_bucket(bucket).find(name)
     if found is None:

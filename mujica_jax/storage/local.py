@@ -1,0 +1,132 @@
+"""Files on local disk: written whole or not at all, and errors of the disk in one sentence.
+
+The bytes of a file go to a temporary file beside it, reach the disk, and get the final name: by `link`, which fails
+where the name is taken (`create`), or by `rename` (`atomic_write`). A reader sees a whole file or none, and a killed
+writer leaves nothing that counts.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePath
+
+from mujica_jax.errors import UserError
+
+ADVICE = {  # what the user can do about an error of the operating system
+    errno.ENOSPC: "no space is left there; free some or choose another --run directory",
+    errno.EDQUOT: "the disk quota is used up; free some space or choose another --run directory",
+    errno.EFBIG: "a file may not grow that large there; raise the limit (ulimit -f) or choose another --run directory",
+    errno.EROFS: "the file system is read-only; choose another --run directory",
+    errno.EACCES: "permission is denied; choose a --run directory that you may write to",
+    errno.EPERM: "the file system does not allow it; choose another --run directory",
+    errno.ENOTDIR: "a file stands where a directory is needed; choose another --run directory",
+    errno.EEXIST: "a file stands where a directory is needed; choose another --run directory",
+}
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # those that only a disk can cause
+
+
+def create(path: Path, data: bytes) -> bool:
+    """False, and nothing changed, where the file exists already."""
+    with _written_beside(path, data) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+    return True
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Writes a file that may exist already: its old content stays until the new one is whole."""
+    with _written_beside(path, data) as temporary:
+        os.replace(temporary, path)
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Calls `write` with the empty folder and brings what it left there to the disk. What was in the folder before is
+    removed.
+    """
+    with as_user_error(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        try:
+            write(folder)
+            for path in (*folder.rglob("*"), folder, folder.parent):
+                sync(path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def names(root: Path, prefix: str) -> list[str]:
+    """All files below `root` whose relative names begin so, sorted, without temporary ones."""
+    folder = root / prefix.rpartition("/")[0]
+    found = (str(path.relative_to(root)) for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name.startswith(prefix) and "/." not in f"/{name}")
+
+
+def move(path: Path, target: Path) -> bool:
+    """False where there is no such file. The folder of `target` exists."""
+    with as_user_error(path):
+        try:
+            os.rename(path, target)
+        except FileNotFoundError:
+            return False
+        sync(path.parent)
+    return True
+
+
+def sync(path: Path) -> None:
+    """Makes a file's bytes, or a directory's names, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_space(path: Path, needed_bytes: int) -> None:
+    """Refuses before a library begins to write that would report a full disk from every thread of its own."""
+    free_bytes = shutil.disk_usage(path).free
+    if free_bytes < needed_bytes:
+        raise UserError(
+            f"cannot write into {path}: {needed_bytes:,} bytes are needed and {free_bytes:,} are free; "
+            "free some or choose another --run directory"
+        )
+
+
+@contextlib.contextmanager
+def as_user_error(path: PurePath) -> Iterator[None]:
+    """Turns a full, read-only or forbidden disk into one sentence for the user."""
+    try:
+        yield
+    except Exception as error:
+        code = error.errno if isinstance(error, OSError) else _code_in_words(error)
+        if code not in ADVICE:
+            raise
+        raise UserError(f"cannot use {path}: {ADVICE[code]}") from error
+
+
+def _code_in_words(error: Exception) -> int | None:
+    """Libraries in Rust and C++ (safetensors, tokenizers, TensorStore) raise errors of their own, with the system's
+    words in them.
+    """
+    return next((code for code in DISK_ERRORS if os.strerror(code) in str(error)), None)
+
+
+@contextlib.contextmanager
+def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
+    """A temporary file with the bytes, on the disk, to which the block gives its name."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    with as_user_error(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync(path.parent)

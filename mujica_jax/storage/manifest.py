@@ -1,0 +1,42 @@
+"""Manifests: a folder's files with sizes and checksums, written last, so that a reader knows what is whole."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+from mujica_jax.errors import StoreError
+
+COMMITTED = "COMMITTED"  # the manifest of a folder of a run
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """Raises ValueError for NaN and infinity: JSON has no words for them."""
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_file(path: Path, name: str) -> dict[str, Any]:
+    """The entry of one file."""
+    return {"name": name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def describe_folder(folder: Path) -> list[dict[str, Any]]:
+    """The entries of all files below a folder, sorted by name."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [describe_file(path, str(path.relative_to(folder))) for path in paths]
+
+
+def check_file(path: Path, expected: Mapping[str, Any], shown: PurePath, folder: PurePath) -> None:
+    """Raises StoreError where `path` is missing or differs from its entry; the message calls it `shown`."""
+    if not path.exists():
+        raise StoreError(f"{shown} is missing and COMMITTED lists it; restore it or remove {folder}")
+    if (found := describe_file(path, expected["name"])) != expected:
+        raise StoreError(
+            f"{shown} is damaged: it has {found} and COMMITTED lists {expected}; restore it or remove {folder}"
+        )
