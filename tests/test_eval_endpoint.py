@@ -47,7 +47,8 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path):
     """It searches once and then answers the first question right; it answers the second one wrong, at once. The first request fails."""
-    right, wrong = build_task(load_config(SMOKE)).questions("test")[:2]
+    config = load_config(SMOKE)
+    right, wrong = build_task(config).questions(config.eval.split)[:2]
 
     def reply(messages: list[dict[str, str]]) -> str:
         system, asked, said = messages[0]["content"], messages[1]["content"], [m["role"] for m in messages]
@@ -72,7 +73,7 @@ def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path)
     with serving(answer) as endpoint:
         done = run(tmp_path, *command(endpoint.base_url, tokenizer, "--agent.prompt", "few_shot", *LIMITS))
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "eval" / "tiny_world-graph.json").read_text())
+    result = json.loads((tmp_path / "eval" / "tiny_world-graph-dev.json").read_text())
     for kind in ("greedy", "sampled"):
         assert (result[kind]["em"], result[kind]["questions"], result[kind]["searches"]) == (50.0, 2, 0.5)
         assert result[kind]["stop_reasons"] == {"answered": 2}
@@ -83,21 +84,9 @@ def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path)
     assert (counted["requests"], counted["retries"], counted["failed"]) == (8, 1, 0)
     assert (counted["prompt_tokens"], counted["generated_tokens"]) == (800, 80)
     assert "8 requests, 1 retries, 0 failed; 800 prompt and 80 generated tokens" in " ".join(done.stdout.split())
-    predictions = (tmp_path / "eval" / "tiny_world-graph.predictions.jsonl").read_text().splitlines()
+    predictions = (tmp_path / "eval" / "tiny_world-graph-dev.predictions.jsonl").read_text().splitlines()
     assert [json.loads(line)["prediction"] for line in predictions] == [right.answers[0], "Nobody at all"]
     assert {request.body["temperature"] for request in endpoint.requests} == {0.0, 1.0}
-
-
-def test_an_endpoint_that_is_down_ends_with_one_sentence(tokenizer, tmp_path):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
-        base_url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        done = run(tmp_path, *command(base_url, tokenizer, *LIMITS, "--remote.deadline-seconds", "2"))
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith(
-        f"error: {base_url}/chat/completions gave no answer within"
-    )
-    assert "ConnectError" in done.stderr
 
 
 def test_the_commands_of_the_document_are_taken(monkeypatch):
@@ -122,6 +111,17 @@ def refused(capsys, tmp_path, monkeypatch):
         return message
 
     return call
+
+
+def test_an_endpoint_that_is_down_ends_with_one_sentence(tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+        assert evaluation.main(command(url, tokenizer, *LIMITS, "--remote.deadline-seconds", "2")) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {url}/chat/completions gave no answer within") and message.count("\n") == 1
+    assert "ConnectError" in message
 
 
 URL = "http://127.0.0.1:9/v1"

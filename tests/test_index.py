@@ -11,6 +11,7 @@ from shared_data import TWO_WIKI, needs_data
 from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
+from mujica_jax.runtime.standard_output import READER_GONE
 
 PASSAGES = 40
 

@@ -21,14 +21,15 @@ BUILT_FROM = ("mujica_jax", "configs", "pyproject.toml", "requirements.txt", "RE
 SMALL = {
     "task.train-questions": 40,
     "task.demonstrations": 20,
+    "task.dev-questions": 8,
     "task.test-questions": 8,
     "model.num-layers": 1,
-    "reading.documents": 20,
-    "reading.steps": 2,
+    "pretraining.documents": 20,
+    "pretraining.steps": 2,
     "warmup.steps": 2,
-    "mygo.rounds": 1,
-    "mygo.questions-per-round": 8,
-    "mygo.shard-questions": 8,
+    "method.rounds": 1,
+    "sampling.questions-per-round": 8,
+    "sampling.shard-questions": 8,
     "engine.slots": 8,
     "eval.questions": 4,
 }
@@ -107,6 +108,6 @@ def test_a_wheel_in_an_empty_folder_trains_and_evaluates(tmp_path):
     flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     run("-m", "mujica_jax.train", "--run", "run", *flags)
     phases = [phase["name"] for phase in json.loads((folder / "run" / "summary.json").read_text())["phases"]]
-    assert phases == ["warm-up", "control", "round 1"]
+    assert phases == ["warm-up", "round 1"]
     run("-m", "mujica_jax.eval", "--checkpoint", "run")
-    assert (folder / "run" / "eval" / "tiny_world-graph.json").exists()
+    assert (folder / "run" / "eval" / "tiny_world-graph-test.json").exists()
