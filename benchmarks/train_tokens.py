@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-CONVERSATIONS, MEDIAN_TOKENS, MOST_TOKENS, SIGMA = 2000, 350, 2048, 0.7
+CONVERSATIONS, MEDIAN_TOKENS, MAX_TOKENS, SIGMA = 2000, 350, 2048, 0.7
 LEAST_TOKENS = 6
 PEERS = Path(__file__).parent / "peers"
 
@@ -34,7 +34,7 @@ def lengths(seed: int, conversations: int = CONVERSATIONS) -> np.ndarray:
     found = np.empty(0)
     while found.size < conversations:
         more = draw.lognormal(np.log(MEDIAN_TOKENS), SIGMA, conversations)
-        found = np.append(found, more[(more >= LEAST_TOKENS) & (more <= MOST_TOKENS)])
+        found = np.append(found, more[(more >= LEAST_TOKENS) & (more <= MAX_TOKENS)])
     return found[:conversations].astype(np.int64)
 
 
@@ -60,10 +60,10 @@ def ours(checkpoint: str, given: dict[str, np.ndarray], *, rows: int, seconds: f
 
     keep_freed_memory()
     decoder = load_checkpoint(checkpoint, dtype=jnp.float32)
-    config = TrainerConfig(row_tokens=MOST_TOKENS, rows_per_step=rows, remat=remat)  # pyright: ignore[reportArgumentType]
+    config = TrainerConfig(row_tokens=MAX_TOKENS, rows_per_step=rows, remat=remat)  # pyright: ignore[reportArgumentType]
     trainer = Trainer(decoder.config, config)
     state, rate = trainer.initial_state(decoder), schedule(peak=1e-5, floor=1e-5, total_steps=1)
-    packed = pack(conversations(given), row_tokens=MOST_TOKENS, seed=0)
+    packed = pack(conversations(given), row_tokens=MAX_TOKENS, seed=0)
     batches = Batches(packed, rows, seed=0)
     state, metrics = trainer.train_step(state, next(batches), rate)
     metrics["loss"].block_until_ready()
