@@ -39,7 +39,7 @@ from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.host_memory import keep_freed_memory
 
 SYSTEM_TOKENS, QUESTION_TOKENS, OBSERVED_TOKENS = 384, 24, 40
-LEAST_GENERATED, MOST_GENERATED = 12, 64  # the most is not reached
+MIN_GENERATED_TOKENS, MAX_GENERATED_TOKENS = 12, 64  # the most is not reached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,10 @@ def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Sess
     shared, made = ids(SYSTEM_TOKENS), []
     for _ in range(sessions):
         prompt = shared + ids(QUESTION_TOKENS)
-        drawn = (Turn(int(draw.integers(LEAST_GENERATED, MOST_GENERATED)), ids(OBSERVED_TOKENS)) for _ in range(turns))
+        drawn = (
+            Turn(int(draw.integers(MIN_GENERATED_TOKENS, MAX_GENERATED_TOKENS)), ids(OBSERVED_TOKENS))
+            for _ in range(turns)
+        )
         made.append(Session(prompt, list(drawn)))
     return made
 
@@ -148,7 +151,7 @@ def main() -> int:
     keep_freed_memory()
     use_compilation_cache()
     programs = count_programs()
-    positions = SYSTEM_TOKENS + QUESTION_TOKENS + given.turns * (MOST_GENERATED - 1 + OBSERVED_TOKENS)
+    positions = SYSTEM_TOKENS + QUESTION_TOKENS + given.turns * (MAX_GENERATED_TOKENS - 1 + OBSERVED_TOKENS)
     engine_config = EngineConfig(
         slots=given.slots,
         decode_steps_per_call=given.decode_steps,
@@ -167,7 +170,7 @@ def main() -> int:
     generated = sum(turn.generated_tokens for session in sessions for turn in session.turns)
     seconds, found, recompiled = [], [], []
     for _ in range(1 + given.runs):
-        generator.forget()
+        generator.reset_cache()
         before, already = generator.statistics, dict(programs)
         began = time.perf_counter()
         asyncio.run(play(generator, sessions))

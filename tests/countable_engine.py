@@ -62,11 +62,11 @@ class CountableEngine(Engine):
         super().set_weights(weights)
         self.policy = int(weights.get("policy", 0))
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         self.memory[:] = UNWRITTEN
         self.tables.clear()
 
-    def choose(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
+    def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
         return free[0]
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -112,7 +112,7 @@ class CountableEngine(Engine):
         for row in rows:
             assert 0 <= row.start < row.stop and len(row.pages) * self.page_tokens >= row.stop
 
-    def retire(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
+    def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         self.tables.pop(slot, None)
         self.memory[list(broken_pages)] = UNWRITTEN
 

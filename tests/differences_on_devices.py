@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from packed_rows import MODEL, SHORT_SCHEDULE, TRAINER, random_conversations, tiny_decoder
 
-from mujica_jax.inference.engine.contiguous import ResidentEngine
+from mujica_jax.inference.engine.contiguous import ContiguousEngine
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.learning.trainer import Trainer, fit
@@ -72,7 +72,7 @@ def embedded(data: int) -> np.ndarray:
 def sampled(tensor: int, storage: Storage = "compute") -> np.ndarray:
     """Tokens and log-probabilities of six conversations that begin alike, by an engine whose heads are split."""
     decoder = tiny_decoder(WIDE)
-    engine = ResidentEngine(
+    engine = ContiguousEngine(
         decoder,
         slots=6,
         positions=128,

@@ -14,7 +14,7 @@ from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 
 SLOTS = 4  # three decode
-MOST_TOKENS = 150
+MAX_TOKENS = 150
 LENGTHS = (1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 20, 33, 40, 5)  # of prompts; more than there are slots
 SHARED = random_tokens(2 * PAGE_TOKENS + 3, seed=99)
 
@@ -41,7 +41,7 @@ async def by_orchestrator() -> tuple[list[list[int]], list[int]]:
     from jetstream.core.proto import jetstream_pb2
 
     logging.getLogger().setLevel(logging.WARNING)
-    engine = JetStreamEngine(make_engine(slots=SLOTS, decode_steps=1, pages=SLOTS * PAGES_A_SLOT), params(MOST_TOKENS))
+    engine = JetStreamEngine(make_engine(slots=SLOTS, decode_steps=1, pages=SLOTS * PAGES_A_SLOT), params(MAX_TOKENS))
     weights = engine.load_params()
     driver = orchestrator.Driver(
         prefill_engines=[engine],
@@ -59,10 +59,10 @@ async def by_orchestrator() -> tuple[list[list[int]], list[int]]:
 
     # JetStream's driver asserts that something runs in a moment when its other thread may just have ended the last request, and a
     # failed assertion ends the process: so something runs all the time.
-    others = asyncio.ensure_future(ask([1, 2, 3], MOST_TOKENS))
+    others = asyncio.ensure_future(ask([1, 2, 3], MAX_TOKENS))
     found = await asyncio.gather(*(ask(prompt, 9 + number) for number, prompt in enumerate(prompts())))
     refused = await ask([10**6], 5)
-    assert not others.done(), "make MOST_TOKENS larger"
+    assert not others.done(), "make MAX_TOKENS larger"
     assert (await client.HealthCheck(jetstream_pb2.HealthCheckRequest())).is_live
     driver.stop()
     others.cancel()

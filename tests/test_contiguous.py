@@ -1,4 +1,4 @@
-"""Rows and groups of the engine for CPU and GPU, where they change hands."""
+"""Rows and prefixes of the engine for CPU and GPU, where they change hands."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from mujica_jax.inference.engine.base import Engine, FlushRow, PrefillRow, SlotS
 
 EXACT = 1e-5  # float32, the same sums in another order
 ONE_LAYER = dataclasses.replace(MODEL, num_layers=1)
-BEGINNING_PAGES = 8  # as long as the shortest group
+BEGINNING_PAGES = 8  # as long as the shortest prefix
 
 
 def decoded_after(
@@ -37,23 +37,23 @@ def pages_after(beginning: list[int], slot: int) -> list[int]:
 
 
 def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_the_place_of_its_own():
-    """Its row goes on in the group of its beginning, no other row reads that group any more, and others form one in the same call."""
+    """Its row goes on in the prefix of its beginning, no other row reads that prefix any more, and others form one in the same call."""
     engine = make_engine(decoder(ONE_LAYER), slots=12, pages=12 * PAGES_A_SLOT)
     old, new = (random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=seed) for seed in (1, 2))
     for slot, beginning in ((10, old), (11, new)):
         engine.prefill([PrefillRow(slot, pages_of_slot(slot), 0, beginning)])
         engine.flush([FlushRow(slot, pages_of_slot(slot), 0, len(beginning))])
-        engine.retire(slot)
+        engine.free_slot(slot)
     old_pages, new_pages = (list(pages_of_slot(slot)[:BEGINNING_PAGES]) for slot in (10, 11))
 
     prompts = {slot: [*old, *random_tokens(5, seed=slot)] for slot in range(5)}
     engine.prefill([PrefillRow(slot, pages_after(old_pages, slot), 64, prompts[slot][64:-1]) for slot in prompts])
-    assert engine._held[0].group == 0 and engine._held[0].offset == 64
+    assert engine._slot_caches[0].prefix == 0 and engine._slot_caches[0].offset == 64
     first = decoded_after(engine, prompts, 4)
     held = [*prompts[0], *first[0][0]]
     for slot in prompts:
         engine.flush([FlushRow(slot, pages_after(old_pages, slot), 64, len(prompts[slot]) + 3)])
-        engine.retire(slot)
+        engine.free_slot(slot)
 
     prompts = {slot: [*new, *random_tokens(5, seed=slot)] for slot in range(5, 9)}
     returning = PrefillRow(0, pages_after(old_pages, 0), len(held) - 1, [])
@@ -71,7 +71,7 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_rows_become_narrower
     for slot, sequence in ((10, long), (11, beginning)):
         engine.prefill([PrefillRow(slot, pages_of_slot(slot), 0, sequence)])
         engine.flush([FlushRow(slot, pages_of_slot(slot), 0, len(sequence))])
-        engine.retire(slot)
+        engine.free_slot(slot)
     pages = list(pages_of_slot(11)[:BEGINNING_PAGES])
     prompts = {slot: [*beginning, *random_tokens(5, seed=slot)] for slot in range(5)}
     others = [PrefillRow(slot, pages_after(pages, slot), 64, prompts[slot][64:-1]) for slot in prompts]

@@ -215,7 +215,7 @@ def test_what_is_not_finite_leaves_no_trace_in_its_slot_and_pages():
     assert np.isnan(decoded(engine, started(engine, {0: SEQUENCE}, 4))[0][1]).all()
     engine.flush([FlushRow(0, pages_of_slot(0), 0, 43)])
     engine._weights = good
-    engine.retire(0, broken_pages=pages_of_slot(0))
+    engine.free_slot(0, broken_pages=pages_of_slot(0))
     assert all(np.isfinite(array).all() for array in jax.tree.leaves(engine._memory))
     found = decoded(engine, started(engine, {0: SEQUENCE[:5]}, 4))[0]
     assert found[0] == expected[0]
@@ -227,7 +227,7 @@ def test_a_sequence_goes_on_from_pages_that_another_slot_computed(engine, cached
     """Page borders and both sides of them; the last page is read in part."""
     expected = decoded(engine, started(engine, {0: SEQUENCE}, 6))[0]
     engine.flush([FlushRow(0, pages_of_slot(0), 0, 39)])
-    engine.retire(0)
+    engine.free_slot(0)
     whole = cached // PAGE_TOKENS
     pages = [*pages_of_slot(0)[:whole], *pages_of_slot(2)[whole:]]
     if cached % PAGE_TOKENS:

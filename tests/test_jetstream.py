@@ -182,7 +182,7 @@ def test_a_prompt_that_is_not_finite_leaves_no_page_that_others_could_read():
     prompt = [*range(1, 15)]  # three whole pages and a part
     state = jet.init_decode_state()
     state = jet.insert(prefilled(jet, prompt), state, slot=0)
-    assert state.running[0].lease.cached_tokens == len(prompt) - 1
+    assert state.running[0].block_table.cached_tokens == len(prompt) - 1
     assert steps(jet, state, 0, 3) == []
     assert jet._pages.cached() == [] and (engine.memory == UNWRITTEN).all()
 

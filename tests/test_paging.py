@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mujica_jax.inference.paging import Lease, Pages
+from mujica_jax.inference.paging import BlockAllocator, BlockTable
 
 UNKNOWN = None  # what a place holds that nobody has written
 
@@ -26,7 +26,7 @@ def alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 class Running:
     """A request as an engine sees it: its table of pages is the one it was started with."""
 
-    lease: Lease
+    block_table: BlockTable
     table: list[int]
     prompt: tuple[int, ...]
     capacity_tokens: int
@@ -44,7 +44,7 @@ class PagesMachine(RuleBasedStateMachine):
     @initialize(count=st.integers(1, 9), size=st.integers(1, 4))
     def begin(self, count, size):
         self.size = size
-        self.pages = Pages(count, size)
+        self.pages = BlockAllocator(count, size)
         self.memory = [[UNKNOWN] * size for _ in range(count)]
         self.known: dict[int, tuple[int, ...]] = {}  # of each page in the tree: the sequence up to its last token
 
@@ -53,33 +53,35 @@ class PagesMachine(RuleBasedStateMachine):
         more=st.integers(1, 8),
         reuse=st.sampled_from([True, True, True, False]),
     )
-    def lease(self, prompt, more, reuse):
+    def allocate(self, prompt, more, reuse):
         needed = -(-(len(prompt) + more) // self.size)
         known = self.known_of_tree()
         longest = max((alike(known[page], prompt[:-1]) for page in known), default=0) if reuse else 0
         before = self.snapshot()
-        in_use = {node.page for one in self.running for node in one.lease.shared}
+        in_use = {node.page for one in self.running for node in one.block_table.shared}
         # Pages that nobody reads can be had; those the prompt begins with are kept and count towards what it needs.
         begins = [page for page, held in known.items() if len(held) <= longest and held == prompt[: len(held)]]
         full = [page for page in begins if len(known[page]) % self.size == 0]
         room = self.pages.free + len(set(known) - in_use - set(full))
-        lease = self.pages.lease(tokens_of(*prompt), len(prompt) + more, reuse=reuse)
+        block_table = self.pages.allocate(tokens_of(*prompt), len(prompt) + more, reuse=reuse)
         if needed - len(full) > room:
-            assert lease is None, "there are not so many pages"
+            assert block_table is None, "there are not so many pages"
             assert self.snapshot() == before, "what cannot be had changes nothing"
             return
-        assert lease is not None, "there are pages enough"
-        assert len(lease.pages) == needed == len(set(lease.pages))
+        assert block_table is not None, "there are pages enough"
+        assert len(block_table.pages) == needed == len(set(block_table.pages))
         short = needed - len(full) == room  # then there may be no page for a copy
-        assert lease.cached_tokens == longest or (short and lease.cached_tokens == len(full) * self.size)
-        if lease.copied is not None:
-            source, target = lease.copied
-            assert target in lease.pages[len(lease.shared) :]
+        assert block_table.cached_tokens == longest or (short and block_table.cached_tokens == len(full) * self.size)
+        if block_table.copied is not None:
+            source, target = block_table.copied
+            assert target in block_table.pages[len(block_table.shared) :]
             self.memory[target] = list(self.memory[source])
-        for n in range(lease.cached_tokens):
-            assert self.memory[lease.pages[n // self.size]][n % self.size] == prompt[: n + 1]
+        for n in range(block_table.cached_tokens):
+            assert self.memory[block_table.pages[n // self.size]][n % self.size] == prompt[: n + 1]
         self.running.append(
-            Running(lease, list(lease.pages), prompt, len(prompt) + more, prompt[: lease.cached_tokens])
+            Running(
+                block_table, list(block_table.pages), prompt, len(prompt) + more, prompt[: block_table.cached_tokens]
+            )
         )
 
     @precondition(lambda self: self.running)
@@ -88,7 +90,7 @@ class PagesMachine(RuleBasedStateMachine):
         """What a running request has computed of its prompt, read by others from now on."""
         one = self.running[of % len(self.running)]
         self.write(one, one.prompt[: max(len(one.written), min(tokens, len(one.prompt) - 1))])
-        self.pages.share(one.lease, tokens_of(*one.written))
+        self.pages.share(one.block_table, tokens_of(*one.written))
         self.learn(one)
 
     @precondition(lambda self: self.running)
@@ -98,7 +100,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.write(one, max(one.written, (one.prompt + completion)[: one.capacity_tokens - 1], key=len))
         for n in range(len(one.written)):
             assert self.memory[one.table[n // self.size]][n % self.size] == one.written[: n + 1], "overwritten"
-        self.pages.release(one.lease, tokens_of(*one.written))
+        self.pages.release(one.block_table, tokens_of(*one.written))
         self.learn(one)
         if one.valid:
             known = self.known_of_tree()
@@ -108,21 +110,21 @@ class PagesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(of=st.integers(0, 99))
     def cancel(self, of):
-        self.pages.release(self.running.pop(of % len(self.running)).lease, tokens_of())
+        self.pages.release(self.running.pop(of % len(self.running)).block_table, tokens_of())
 
     @precondition(lambda self: self.running)
     @rule(of=st.integers(0, 99))
-    def withdraw(self, of):
+    def evict(self, of):
         """What it computed is not to be read: it leaves the tree unless others read it already."""
         one = self.running.pop(of % len(self.running))
-        private = self.pages.withdraw(one.lease)
+        private = self.pages.evict(one.block_table)
         assert not set(private) & {*self.pages.cached(), *self.pages._free}
-        assert not any(set(private) & {*other.table, *other.lease.pages} for other in self.running)
-        self.pages.release(one.lease, tokens_of())
+        assert not any(set(private) & {*other.table, *other.block_table.pages} for other in self.running)
+        self.pages.release(one.block_table, tokens_of())
 
     @rule()
-    def forget(self):
-        self.pages.forget()
+    def reset_cache(self):
+        self.pages.reset_cache()
         for one in self.running:
             one.valid = False
         assert self.pages.cached() == []
@@ -132,17 +134,17 @@ class PagesMachine(RuleBasedStateMachine):
         if not hasattr(self, "pages"):
             return
         self.unlearn()
-        stale = {id(node): node.page for one in self.running for node in one.lease.shared if node.parent is None}
+        stale = {id(node): node.page for one in self.running for node in one.block_table.shared if node.parent is None}
         places = collections.Counter([*self.pages._free, *self.pages.cached(), *stale.values()])
         for one in self.running:
-            places.update([*one.lease.pages[len(one.lease.shared) :], *one.lease.spare])
+            places.update([*one.block_table.pages[len(one.block_table.shared) :], *one.block_table.duplicates])
         assert places == collections.Counter(range(self.pages.count))
 
     @invariant()
     def users_are_those_who_run(self):
         if not hasattr(self, "pages"):
             return
-        readers = collections.Counter(id(node) for one in self.running for node in one.lease.shared)
+        readers = collections.Counter(id(node) for one in self.running for node in one.block_table.shared)
         for node in self.pages._nodes():
             assert node.users == readers[id(node)]
             assert node.order == sorted(node.children)
@@ -152,9 +154,9 @@ class PagesMachine(RuleBasedStateMachine):
         if not hasattr(self, "pages"):
             return
         for one in self.running:
-            self.pages.release(one.lease, tokens_of())
+            self.pages.release(one.block_table, tokens_of())
         assert self.pages.free + len(self.pages.cached()) == self.pages.count
-        self.pages.forget()
+        self.pages.reset_cache()
         assert self.pages.free == self.pages.count
 
     def write(self, one: Running, tokens: tuple[int, ...]) -> None:
@@ -194,124 +196,124 @@ TestPages = PagesMachine.TestCase
 TestPages.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-def leased(pages: Pages, *prompt: int, capacity_tokens: int = 0) -> Lease:
-    lease = pages.lease(tokens_of(*prompt), capacity_tokens or len(prompt) + 1)
-    assert lease is not None
-    return lease
+def allocated(pages: BlockAllocator, *prompt: int, capacity_tokens: int = 0) -> BlockTable:
+    block_table = pages.allocate(tokens_of(*prompt), capacity_tokens or len(prompt) + 1)
+    assert block_table is not None
+    return block_table
 
 
-def computed(pages: Pages, *sequence: int) -> None:
+def computed(pages: BlockAllocator, *sequence: int) -> None:
     """A request that came, computed these tokens and left."""
-    pages.release(leased(pages, *sequence), tokens_of(*sequence))
+    pages.release(allocated(pages, *sequence), tokens_of(*sequence))
 
 
-def cached_tokens(pages: Pages, *sequence: int) -> int:
-    lease = leased(pages, *sequence, 9)
-    pages.release(lease, tokens_of())
-    return lease.cached_tokens
+def cached_tokens(pages: BlockAllocator, *sequence: int) -> int:
+    block_table = allocated(pages, *sequence, 9)
+    pages.release(block_table, tokens_of())
+    return block_table.cached_tokens
 
 
 def test_what_was_used_longest_ago_is_evicted_first_and_leaves_before_their_parents():
-    pages = Pages(5, page_tokens=2)
+    pages = BlockAllocator(5, page_tokens=2)
     computed(pages, 1, 1, 2, 2)  # two pages, and a third for the token to come
     computed(pages, 1, 1, 3, 3)
     computed(pages, 4, 4)
     assert (pages.free, len(pages.cached())) == (1, 4)  # 1 1, 2 2, 3 3, 4 4
     assert cached_tokens(pages, 1, 1, 2, 2) == 4  # used: 3 3 is the oldest leaf now
-    running = leased(pages, 5, capacity_tokens=4)
+    running = allocated(pages, 5, capacity_tokens=4)
     assert pages.evicted == 1
     pages.release(running, tokens_of())
     assert [cached_tokens(pages, *of) for of in ([1, 1, 3, 3], [1, 1, 2, 2], [4, 4])] == [2, 4, 2]
-    pages.release(leased(pages, 6, capacity_tokens=10), tokens_of())
+    pages.release(allocated(pages, 6, capacity_tokens=10), tokens_of())
     assert (pages.evicted, pages.free) == (4, 5)
 
 
 def test_a_page_that_a_request_reads_is_never_evicted():
-    pages = Pages(3, page_tokens=2)
+    pages = BlockAllocator(3, page_tokens=2)
     computed(pages, 1, 1)
-    running = leased(pages, 1, 1, 2, capacity_tokens=4)
+    running = allocated(pages, 1, 1, 2, capacity_tokens=4)
     assert running.cached_tokens == 2
-    assert pages.lease(tokens_of(7), 4) is None
+    assert pages.allocate(tokens_of(7), 4) is None
     assert pages.evicted == 0 and pages.cached() == [running.pages[0]]
 
 
 def test_a_request_that_needs_every_page_gets_them_although_its_beginning_lies_in_one_of_them():
     """The page would have to be copied and there is none to copy it to."""
-    pages = Pages(2, page_tokens=4)
+    pages = BlockAllocator(2, page_tokens=4)
     computed(pages, 1, 2, 3)
-    lease = leased(pages, 1, 2, 9, capacity_tokens=8)
-    assert (lease.cached_tokens, lease.copied) == (0, None)
-    assert sorted(lease.pages) == [0, 1]
+    block_table = allocated(pages, 1, 2, 9, capacity_tokens=8)
+    assert (block_table.cached_tokens, block_table.copied) == (0, None)
+    assert sorted(block_table.pages) == [0, 1]
 
 
 def test_a_partly_filled_page_is_taken_over_by_who_goes_on_from_its_end():
-    pages = Pages(4, page_tokens=4)
+    pages = BlockAllocator(4, page_tokens=4)
     computed(pages, 1, 2, 3)
     (page,) = pages.cached()
-    lease = leased(pages, 1, 2, 3, 4)
-    assert (lease.pages[0], lease.cached_tokens, lease.copied) == (page, 3, None)
+    block_table = allocated(pages, 1, 2, 3, 4)
+    assert (block_table.pages[0], block_table.cached_tokens, block_table.copied) == (page, 3, None)
     assert pages.cached() == [], "and nobody else can find it"
 
 
 def test_a_page_is_copied_for_who_goes_on_from_its_middle():
-    pages = Pages(4, page_tokens=4)
+    pages = BlockAllocator(4, page_tokens=4)
     computed(pages, 1, 2, 3)
     (page,) = pages.cached()
-    lease = leased(pages, 1, 2, 4)
-    assert (lease.copied, lease.cached_tokens) == ((page, lease.pages[0]), 2)
+    block_table = allocated(pages, 1, 2, 4)
+    assert (block_table.copied, block_table.cached_tokens) == ((page, block_table.pages[0]), 2)
     assert pages.cached() == [page]
 
 
 def test_the_last_token_of_a_prompt_is_never_cached():
-    pages = Pages(4, page_tokens=2)
+    pages = BlockAllocator(4, page_tokens=2)
     computed(pages, 1, 2, 3, 4)
-    assert leased(pages, 1, 2, 3, 4).cached_tokens == 3
+    assert allocated(pages, 1, 2, 3, 4).cached_tokens == 3
 
 
 def test_a_page_that_was_computed_twice_is_not_given_away_while_its_request_still_reads_it():
     """An engine's table is that of the start: the copy in the tree is not in it."""
-    pages = Pages(4, page_tokens=2)
-    one, other = leased(pages, 1, 2, 3), leased(pages, 1, 2, 3)
+    pages = BlockAllocator(4, page_tokens=2)
+    one, other = allocated(pages, 1, 2, 3), allocated(pages, 1, 2, 3)
     table = list(other.pages)
     pages.share(one, tokens_of(1, 2))
     pages.share(other, tokens_of(1, 2))
-    assert pages.free == 0 and pages.lease(tokens_of(5), 2) is None, f"{table} are still read"
+    assert pages.free == 0 and pages.allocate(tokens_of(5), 2) is None, f"{table} are still read"
     pages.release(other, tokens_of(1, 2))
     assert pages.free == 2
 
 
 def test_a_request_that_is_too_large_at_present_evicts_nothing():
-    pages = Pages(4, page_tokens=2)
+    pages = BlockAllocator(4, page_tokens=2)
     computed(pages, 1, 1)
-    running = leased(pages, 2, capacity_tokens=4)
-    assert pages.lease(tokens_of(3), 8) is None
+    running = allocated(pages, 2, capacity_tokens=4)
+    assert pages.allocate(tokens_of(3), 8) is None
     assert pages.evicted == 0 and len(pages.cached()) == 1
     pages.release(running, tokens_of())
 
 
 def test_what_running_requests_hold_is_given_back_after_it_was_forgotten():
-    pages = Pages(4, page_tokens=2)
+    pages = BlockAllocator(4, page_tokens=2)
     computed(pages, 1, 1)
-    running = leased(pages, 1, 1, 2)
-    pages.forget()
+    running = allocated(pages, 1, 1, 2)
+    pages.reset_cache()
     assert pages.free == 4 - len(running.pages) and pages.cached() == []
     pages.release(running, tokens_of(1, 1, 2))
     assert pages.free == 4 and pages.cached() == [], "and what it computed is not valid either"
 
 
 def test_the_book_of_what_may_be_evicted_does_not_grow_with_the_number_of_requests():
-    pages = Pages(4, page_tokens=2)
+    pages = BlockAllocator(4, page_tokens=2)
     for _ in range(2000):
-        pages.release(leased(pages, 1, 2, 3), tokens_of(1, 2))
-    assert len(pages._offers) < 20
+        pages.release(allocated(pages, 1, 2, 3), tokens_of(1, 2))
+    assert len(pages._eviction_queue) < 20
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_requests_that_do_not_reuse_find_nothing_and_leave_nothing_behind(size):
-    pages = Pages(8, page_tokens=size)
+    pages = BlockAllocator(8, page_tokens=size)
     computed(pages, 1, 2, 3)
     held = pages.cached()
-    lease = pages.lease(tokens_of(1, 2, 3), 4, reuse=False)
-    assert lease is not None and (lease.cached_tokens, lease.shared) == (0, [])
-    pages.release(lease, tokens_of())
+    block_table = pages.allocate(tokens_of(1, 2, 3), 4, reuse=False)
+    assert block_table is not None and (block_table.cached_tokens, block_table.shared) == (0, [])
+    pages.release(block_table, tokens_of())
     assert pages.cached() == held

@@ -185,7 +185,7 @@ def test_pages_that_are_broken_are_emptied_in_every_layer(kernel):
     engine._weights = jax.tree.map(lambda array: array * np.nan, nnx.state(decoder()))
     engine.prefill([PrefillRow(1, range(PAGES_A_SLOT), 0, random_tokens(20))])
     assert not np.isfinite(engine._pages).all()
-    engine.retire(1, broken_pages=range(3))
+    engine.free_slot(1, broken_pages=range(3))
     assert np.isfinite(engine._pages).all()
 
 

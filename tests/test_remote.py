@@ -10,7 +10,7 @@ from local_endpoint import Answer, LocalEndpoint, Request, serving
 from test_remote_formats import END, PROMPT, TOKENIZER, WORDS, generator, openai, params, vllm
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.priority_queue import WaitingLine
+from mujica_jax.inference.priority_semaphore import PrioritySemaphore
 from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import DeadlineError, OverloadError, RequestError
 
@@ -240,7 +240,7 @@ def test_a_full_line_turns_the_next_away():
         return await asyncio.gather(*(remote.generate(PROMPT, params()) for _ in range(16)), return_exceptions=True)
 
     with serving(lambda request, before: Answer(content=GOOD.content, after_seconds=0.1)) as endpoint:
-        found = asyncio.run(flood(generator(endpoint, concurrency=1, most_waiting=3)))
+        found = asyncio.run(flood(generator(endpoint, concurrency=1, max_waiting=3)))
     refused = [result for result in found if isinstance(result, OverloadError)]
     assert len(refused) == 12 and len(endpoint.requests) == 4
     assert str(refused[0]).startswith("1 requests are under way and 3 wait, of at most 3: ")
@@ -280,7 +280,7 @@ def test_places_are_kept_whoever_is_cancelled_when(moment):
     """After everyone left, two may enter again at once and a third one not."""
 
     async def crowd() -> None:
-        line, inside = WaitingLine(2, 100), 0
+        line, inside = PrioritySemaphore(2, 100), 0
 
         async def one(number: int) -> None:
             nonlocal inside

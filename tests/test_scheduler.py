@@ -253,27 +253,6 @@ def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_not_befo
     assert generator.statistics.refused == len(refused)
 
 
-def test_requests_that_were_cancelled_while_they_waited_take_no_room_from_others():
-    engine = CountableEngine(slots=1)
-    generator = make_generator(engine, queue_size=2)
-    prompt = next([token] for token in range(20) if len(engine.by_hand([token], params(40))[0]) == 40)
-
-    async def main() -> list[int]:
-        runs = asyncio.ensure_future(generator.generate(prompt, params(40)))
-        while not generator._running:
-            await asyncio.sleep(0)
-        waiting = [asyncio.ensure_future(generator.generate([4, seed], params(3))) for seed in range(2)]
-        await asyncio.sleep(0)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        found = [token async for tokens in generator.stream([5, 6], params(4)) for token in tokens]
-        await runs
-        return found
-
-    assert run(main()) == engine.by_hand([5, 6], params(4))[0]
-
-
 @pytest.mark.parametrize("fails_at_call", [1, 3])
 def test_a_fault_of_the_engine_reaches_everyone_who_waits(fails_at_call):
     engine = CountableEngine(slots=2)
@@ -308,7 +287,7 @@ def test_an_event_loop_that_ends_with_requests_under_way_leaves_a_usable_generat
 
     with pytest.raises(KeyError):
         asyncio.run(fails_meanwhile())
-    generator.forget()
+    generator.reset_cache()
     (completion,) = complete_all(generator, [([3, 0], params(40))])
     assert_by_hand(engine, completion, [3, 0], params(40))
 
@@ -396,7 +375,7 @@ def test_a_request_alone_gets_what_it_gets_in_a_full_batch(generator):
     ]
     together = complete_all(generator, requests)
     for completion, request in zip(together, requests, strict=True):
-        generator.forget()
+        generator.reset_cache()
         (alone,) = complete_all(generator, [request])
         assert alone.token_ids == completion.token_ids
         np.testing.assert_allclose(alone.logprobs, completion.logprobs, atol=1e-5)

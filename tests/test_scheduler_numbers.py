@@ -26,7 +26,7 @@ from tiny_models import filled_decoder
 from traffic import assert_nothing_is_held, complete_all, make_generator, params, run, settle
 
 from mujica_jax.inference.engine.base import Engine
-from mujica_jax.inference.engine.contiguous import ResidentEngine
+from mujica_jax.inference.engine.contiguous import ContiguousEngine
 from mujica_jax.inference.requests import Completion, RequestError
 from mujica_jax.models.decoder import Decoder
 
@@ -43,7 +43,7 @@ def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
 def engine_of(of: Decoder, **changes: Any) -> Engine:
     settings = {"slots": 4, "positions": POSITIONS, "page_tokens": PAGE_TOKENS, "num_pages": PAGES_A_SLOT}
     settings |= {"prefill_tokens": 128, "decode_steps": DECODE_STEPS, "stop_token_ids": [NO_STOP]}
-    return ResidentEngine(of, **(settings | changes))
+    return ContiguousEngine(of, **(settings | changes))
 
 
 # Both sides of page borders; some begin alike.
@@ -61,7 +61,7 @@ def alone() -> list[Completion]:
     generator = make_generator(engine_of(decoder()))
     found = []
     for one in MIXED:
-        generator.forget()
+        generator.reset_cache()
         found += complete_all(generator, [one])
     return found
 
@@ -210,7 +210,7 @@ def busy_engine() -> Engine:
 def test_random_traffic_on_rows_and_groups_gives_everyone_the_numbers_of_a_full_forward_pass(waves):
     """Few pages, prompts in chunks, conversations that come back, requests that are cancelled after some turns of the loop."""
     generator = make_generator(busy_engine())
-    generator.forget()
+    generator.reset_cache()
 
     async def one(number: int, beginning: list[int], own: int, new: int, cancelled_after: int | None) -> None:
         prompt = [*beginning, *random_tokens(own, seed=number)]

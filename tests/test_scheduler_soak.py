@@ -10,7 +10,7 @@ from tiny_engine import MODEL, PAGES_A_SLOT, SLOTS, make_engine
 from traffic import assert_nothing_is_held, complete_all, letter, make_generator, params
 
 from mujica_jax.inference.requests import Completion, DeadlineError, SamplingParams
-from mujica_jax.inference.sequence import LiveRequest
+from mujica_jax.inference.sequence import SequenceState
 
 REQUESTS, WARM_UP, CHECKED = 2000, 1000, 60
 AT_ONCE = 24  # more than there are slots and places in the queue
@@ -54,7 +54,7 @@ def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
         prompt, wanted, fate = request(n)
         async with room:
             if fate == "streamed":
-                while generator.full:
+                while generator.statistics.waiting >= 2 * SLOTS:
                     await asyncio.sleep(0.001)
                 outcomes[n] = tuple([token async for part in generator.stream(prompt, wanted) for token in part])
                 return
@@ -76,7 +76,7 @@ def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
     asyncio.run(main(WARM_UP, REQUESTS))
     growth = resident_bytes() - after_warm_up
     assert growth < GROWTH_BYTES, f"{growth / 2**20:.0f} MiB more after {REQUESTS - WARM_UP} further requests"
-    assert not [one for one in gc.get_objects() if isinstance(one, LiveRequest)]
+    assert not [one for one in gc.get_objects() if isinstance(one, SequenceState)]
     assert_nothing_is_held(generator)
     assert generator.statistics.evicted_pages > 100
 

@@ -13,7 +13,7 @@ from packed_rows import MODEL as ONE_LAYER
 from tiny_models import filled_decoder
 
 from mujica_jax.inference.engine.base import Engine, SlotState
-from mujica_jax.inference.engine.contiguous import ResidentEngine
+from mujica_jax.inference.engine.contiguous import ContiguousEngine
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -39,7 +39,7 @@ def make_engine(
     pages: int = SLOTS * PAGES_A_SLOT,
     cache_dtype: Any = None,
 ) -> Engine:
-    return ResidentEngine(
+    return ContiguousEngine(
         decoder() if of is None else of,
         slots=slots,
         positions=POSITIONS,

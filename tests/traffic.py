@@ -51,7 +51,7 @@ async def settle(task: asyncio.Future) -> Completion | BaseException:
 
 def assert_nothing_is_held(generator: BatchedGenerator) -> None:
     """No request, slot or page is left behind."""
-    counted, pages = generator.statistics, generator._pages
+    counted, pages = generator.statistics, generator._blocks
     assert (counted.running, counted.waiting) == (0, 0)
     assert not generator._state.remaining.any()
     assert pages.free + len(pages.cached()) == pages.count

@@ -1,7 +1,7 @@
 """What a generator does now, for a console and for Prometheus.
 
 counters = LiveCounters(lambda: server.statistics)
-with rich.live.Live(get_renderable=counters.line): ...
+counters.figures()                                  # for a progress display
 close = serve_metrics(counters, port=9090)          # http://127.0.0.1:9090/metrics
 """
 
@@ -53,14 +53,6 @@ class LiveCounters:
             before, tokens = self._readings[0]
         return found, (found.generated_tokens - tokens) / (when - before) if when > before else 0.0
 
-    def line(self) -> str:
-        found, tokens_a_second = self.now()
-        return (
-            f"{found.running} running, {found.waiting} waiting, {tokens_a_second:,.0f} tokens/s, "
-            f"{found.cache_hit_rate:.0%} of prompts from the cache, {found.refused} refused, "
-            f"{found.compiled_programs} programs compiled"
-        )
-
     def figures(self) -> dict[str, int | float | str]:
         """For a progress display."""
         found, tokens_a_second = self.now()
@@ -98,19 +90,14 @@ def between(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str
     }
 
 
-def exposition(counters: LiveCounters) -> str:
-    """Prometheus's text format."""
-    from prometheus_client import generate_latest
-
-    return generate_latest(_registry(counters)).decode()
-
-
 def serve_metrics(counters: LiveCounters, *, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
     """Answer /metrics from a thread; port 0 takes any. Returns the port and what ends it."""
-    from prometheus_client import start_http_server
+    from prometheus_client import CollectorRegistry, start_http_server
 
     try:
-        server, thread = start_http_server(port, host, _registry(counters))
+        registry = CollectorRegistry()
+        registry.register(counters)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
+        server, thread = start_http_server(port, host, registry)
     except OSError as error:
         raise UserError(f"{host}:{port} cannot be opened ({error.strerror}): choose another port") from error
 
@@ -120,11 +107,3 @@ def serve_metrics(counters: LiveCounters, *, port: int, host: str = "127.0.0.1")
         thread.join()
 
     return server.server_port, close
-
-
-def _registry(counters: LiveCounters) -> Any:
-    from prometheus_client import CollectorRegistry
-
-    registry = CollectorRegistry()
-    registry.register(counters)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
-    return registry

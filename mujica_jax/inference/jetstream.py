@@ -29,7 +29,7 @@ from jaxtyping import Int, Num
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 
 from mujica_jax.inference.engine.base import Engine, FlushRow, PrefillRow, SlotState
-from mujica_jax.inference.paging import Lease, Pages
+from mujica_jax.inference.paging import BlockAllocator, BlockTable
 from mujica_jax.inference.requests import RequestError, SamplingParams, check_params, check_prompt
 from mujica_jax.models.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ class Prefix:
 
 @dataclasses.dataclass(eq=False)
 class _Running:
-    lease: Lease
+    block_table: BlockTable
     tokens: list[int]  # prompt and completion; keys and values of the last one are not computed yet
     flushed: int  # tokens that the pages hold
 
@@ -89,7 +89,7 @@ class JetStreamEngine(engine_api.Engine):
         self._inserted = 0
         self._lock = threading.Lock()  # engine and pages
         self._prefilling = threading.Lock()  # the spare slot; taken before the other one
-        self._pages = Pages(engine.num_pages, engine.page_tokens)
+        self._pages = BlockAllocator(engine.num_pages, engine.page_tokens)
         self._state = self.init_decode_state()
 
     def load_params(self, *args: Any, **kwargs: Any) -> nnx.State:
@@ -98,8 +98,8 @@ class JetStreamEngine(engine_api.Engine):
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
         """Nothing runs and nothing is cached."""
         with self._prefilling, self._lock:
-            self._engine.forget()
-            self._pages = Pages(self._engine.num_pages, self._engine.page_tokens)
+            self._engine.reset_cache()
+            self._pages = BlockAllocator(self._engine.num_pages, self._engine.page_tokens)
             slots = self._engine.slots
             self._state = DecodeState(SlotState.idle(slots), {}, np.zeros(slots, np.int32))
             return self._state
@@ -121,19 +121,19 @@ class JetStreamEngine(engine_api.Engine):
             return Prefix(())
         with self._prefilling:
             with self._lock:
-                lease = self._lease(sequence, len(sequence))
+                block_table = self._allocate(sequence, len(sequence))
             try:
-                if lease.cached_tokens < len(sequence) - 1:
-                    for row in self._chunks(self._spare, lease, sequence):
+                if block_table.cached_tokens < len(sequence) - 1:
+                    for row in self._chunks(self._spare, block_table, sequence):
                         with self._lock:
                             self._engine.prefill([row])
             except Exception:
                 with self._lock:
-                    self._engine.retire(self._spare)
-                    self._pages.release(lease, sequence[:0])
+                    self._engine.free_slot(self._spare)
+                    self._pages.release(block_table, sequence[:0])
                 raise
             with self._lock:
-                self._end(self._spare, _Running(lease, sequence.tolist(), lease.cached_tokens))
+                self._end(self._spare, _Running(block_table, sequence.tolist(), block_table.cached_tokens))
         return Prefix(tuple(sequence.tolist()))
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
@@ -216,27 +216,27 @@ class JetStreamEngine(engine_api.Engine):
             raise RequestError(f"its {len(sequence)} tokens leave no room in the {self._engine.positions} positions")
         return sequence.astype(np.int32)
 
-    def _lease(self, sequence: Int[np.ndarray, " tokens"], capacity_tokens: int) -> Lease:
-        lease = self._pages.lease(sequence, capacity_tokens)
-        if lease is None:  # a page that is to be copied takes the last one; without it there is always enough
-            lease = self._pages.lease(sequence, capacity_tokens, reuse=False)
-        assert lease is not None, "there are pages for every slot at full length"
-        if lease.copied is not None:
-            self._engine.copy_pages([lease.copied])
-        return lease
+    def _allocate(self, sequence: Int[np.ndarray, " tokens"], capacity_tokens: int) -> BlockTable:
+        block_table = self._pages.allocate(sequence, capacity_tokens)
+        if block_table is None:  # a page that is to be copied takes the last one; without it there is always enough
+            block_table = self._pages.allocate(sequence, capacity_tokens, reuse=False)
+        assert block_table is not None, "there are pages for every slot at full length"
+        if block_table.copied is not None:
+            self._engine.copy_pages([block_table.copied])
+        return block_table
 
-    def _chunks(self, slot: int, lease: Lease, sequence: Int[np.ndarray, " tokens"]) -> Iterator[PrefillRow]:
+    def _chunks(self, slot: int, block_table: BlockTable, sequence: Int[np.ndarray, " tokens"]) -> Iterator[PrefillRow]:
         """What is to be computed of a prompt; at least one row, which brings what is computed to the slot."""
         last, step = len(sequence) - 1, self._engine.prefill_tokens
-        for start in range(lease.cached_tokens, max(last, lease.cached_tokens + 1), step):
-            yield PrefillRow(slot, lease.pages, start, sequence[start : min(start + step, last)])
+        for start in range(block_table.cached_tokens, max(last, block_table.cached_tokens + 1), step):
+            yield PrefillRow(slot, block_table.pages, start, sequence[start : min(start + step, last)])
 
     def _start(self, state: DecodeState, slot: int, sequence: Int[np.ndarray, " tokens"]) -> None:
         room = min(self._sampling.max_new_tokens, self._engine.positions - len(sequence))
-        lease = self._lease(sequence, len(sequence) + room)
-        for row in self._chunks(slot, lease, sequence):
+        block_table = self._allocate(sequence, len(sequence) + room)
+        for row in self._chunks(slot, block_table, sequence):
             self._engine.prefill([row])
-        state.running[slot] = _Running(lease, sequence.tolist(), lease.cached_tokens)
+        state.running[slot] = _Running(block_table, sequence.tolist(), block_table.cached_tokens)
         params, slots = self._sampling, state.slots
         slots.token[slot], slots.position[slot], slots.remaining[slot] = sequence[-1], len(sequence) - 1, room
         slots.temperature[slot], slots.seed[slot] = params.temperature, (params.seed + self._inserted) % 2**32
@@ -255,8 +255,8 @@ class JetStreamEngine(engine_api.Engine):
             if not finite[slot]:
                 logger.warning("the policy gave a log-probability that is not finite: check its weights")
                 valid[slot] = False
-                self._engine.retire(slot, broken_pages=self._pages.withdraw(running.lease))
-                self._pages.release(running.lease, np.zeros(0, np.int32))
+                self._engine.free_slot(slot, broken_pages=self._pages.evict(running.block_table))
+                self._pages.release(running.block_table, np.zeros(0, np.int32))
             elif state.slots.remaining[slot] == 0:
                 self._end(slot, running)
             else:
@@ -270,9 +270,9 @@ class JetStreamEngine(engine_api.Engine):
         """Leave what the slot computed in its pages, for whoever begins alike."""
         computed = len(running.tokens) - 1
         if computed > running.flushed:
-            self._engine.flush([FlushRow(slot, running.lease.pages, running.flushed, computed)])
-        self._engine.retire(slot)
-        self._pages.release(running.lease, np.asarray(running.tokens[:computed], np.int32))
+            self._engine.flush([FlushRow(slot, running.block_table.pages, running.flushed, computed)])
+        self._engine.free_slot(slot)
+        self._pages.release(running.block_table, np.asarray(running.tokens[:computed], np.int32))
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):

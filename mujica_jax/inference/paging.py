@@ -19,35 +19,35 @@ from jaxtyping import Int
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Node:
+class RadixNode:
     """A page in the tree."""
 
     tokens: np.ndarray  # those it holds; only a leaf holds fewer than a page
     page: int
-    parent: "Node | None"  # None for the root, and once it has left the tree
+    parent: "RadixNode | None"  # None for the root, and once it has left the tree
     users: int = 0  # running requests that read this page
     last_used: int = 0
-    children: "dict[bytes, Node]" = dataclasses.field(default_factory=dict)
+    children: "dict[bytes, RadixNode]" = dataclasses.field(default_factory=dict)
     order: list[bytes] = dataclasses.field(
         default_factory=list
     )  # the children's keys, sorted: what begins alike stands together
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Lease:
+class BlockTable:
     """The pages of one running request. Token n lies in `pages[n // page_tokens]`."""
 
     pages: list[int]
-    shared: list[Node]  # the tree's nodes among them, from the front
-    cached_tokens: int  # tokens whose keys and values lay in memory when the lease was taken
+    shared: list[RadixNode]  # the tree's nodes among them, from the front
+    cached_tokens: int  # tokens whose keys and values lay in memory when the table was taken
     copied: tuple[int, int] | None  # (from, to): a page to copy before anything is computed for anyone
-    age: int  # how often the tree had been forgotten
-    spare: list[int] = dataclasses.field(
+    generation: int  # how often the tree had been forgotten
+    duplicates: list[int] = dataclasses.field(
         default_factory=list
     )  # pages that the tree has as well; the engine's table still names them
 
 
-class Pages:
+class BlockAllocator:
     """All pages of an engine."""
 
     def __init__(self, count: int, page_tokens: int) -> None:
@@ -57,10 +57,12 @@ class Pages:
         self._free = list(range(count - 1, -1, -1))
         self._root = _root()
         self._idle = 0  # pages of the tree that no running request reads: all can be had
-        self._offers: list[tuple[int, int, Node]] = []  # heap of (last used, number, leaf); entries may be out of date
-        self._offered = itertools.count()
+        self._eviction_queue: list[
+            tuple[int, int, RadixNode]
+        ] = []  # heap of (last used, number, leaf); entries may be out of date
+        self._eviction_order = itertools.count()
         self._clock = 0
-        self._age = 0
+        self._generation = 0
 
     @property
     def free(self) -> int:
@@ -71,7 +73,9 @@ class Pages:
         """Pages for so many tokens."""
         return -(-tokens // self.page_tokens)
 
-    def lease(self, prompt: Int[np.ndarray, " prompt"], capacity_tokens: int, *, reuse: bool = True) -> Lease | None:
+    def allocate(
+        self, prompt: Int[np.ndarray, " prompt"], capacity_tokens: int, *, reuse: bool = True
+    ) -> BlockTable | None:
         """Pages for a sequence of up to `capacity_tokens` that begins with `prompt`; None if memory is short at present.
 
         The last prompt token never counts as cached: its logits are wanted.
@@ -79,87 +83,87 @@ class Pages:
         self._clock += 1
         path, tail, tail_tokens = self._match(prompt[:-1]) if reuse else ([], None, 0)
         for node in path if tail is None else [*path, tail]:  # not evicted while pages are sought
-            self._use(node)
+            self._pin(node)
         wanted = self.needed(capacity_tokens) - len(path)
         taken_over = tail is not None and tail.users == 1 and len(tail.tokens) == tail_tokens
         if tail is not None and not taken_over and wanted > len(self._free) + self._idle:
-            self._leave(tail)  # a copy needs one page more than there is; the page itself may be what is missing
+            self._unpin(tail)  # a copy needs one page more than there is; the page itself may be what is missing
             tail, tail_tokens = None, 0
         new = self._allocate(wanted - taken_over)
         if new is None:
             for node in path if tail is None else [*path, tail]:
-                self._leave(node)
+                self._unpin(node)
             return None
         copied = None
         if tail is not None and taken_over:
             self._detach(tail)
             new.insert(0, tail.page)
         elif tail is not None:
-            self._leave(tail)
+            self._unpin(tail)
             copied = (tail.page, new[0])
         cached_tokens = len(path) * self.page_tokens + tail_tokens
-        return Lease([node.page for node in path] + new, path, cached_tokens, copied, self._age)
+        return BlockTable([node.page for node in path] + new, path, cached_tokens, copied, self._generation)
 
     def cached_pages(self, prompt: Int[np.ndarray, " prompt"]) -> int:
-        """Full pages that a lease of this prompt would find; nothing is used or kept by asking."""
+        """Full pages that a table of this prompt would find; nothing is used or kept by asking."""
         return len(self._match(prompt[:-1])[0])
 
-    def share(self, lease: Lease, tokens: Int[np.ndarray, " tokens"]) -> None:
-        """The lease's pages hold these tokens now: let others read the full ones."""
-        if lease.age != self._age:
+    def share(self, table: BlockTable, tokens: Int[np.ndarray, " tokens"]) -> None:
+        """The table's pages hold these tokens now: let others read the full ones."""
+        if table.generation != self._generation:
             return
         self._clock += 1
-        node, size = (lease.shared[-1] if lease.shared else self._root), self.page_tokens
-        for index in range(len(lease.shared), len(tokens) // size):
+        node, size = (table.shared[-1] if table.shared else self._root), self.page_tokens
+        for index in range(len(table.shared), len(tokens) // size):
             block = tokens[index * size : (index + 1) * size]
             child = node.children.get(_key(block))
             if child is None:
-                child = self._attach(node, block, lease.pages[index])
+                child = self._attach(node, block, table.pages[index])
             else:  # somebody else computed the same: one of the two pages is enough, once this request is over
-                lease.spare.append(lease.pages[index])
-                lease.pages[index] = child.page
-            self._use(child)
-            lease.shared.append(child)
+                table.duplicates.append(table.pages[index])
+                table.pages[index] = child.page
+            self._pin(child)
+            table.shared.append(child)
             node = child
 
-    def release(self, lease: Lease, tokens: Int[np.ndarray, " tokens"]) -> None:
+    def release(self, table: BlockTable, tokens: Int[np.ndarray, " tokens"]) -> None:
         """The request is over; its pages hold these tokens (none, if what they hold is not to be used again)."""
-        self.share(lease, tokens)
-        kept = len(lease.shared)
+        self.share(table, tokens)
+        kept = len(table.shared)
         rest = tokens[kept * self.page_tokens :]
-        if lease.age == self._age and 0 < len(rest) < self.page_tokens:
-            kept += self._keep_tail(lease.shared[-1] if lease.shared else self._root, rest, lease.pages[kept])
-        self._free.extend(lease.pages[kept:])
-        self._free.extend(lease.spare)
-        for node in lease.shared:
-            self._leave(node)
-        lease.pages, lease.shared, lease.spare = [], [], []
+        if table.generation == self._generation and 0 < len(rest) < self.page_tokens:
+            kept += self._keep_tail(table.shared[-1] if table.shared else self._root, rest, table.pages[kept])
+        self._free.extend(table.pages[kept:])
+        self._free.extend(table.duplicates)
+        for node in table.shared:
+            self._unpin(node)
+        table.pages, table.shared, table.duplicates = [], [], []
 
-    def withdraw(self, lease: Lease) -> list[int]:
-        """What the lease's pages hold is not fit to be read: those that nobody else reads leave the tree. Returns the pages that are
+    def evict(self, table: BlockTable) -> list[int]:
+        """What the table's pages hold is not fit to be read: those that nobody else reads leave the tree. Returns the pages that are
         the request's alone, to be emptied before it is released."""
-        while lease.shared and lease.shared[-1].users == 1 and not lease.shared[-1].children:
-            node = lease.shared.pop()
+        while table.shared and table.shared[-1].users == 1 and not table.shared[-1].children:
+            node = table.shared.pop()
             if node.parent is not None:
                 self._detach(node)
-        return lease.pages[len(lease.shared) :] + lease.spare
+        return table.pages[len(table.shared) :] + table.duplicates
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """What the pages hold is not valid any more. Running requests keep theirs until they are released."""
-        self._age += 1
+        self._generation += 1
         for node in self._nodes():
             if node.users == 0:
                 self._free.append(node.page)
             node.parent = None
         self._root = _root()
         self._idle = 0
-        self._offers.clear()
+        self._eviction_queue.clear()
 
     def cached(self) -> list[int]:
         """The pages of the tree."""
         return [node.page for node in self._nodes()]
 
-    def _nodes(self) -> list[Node]:
+    def _nodes(self) -> list[RadixNode]:
         found, waiting = [], [self._root]
         while waiting:
             children = waiting.pop().children.values()
@@ -167,7 +171,7 @@ class Pages:
             waiting += children
         return found
 
-    def _match(self, tokens: np.ndarray) -> tuple[list[Node], Node | None, int]:
+    def _match(self, tokens: np.ndarray) -> tuple[list[RadixNode], RadixNode | None, int]:
         """(the full pages that begin `tokens`, the page that goes on best, how many of its tokens)."""
         path, node, size = [], self._root, self.page_tokens
         for start in range(0, len(tokens) - size + 1, size):
@@ -180,11 +184,11 @@ class Pages:
         # The longest common beginning is that with a neighbour in sorted order.
         place = bisect.bisect_left(node.order, _key(rest))
         neighbours = [node.children[key] for key in node.order[max(0, place - 1) : place + 1]] if len(rest) else []
-        best = max(neighbours, key=lambda child: _alike(child.tokens, rest), default=None)
-        alike = 0 if best is None else _alike(best.tokens, rest)
+        best = max(neighbours, key=lambda child: _common_tokens(child.tokens, rest), default=None)
+        alike = 0 if best is None else _common_tokens(best.tokens, rest)
         return path, best if alike else None, alike
 
-    def _keep_tail(self, parent: Node, rest: np.ndarray, page: int) -> bool:
+    def _keep_tail(self, parent: RadixNode, rest: np.ndarray, page: int) -> bool:
         """Put a partly filled page into the tree, in the place of one that it goes on from; False if the tree has one like it."""
         key = _key(rest)
         place = bisect.bisect_left(parent.order, key)
@@ -195,16 +199,16 @@ class Pages:
             self._detach(before)
             self._free.append(before.page)
         node = self._attach(parent, rest, page)
-        self._use(node)
-        self._leave(node)
+        self._pin(node)
+        self._unpin(node)
         return True
 
-    def _use(self, node: Node) -> None:
+    def _pin(self, node: RadixNode) -> None:
         self._idle -= node.users == 0
         node.users += 1
         node.last_used = self._clock
 
-    def _leave(self, node: Node) -> None:
+    def _unpin(self, node: RadixNode) -> None:
         node.users -= 1
         if node.users == 0:
             if node.parent is None:  # forgotten meanwhile
@@ -212,20 +216,20 @@ class Pages:
                 return
             self._idle += 1
             if not node.children:
-                self._offer(node)
+                self._queue_eviction(node)
 
-    def _offer(self, node: Node) -> None:
-        if len(self._offers) > 2 * self.count:  # where memory is never short, nobody else takes old entries out
-            self._offers = [offer for offer in self._offers if _holds_good(offer)]
-            heapq.heapify(self._offers)
-        heapq.heappush(self._offers, (node.last_used, next(self._offered), node))
+    def _queue_eviction(self, node: RadixNode) -> None:
+        if len(self._eviction_queue) > 2 * self.count:  # where memory is never short, nobody else takes old entries out
+            self._eviction_queue = [offer for offer in self._eviction_queue if _is_current(offer)]
+            heapq.heapify(self._eviction_queue)
+        heapq.heappush(self._eviction_queue, (node.last_used, next(self._eviction_order), node))
 
     def _allocate(self, count: int) -> list[int] | None:
         if count > len(self._free) + self._idle:
             return None
         while count > len(self._free):
-            offer = heapq.heappop(self._offers)
-            if not _holds_good(offer):
+            offer = heapq.heappop(self._eviction_queue)
+            if not _is_current(offer):
                 continue
             leaf = offer[2]
             parent = leaf.parent
@@ -234,17 +238,17 @@ class Pages:
             self._free.append(leaf.page)
             self.evicted += 1
             if parent.parent is not None and not parent.users and not parent.children:
-                self._offer(parent)
+                self._queue_eviction(parent)
         return [self._free.pop() for _ in range(count)]
 
-    def _attach(self, parent: Node, tokens: np.ndarray, page: int) -> Node:
-        node, key = Node(tokens.copy(), page, parent), _key(tokens)
+    def _attach(self, parent: RadixNode, tokens: np.ndarray, page: int) -> RadixNode:
+        node, key = RadixNode(tokens.copy(), page, parent), _key(tokens)
         parent.children[key] = node
         bisect.insort(parent.order, key)
         self._idle += 1
         return node
 
-    def _detach(self, node: Node) -> None:
+    def _detach(self, node: RadixNode) -> None:
         parent, key = node.parent, _key(node.tokens)
         assert parent is not None, "the root stays, and nobody leaves twice"
         del parent.children[key]
@@ -253,11 +257,11 @@ class Pages:
         self._idle -= node.users == 0
 
 
-def _root() -> Node:
-    return Node(np.zeros(0, np.int32), -1, None)
+def _root() -> RadixNode:
+    return RadixNode(np.zeros(0, np.int32), -1, None)
 
 
-def _holds_good(offer: tuple[int, int, Node]) -> bool:
+def _is_current(offer: tuple[int, int, RadixNode]) -> bool:
     """The leaf was not used, extended or taken since it was offered."""
     last_used, _, leaf = offer
     return leaf.parent is not None and not leaf.users and not leaf.children and leaf.last_used == last_used
@@ -268,7 +272,7 @@ def _key(tokens: np.ndarray) -> bytes:
     return tokens.astype(">u4").tobytes()
 
 
-def _alike(tokens: np.ndarray, others: np.ndarray) -> int:
+def _common_tokens(tokens: np.ndarray, others: np.ndarray) -> int:
     """How many tokens two sequences begin with in common."""
     length = min(len(tokens), len(others))
     different = tokens[:length] != others[:length]

@@ -1,16 +1,15 @@
 """Continuous batching: requests of token ids in, completions of token ids and log-probabilities out.
 
-`BatchedGenerator` schedules one engine. A request waits in a bounded queue, leases its pages (finding there what its prompt shares with
-earlier sequences), takes a slot, has the rest of its prompt computed in chunks between the decode calls of those that run already, and
-decodes. What it computed goes back to the pages when it ends, for whoever begins alike. Two requests that arrive together and begin
-alike are not computed twice: the second waits for the first's pages.
+`BatchedGenerator` schedules one engine. A request waits in a priority queue, gets a block table (with the pages of the prefix that earlier
+sequences share with its prompt), takes a slot, has the rest of its prompt computed in chunks between the decode calls of those that run
+already, and decodes. When it ends, its pages go to the prefix cache. Of two requests that arrive together with a common prefix, the second
+waits for the first's pages.
 
 Everything runs in the event loop's own thread and in submission order, so a run is a function of its requests: the same program with
 the same seeds gives the same completions. Deadlines alone depend on the clock.
 """
 
 import asyncio
-import collections
 import dataclasses
 import heapq
 import time
@@ -19,9 +18,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 from flax import nnx
 
-from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState
-from mujica_jax.inference.paging import Pages
+from mujica_jax.inference.paging import BlockAllocator
 from mujica_jax.inference.requests import (
     Completion,
     OverloadError,
@@ -31,10 +29,10 @@ from mujica_jax.inference.requests import (
     check_params,
     check_prompt,
 )
-from mujica_jax.inference.sequence import LiveRequest
+from mujica_jax.inference.sequence import SequenceState
 
 FLOAT32 = np.finfo(np.float32)
-TURNS_OF_THE_LOOP = 6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
+EVENT_LOOP_TURNS = 6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,52 +69,39 @@ class BatchedGenerator:
         token_bytes: Callable[[int], bytes] | None = None,
         policy_version: int = 0,
     ) -> None:
-        """`token_bytes` gives a token's text, which stop strings are looked for in."""
-        if queue_size < 1:  # whoever waits before the queue would never enter it
-            raise UserError(f"queue_size is {queue_size}: give the queue at least 1 place")
+        """`queue_size` bounds how many may wait before a stream is refused; `generate` waits in any case. `token_bytes` gives a
+        token's text, which stop strings are looked for in."""
         self._engine, self._reuse, self._token_bytes = engine, prefix_reuse, token_bytes
         self._queue_size = queue_size
         self.policy_version = policy_version
-        self._waiting: list[tuple[int, int, LiveRequest]] = []
-        self._gate: collections.deque[LiveRequest] = collections.deque()  # those that wait for room in the queue
-        self._running: dict[int, LiveRequest] = {}
+        self._waiting: list[tuple[int, int, SequenceState]] = []
+        self._running: dict[int, SequenceState] = {}
         self._submitted = 0
         self._driver: asyncio.Task | None = None
-        self._swap: tuple[nnx.State, int, asyncio.Future] | None = None
         self._counts = dict.fromkeys(
             ("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens", "refused"), 0
         )
         self._seconds = 0.0
         self._evicted = 0
-        self._start_empty()
+        self._allocate_slots()
 
-    def forget(self) -> None:
-        """Drop what is in memory. Called when weights change, and between units of work so that each is a function of its own
+    def reset_cache(self) -> None:
+        """Drop all cached prefixes. Called when weights change, and between units of work so that each is a function of its own
         requests alone."""
-        assert not self._running, "memory is forgotten only while nothing runs"
-        self._engine.forget()
-        self._evicted += self._pages.evicted
-        self._start_empty()
+        assert not self._running, "the cache is reset only while nothing runs"
+        self._engine.reset_cache()
+        self._evicted += self._blocks.evicted
+        self._allocate_slots()
 
     def set_weights(self, weights: nnx.State, policy_version: int) -> None:
         """Replace the policy while nothing runs."""
-        self.forget()
+        self.reset_cache()
         self._engine.set_weights(weights)
         self.policy_version = policy_version
 
-    async def swap_weights(self, weights: nnx.State, policy_version: int) -> None:
-        """Replace the policy under traffic: what runs ends with the old one, what waits begins with the new one."""
-        assert self._swap is None, "one swap at a time"
-        if not self._running:
-            self.set_weights(weights, policy_version)
-            return
-        swapped = asyncio.get_running_loop().create_future()
-        self._swap = (weights, policy_version, swapped)
-        await swapped
-
     @property
     def capacity(self) -> int:
-        """Requests that can run and wait at a time."""
+        """Requests that can run and wait at a time before a stream is refused."""
         return self._engine.slots + self._queue_size
 
     @property
@@ -124,19 +109,14 @@ class BatchedGenerator:
         return self._engine.stop_token_ids
 
     @property
-    def full(self) -> bool:
-        """The queue has no room."""
-        return len(self._waiting) >= self._queue_size
-
-    @property
     def statistics(self) -> GeneratorStatistics:
         return GeneratorStatistics(
             **self._counts,
             seconds=self._seconds,
             running=len(self._running),
-            waiting=len(self._waiting) + len(self._gate),
-            free_pages=self._pages.free,
-            evicted_pages=self._evicted + self._pages.evicted,
+            waiting=len(self._waiting),
+            free_pages=self._blocks.free,
+            evicted_pages=self._evicted + self._blocks.evicted,
             compiled_programs=self._engine.compiled_programs,
         )
 
@@ -146,20 +126,19 @@ class BatchedGenerator:
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> AsyncIterator[Sequence[int]]:
-        """Tokens as they become final, at least one at a time. Raises OverloadError instead of waiting for room in the queue."""
-        request = self._request(prompt, params, continues, shown=asyncio.Queue())
-        self._leave_queue()
-        # Slots may be free although all these wait: memory is short, or a call is due.
-        waiting = len(self._waiting) + len(self._gate)
+        """Tokens as they are decoded, at least one at a time. Raises OverloadError where the queue is full."""
+        sequence = self._request(prompt, params, continues, shown=asyncio.Queue())
+        self._drop_given_up()
+        waiting = len(self._waiting)  # slots may be free all the same: memory is short, or a call is due
         if len(self._running) + waiting >= self.capacity:
             self._counts["refused"] += 1
             raise OverloadError(
                 f"{len(self._running)} requests run and {waiting} wait already, and there is room for {self.capacity}: come back later"
             )
-        future = self._submit(request)
-        assert request.shown is not None, "made above"
+        future = self._submit(sequence)
+        assert sequence.shown is not None, "made above"
         try:
-            while (tokens := await request.shown.get()) is not None:
+            while (tokens := await sequence.shown.get()) is not None:
                 yield tokens
             await future
         finally:
@@ -167,14 +146,14 @@ class BatchedGenerator:
 
     def _request(
         self, prompt: Sequence[int], params: SamplingParams, continues: bool, *, shown: asyncio.Queue | None
-    ) -> LiveRequest:
+    ) -> SequenceState:
         try:
             self._check(prompt, params)
         except RequestError:
             self._counts["refused"] += 1
             raise
         future = asyncio.get_running_loop().create_future()
-        return LiveRequest(np.asarray(prompt, np.int32), params, continues, future, shown, self._token_bytes)
+        return SequenceState(np.asarray(prompt, np.int32), params, continues, future, shown, self._token_bytes)
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         check_params(params)
@@ -187,102 +166,80 @@ class BatchedGenerator:
                 f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones do not fit the engine's {room} positions: "
                 "shorten the prompt or raise agent.max_trajectory_tokens"
             )
-        needed = self._pages.needed(len(prompt) + params.max_new_tokens)
-        if needed > self._pages.count:
+        needed = self._blocks.needed(len(prompt) + params.max_new_tokens)
+        if needed > self._blocks.count:
             raise RequestError(
-                f"the request needs {needed} pages of KV memory and the engine has {self._pages.count}: give it more memory"
+                f"the request needs {needed} pages of KV memory and the engine has {self._blocks.count}: give it more memory"
             )
 
-    def _submit(self, request: LiveRequest) -> asyncio.Future:
-        """Back-pressure: where the queue is full a request waits before it, first come first served. Its deadline runs from now."""
-        if request.params.deadline_seconds is not None:
+    def _submit(self, sequence: SequenceState) -> asyncio.Future:
+        """Enqueue; the deadline runs from now."""
+        if sequence.params.deadline_seconds is not None:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(request.params.deadline_seconds, self._expire, request)
-            request.future.add_done_callback(lambda _: timer.cancel())
-        request.future.add_done_callback(lambda _: request.close())
-        if self.full:
-            self._gate.append(request)
-        else:
-            self._enqueue(request)
+            timer = loop.call_later(sequence.params.deadline_seconds, self._expire, sequence)
+            sequence.future.add_done_callback(lambda _: timer.cancel())
+        sequence.future.add_done_callback(lambda _: sequence.close())
+        self._submitted += 1
+        heapq.heappush(self._waiting, (0 if sequence.continues else 1, self._submitted, sequence))
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
-        return request.future
+        return sequence.future
 
-    def _enqueue(self, request: LiveRequest) -> None:
-        self._submitted += 1
-        heapq.heappush(self._waiting, (0 if request.continues else 1, self._submitted, request))
+    def _expire(self, sequence: SequenceState) -> None:
+        if not sequence.future.done():
+            self._fail(sequence, sequence.deadline_error())
 
-    def _expire(self, request: LiveRequest) -> None:
-        if not request.future.done():
-            self._fail(request, request.deadline_error())
-
-    def _fail(self, request: LiveRequest, error: RequestError) -> None:
+    def _fail(self, sequence: SequenceState, error: RequestError) -> None:
         self._counts["refused"] += 1
-        request.fail(error)
+        sequence.fail(error)
 
     async def _drive(self) -> None:
         try:
-            while self._waiting or self._running or self._swap:
-                self._retire_abandoned()
-                self._swap_if_idle()
+            while self._waiting or self._running:
+                self._free_given_up()
                 self._admit()
                 self._prefill()
                 while self._admit():  # those who waited for pages that were just computed
                     self._prefill()
                 self._decode()
-                for _ in range(TURNS_OF_THE_LOOP):
+                for _ in range(EVENT_LOOP_TURNS):
                     await asyncio.sleep(0)
         except Exception as error:
             # A fault of the engine concerns everyone who waits: they get it instead of waiting for ever.
             for future in self._abandon():
                 future.set_exception(error)
-            self.forget()  # last: an engine that has failed may fail here again
+            self.reset_cache()  # last: an engine that has failed may fail here again
         except asyncio.CancelledError:
             # The event loop ends; another one may begin. What is in memory stays, unless requests were under way.
             if self._waiting or self._running:
                 for future in self._abandon():
                     future.cancel()
-                self.forget()
+                self.reset_cache()
             raise
 
     def _abandon(self) -> list[asyncio.Future]:
-        """Give up every request. Returns the futures that still wait; what is in memory is not known any more and must be forgotten."""
-        futures = [request.future for _, _, request in self._waiting]
-        futures += [request.future for request in (*self._running.values(), *self._gate)]
-        if self._swap is not None:
-            futures.append(self._swap[2])
-        self._swap = None
+        """Give up every sequence. Returns the futures that still wait; the cache must be reset."""
+        futures = [sequence.future for _, _, sequence in self._waiting]
+        futures += [sequence.future for sequence in self._running.values()]
         self._waiting.clear()
-        self._gate.clear()
         self._running.clear()
         return [future for future in futures if not future.done()]
 
-    def _start_empty(self) -> None:
-        self._pages = Pages(self._engine.num_pages, self._engine.page_tokens)
+    def _allocate_slots(self) -> None:
+        self._blocks = BlockAllocator(self._engine.num_pages, self._engine.page_tokens)
         self._state = SlotState.idle(self._engine.slots)
 
-    def _swap_if_idle(self) -> None:
-        if self._swap is not None and not self._running:
-            weights, version, swapped = self._swap
-            self.set_weights(weights, version)
-            self._swap = None  # only now: whoever waits for a swap that fails is told
-            if not swapped.done():
-                swapped.set_result(None)
-
-    def _retire_abandoned(self) -> None:
+    def _free_given_up(self) -> None:
         """Free the slots of requests that were cancelled or have expired, and their places in the queue."""
-        for slot, request in list(self._running.items()):
-            if request.future.done():
-                self._leave(slot, request)
-        self._leave_queue()
+        for slot, sequence in list(self._running.items()):
+            if sequence.future.done():
+                self._give_up(slot, sequence)
+        self._drop_given_up()
 
-    def _leave_queue(self) -> None:
-        """Whoever was cancelled or has expired while waiting makes room for others."""
-        self._gate = collections.deque(request for request in self._gate if not request.future.done())
-        if any(request.future.done() for _, _, request in self._waiting):
+    def _drop_given_up(self) -> None:
+        if any(sequence.future.done() for _, _, sequence in self._waiting):
             self._waiting = [entry for entry in self._waiting if not entry[2].future.done()]
             heapq.heapify(self._waiting)
-            self._open_gate()
 
     def _admit(self) -> bool:
         """Move waiting requests into free slots, as long as there are pages for them; True if any moved."""
@@ -290,60 +247,51 @@ class BatchedGenerator:
         free = [slot for slot in range(self._engine.slots) if slot not in self._running]
         being_computed = {
             block
-            for request in self._running.values()
-            if not request.prefilled
-            for block in self._uncached_blocks(request)
+            for sequence in self._running.values()
+            if not sequence.prefilled
+            for block in self._block_names(sequence)[len(sequence.block_table.shared) :]
         }
         later, copies = [], []
-        while self._waiting and free and self._swap is None:
+        while self._waiting and free:
             entry = heapq.heappop(self._waiting)
-            request = entry[2]
-            prompt = request.prompt
-            blocks = self._uncached_blocks(request) if self._reuse else []
+            sequence = entry[2]
+            prompt = sequence.prompt
+            blocks = self._block_names(sequence)[self._blocks.cached_pages(prompt) :] if self._reuse else []
             if blocks and blocks[0] in being_computed:  # it waits for what another one computes
                 later.append(entry)
                 continue
-            lease = self._pages.lease(prompt, len(prompt) + request.params.max_new_tokens, reuse=self._reuse)
-            if lease is None:  # memory is short: what runs gives some back
+            block_table = self._blocks.allocate(prompt, len(prompt) + sequence.params.max_new_tokens, reuse=self._reuse)
+            if block_table is None:  # memory is short: what runs gives some back
                 later.append(entry)
                 break
-            request.lease = lease
+            sequence.block_table = block_table
             being_computed.update(blocks)
-            request.computed = request.flushed = lease.cached_tokens
-            slot = self._engine.choose(free, lease.pages, lease.cached_tokens)
+            sequence.computed = sequence.flushed = block_table.cached_tokens
+            slot = self._engine.choose_slot(free, block_table.pages, block_table.cached_tokens)
             free.remove(slot)
-            self._place(slot, request)
-            if lease.copied is not None:
-                copies.append(lease.copied)
-            self._open_gate(len(later))
+            self._place(slot, sequence)
+            if block_table.copied is not None:
+                copies.append(block_table.copied)
         for entry in later:
             heapq.heappush(self._waiting, entry)
         if copies:
             self._engine.copy_pages(copies)
         return len(self._running) > already
 
-    def _uncached_blocks(self, request: LiveRequest) -> list[int]:
-        """A name for every full page of the prompt that is not in memory, which stands for all tokens up to its end."""
-        if request.blocks is None:
-            size, prompt, name, request.blocks = self._engine.page_tokens, request.prompt, 0, []
+    def _block_names(self, sequence: SequenceState) -> list[int]:
+        """A name for every full page of the prompt, which stands for all tokens up to its end."""
+        if sequence.blocks is None:
+            size, prompt, name, sequence.blocks = self._engine.page_tokens, sequence.prompt, 0, []
             for start in range(0, (len(prompt) - 1) // size * size, size):
                 name = hash((name, prompt[start : start + size].tobytes()))
-                request.blocks.append(name)
-        cached = self._pages.cached_pages(request.prompt) if request.lease is None else len(request.lease.shared)
-        return request.blocks[cached:]
+                sequence.blocks.append(name)
+        return sequence.blocks
 
-    def _open_gate(self, held_back: int = 0) -> None:
-        """Fill the queue; so many of its places belong to requests that are held in hand."""
-        while self._gate and len(self._waiting) + held_back < self._queue_size:
-            request = self._gate.popleft()
-            if not request.future.done():
-                self._enqueue(request)
-
-    def _place(self, slot: int, request: LiveRequest) -> None:
-        params, state = request.params, self._state
-        self._running[slot] = request
-        state.token[slot] = request.prompt[-1]
-        state.position[slot] = len(request.prompt) - 1
+    def _place(self, slot: int, sequence: SequenceState) -> None:
+        params, state = sequence.params, self._state
+        self._running[slot] = sequence
+        state.token[slot] = sequence.prompt[-1]
+        state.position[slot] = len(sequence.prompt) - 1
         state.remaining[slot] = 0  # until its prompt is computed
         # What an array cannot hold comes as close as it can: an overflow here would fail everyone who waits.
         state.temperature[slot] = params.temperature and np.clip(params.temperature, FLOAT32.tiny, FLOAT32.max)
@@ -351,13 +299,13 @@ class BatchedGenerator:
         state.top_k[slot] = min(params.top_k, self._engine.config.vocab_size)
         state.top_p[slot], state.min_p[slot] = params.top_p, params.min_p
         self._counts["requests"] += 1
-        self._counts["prompt_tokens"] += len(request.prompt)
+        self._counts["prompt_tokens"] += len(sequence.prompt)
 
     def _prefill(self) -> None:
         """Compute prompts: one chunk of `prefill_tokens` if most slots decode, else until half of them can."""
         began = time.monotonic()
         while pending := [
-            (slot, request) for slot, request in self._running.items() if not self._state.remaining[slot]
+            (slot, sequence) for slot, sequence in self._running.items() if not self._state.remaining[slot]
         ]:
             self._prefill_chunk(pending)
             decoding = int(np.count_nonzero(self._state.remaining))
@@ -365,99 +313,93 @@ class BatchedGenerator:
                 break
         self._seconds += time.monotonic() - began
 
-    def _prefill_chunk(self, pending: Sequence[tuple[int, LiveRequest]]) -> None:
+    def _prefill_chunk(self, pending: Sequence[tuple[int, SequenceState]]) -> None:
         budget, rows, ready = self._engine.prefill_tokens, [], []
-        for slot, request in pending:
-            tokens = request.prompt[request.computed : -1][:budget]
-            assert request.lease is not None, "an admitted request has a lease"
-            if budget or not len(request.prompt[request.computed : -1]):
-                rows.append(PrefillRow(slot, request.lease.pages, request.computed, tokens))
-                request.computed += len(tokens)
+        for slot, sequence in pending:
+            tokens = sequence.prompt[sequence.computed : -1][:budget]
+            if budget or not len(sequence.prompt[sequence.computed : -1]):
+                rows.append(PrefillRow(slot, sequence.block_table.pages, sequence.computed, tokens))
+                sequence.computed += len(tokens)
                 budget -= len(tokens)
-                if request.prefilled:
-                    ready.append((slot, request))
+                if sequence.prefilled:
+                    ready.append((slot, sequence))
         self._engine.prefill(rows)
         self._counts["prefilled_tokens"] += sum(len(row.tokens) for row in rows)
-        for slot, request in ready:
-            self._state.remaining[slot] = request.params.max_new_tokens
+        for slot, sequence in ready:
+            self._state.remaining[slot] = sequence.params.max_new_tokens
         if self._reuse and self._waiting:
             self._share(ready)
 
-    def _share(self, ready: Sequence[tuple[int, LiveRequest]]) -> None:
+    def _share(self, ready: Sequence[tuple[int, SequenceState]]) -> None:
         """Let those who wait find the prompts that were just computed."""
         size, rows = self._engine.page_tokens, []
-        for slot, request in ready:
-            whole = (len(request.prompt) - 1) // size * size
-            if request.lease is not None and whole > request.flushed:
-                rows.append(FlushRow(slot, request.lease.pages, request.flushed, whole))
-                request.flushed = whole
+        for slot, sequence in ready:
+            whole = (len(sequence.prompt) - 1) // size * size
+            if whole > sequence.flushed:
+                rows.append(FlushRow(slot, sequence.block_table.pages, sequence.flushed, whole))
+                sequence.flushed = whole
         self._engine.flush(rows)
         for row in rows:
-            request = self._running[row.slot]
-            assert request.lease is not None, "an admitted request has a lease"
-            self._pages.share(request.lease, request.prompt[: row.stop])
+            sequence = self._running[row.slot]
+            self._blocks.share(sequence.block_table, sequence.prompt[: row.stop])
 
     def _decode(self) -> None:
         if not self._state.remaining.any():
             return
         began = time.monotonic()
-        decoding = [(slot, request) for slot, request in self._running.items() if self._state.remaining[slot]]
+        decoding = [(slot, sequence) for slot, sequence in self._running.items() if self._state.remaining[slot]]
         self._state, decoded = self._engine.decode(self._state)
-        ended = [(slot, request) for slot, request in decoding if self._take(slot, request, decoded)]
+        ended = [(slot, sequence) for slot, sequence in decoding if self._take(slot, sequence, decoded)]
         self._return(ended)
         self._seconds += time.monotonic() - began
 
-    def _take(self, slot: int, request: LiveRequest, decoded: Decoded) -> bool:
+    def _take(self, slot: int, sequence: SequenceState, decoded: Decoded) -> bool:
         """Hand a request what was generated for it; True if it ends."""
-        new = request.take(decoded, slot)
+        new = sequence.take(decoded, slot)
         self._counts["generated_tokens"] += len(new)
-        if request.future.done() or not request.finite:
+        if sequence.future.done() or not sequence.finite:
             return True
-        ending = request.ending(new, self._engine.stop_token_ids)
+        ending = sequence.ending(new, self._engine.stop_token_ids)
         if ending is None and self._state.remaining[slot] == 0:
-            ending = len(request.tokens), "length"
+            ending = len(sequence.tokens), "length"
         if ending is None:
-            request.show()
+            sequence.show()
             return False
         length, reason = ending
-        self._counts["generated_tokens"] -= len(request.tokens) - length  # beyond the end: nobody gets them
-        request.complete(length, reason, self.policy_version)
+        self._counts["generated_tokens"] -= len(sequence.tokens) - length  # beyond the end: nobody gets them
+        sequence.complete(length, reason, self.policy_version)
         return True
 
-    def _return(self, ended: Sequence[tuple[int, LiveRequest]]) -> None:
+    def _return(self, ended: Sequence[tuple[int, SequenceState]]) -> None:
         """Free the slots of requests that ended, and leave what they computed in their pages."""
         flushed = []
-        for slot, request in ended:
-            assert request.lease is not None, "an admitted request has a lease"
-            if not request.finite:
-                if not request.future.done():
-                    after = len(request.tokens)
+        for slot, sequence in ended:
+            if not sequence.finite:
+                if not sequence.future.done():
+                    after = len(sequence.tokens)
                     message = (
                         f"the policy gave a log-probability that is not finite after {after} tokens: check its weights"
                     )
-                    self._fail(request, PolicyError(message))
-                self._engine.retire(slot, broken_pages=self._pages.withdraw(request.lease))
-                self._drop(slot, request, held=0)
+                    self._fail(sequence, PolicyError(message))
+                self._engine.free_slot(slot, broken_pages=self._blocks.evict(sequence.block_table))
+                self._drop(slot, sequence, held=0)
                 continue
             if self._reuse:
-                flushed.append(FlushRow(slot, request.lease.pages, request.flushed, request.held_tokens))
+                flushed.append(FlushRow(slot, sequence.block_table.pages, sequence.flushed, sequence.held_tokens))
         self._engine.flush([row for row in flushed if row.stop > row.start])
-        for slot, request in ended:
+        for slot, sequence in ended:
             if slot in self._running:
-                self._engine.retire(slot)
-                self._drop(slot, request, held=request.held_tokens if self._reuse else 0)
+                self._engine.free_slot(slot)
+                self._drop(slot, sequence, held=sequence.held_tokens if self._reuse else 0)
 
-    def _leave(self, slot: int, request: LiveRequest) -> None:
+    def _give_up(self, slot: int, sequence: SequenceState) -> None:
         """A request that nobody waits for: its pages go back as they were found."""
-        assert request.lease is not None, "an admitted request has a lease"
         # Before its first log-probability nobody knows whether what it computed is finite.
-        self._engine.retire(slot, broken_pages=() if request.tokens else self._pages.withdraw(request.lease))
-        self._drop(slot, request, held=0)
+        self._engine.free_slot(slot, broken_pages=() if sequence.tokens else self._blocks.evict(sequence.block_table))
+        self._drop(slot, sequence, held=0)
 
-    def _drop(self, slot: int, request: LiveRequest, *, held: int) -> None:
-        assert request.lease is not None, "an admitted request has a lease"
-        sequence = np.concatenate([request.prompt, np.asarray(request.tokens, np.int32)])[:held]
-        self._pages.release(request.lease, sequence)
-        request.lease = None
+    def _drop(self, slot: int, sequence: SequenceState, *, held: int) -> None:
+        tokens = np.concatenate([sequence.prompt, np.asarray(sequence.tokens, np.int32)])[:held]
+        self._blocks.release(sequence.block_table, tokens)
         del self._running[slot]
         self._state.remaining[slot] = 0

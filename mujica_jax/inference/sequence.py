@@ -1,4 +1,4 @@
-"""One request between its submission and its completion: what was generated for it, where that ends, and what is shown of it on the way."""
+"""One request between its submission and its completion: its state, what was generated for it, and where that ends."""
 
 import asyncio
 import dataclasses
@@ -7,20 +7,20 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from mujica_jax.inference.engine.base import Decoded
-from mujica_jax.inference.paging import Lease
+from mujica_jax.inference.paging import BlockTable
 from mujica_jax.inference.requests import Completion, DeadlineError, FinishReason, RequestError, SamplingParams
 from mujica_jax.inference.stops import StopMatcher
 
 
 @dataclasses.dataclass(eq=False)
-class LiveRequest:
+class SequenceState:
     prompt: np.ndarray  # int32
     params: SamplingParams
     continues: bool
     future: asyncio.Future  # of its Completion
     shown: asyncio.Queue | None  # whole tokens, as they become final; None where nobody watches
     token_bytes: Callable[[int], bytes] | None  # a token's text, which stop strings are looked for in
-    lease: Lease | None = None
+    block_table: BlockTable = dataclasses.field(init=False)  # from when it has a slot
     blocks: list[int] | None = None  # a name for every full page of the prompt
     computed: int = 0  # tokens of the prompt whose keys and values are in memory
     flushed: int = 0  # tokens of the sequence that the pages hold

@@ -25,7 +25,7 @@ from mujica_jax.tasks.task import Task
 class ScoredGenerator(Generator, Protocol):
     policy_version: int
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """Drop what was kept of earlier requests."""
         ...
 
@@ -78,7 +78,7 @@ def score_policy(
     def evaluated(temperature: float) -> Evaluation:
         kind = "greedy" if temperature == 0 else "sampled"
         preemption.enter(f"{name}: evaluating, {kind}")
-        generator.forget()  # so that a score does not depend on what was decoded before
+        generator.reset_cache()  # so that a score does not depend on what was decoded before
         golds = {question.id: question.answers for question in own}
         done, correct = 0, 0.0
         with progress.stage(f"{name}: evaluating, {kind}", total=len(own), unit="episodes", live=live) as stage:

@@ -62,7 +62,7 @@ def open_endpoint(remote: RemoteConfig, config: Config, out: "RunPath") -> Endpo
         api_key_variable=remote.api_key_variable,
         concurrency=remote.concurrency,
         # Each episode may have all searches of a turn under way: the line holds them.
-        most_waiting=remote.concurrency * config.agent.max_turns_at_once,
+        max_waiting=remote.concurrency * config.agent.max_turns_at_once,
         timeout_seconds=remote.timeout_seconds,
         deadline_seconds=remote.deadline_seconds,
     )

@@ -182,7 +182,7 @@ class Run:
             for trajectory in trajectories:
                 on_episode(trajectory)
             return entry, trajectories
-        self.generator.forget()
+        self.generator.reset_cache()
         trajectories = []
         while attempts := wave(trajectories):
             trajectories += asyncio.run(

@@ -1,10 +1,10 @@
 """The device side of sampling: KV memory in pages, one program that reads prompts and one that decodes several steps for all slots.
 
-An engine holds arrays and no policy. Which request sits in which slot, and which pages it has, is decided in `generator.py` with
-`pages.py`; an engine is told. There are two, with the same results:
+An engine holds arrays and no policy. Which request sits in which slot, and which pages it has, is decided in `scheduler.py` with
+`paging.py`. There are two, with the same results:
 
-- `resident.ResidentEngine`, XLA on CPU and GPU: running requests have rows of contiguous memory beside the pages, what many of them
-  begin with is kept once and read by all of them together;
+- `contiguous.ContiguousEngine`, XLA on CPU and GPU: running sequences have a contiguous KV cache beside the pages, and a prefix that many
+  share is kept once and read by all of them together;
 - `ragged.RaggedEngine`, TPU: the ragged paged attention kernel reads and the programs write the pages themselves.
 
 Shapes are bounded, so the number of compiled programs is a few dozen whatever the traffic; `compiled_programs` counts them.
@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference import sampling
-from mujica_jax.inference.engine.kv_quantization import LEVELS, CacheScales, calibrated
+from mujica_jax.inference.engine.kv_quantization import LEVELS, KVScales, calibrate_scales
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.weight_sync import sync_weights
@@ -134,13 +134,13 @@ class Engine(abc.ABC):
         forgets it."""
         self._use(weights)
         jax.block_until_ready(self._weights)
-        self.forget()
+        self.reset_cache()
 
     def _use(self, weights: nnx.State) -> None:
         self._weights = self._placed(weights)
-        self._scales: CacheScales | None = None
+        self._scales: KVScales | None = None
         if jnp.issubdtype(self._dtype, jnp.integer):
-            calibrate = functools.partial(calibrated, self._graph)
+            calibrate = functools.partial(calibrate_scales, self._graph)
             with self._over_mesh():
                 abstract = is_abstract(self._weights)
                 self._scales = jax.eval_shape(calibrate, self._weights) if abstract else calibrate(self._weights)
@@ -152,11 +152,11 @@ class Engine(abc.ABC):
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @abc.abstractmethod
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """Nothing runs and no page holds anything that will be read."""
 
     @abc.abstractmethod
-    def choose(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
+    def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
         """The free slot in which a request with these pages starts soonest."""
 
     @abc.abstractmethod
@@ -176,7 +176,7 @@ class Engine(abc.ABC):
         """Write what slots computed to their pages, where that has not happened yet."""
 
     @abc.abstractmethod
-    def retire(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
+    def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         """The slot's request is over. `broken_pages` hold values that are not finite: masked positions weigh 0, and 0 x NaN is NaN
         for whoever comes next, so they and the slot are emptied."""
 

@@ -4,14 +4,14 @@ Gathering pages anew at every step would cost as much memory traffic as the step
 row once, decoding goes on in the row, and what was computed is written back to the pages when it is to be shared. A row remembers which
 pages it holds, so a conversation that comes back to its slot loads nothing.
 
-What several rows begin with (a system prompt, worked examples) is held once, as a group: its scores are one matrix product for all rows
+What several rows begin with (a system prompt, worked examples) is held once, as a prefix: its scores are one matrix product for all rows
 instead of a read for each, and the rows hold only what follows. With a shared prompt of 384 tokens this reads a third of the memory
 (prefix sharing as in Hydragen, arXiv 2402.05099, section 3). Rows are as wide as the longest of them needs, in steps of 1, 1.5, 2, 3, ...,
 and there are as many as run: all slots, half or a quarter of them.
 
-Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim], where n counts pages, rows or groups:
+Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim], where n counts pages, rows or prefixes:
 both products then run along what lies together (on CPU a fifth to a half faster with 48 rows than keys laid out like values, and as fast
-with 256). Token t of a sequence lies at t - offset of its row, where offset is the length of its group.
+with 256). Token t of a sequence lies at t - offset of its row, where offset is the length of its prefix.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ from mujica_jax.inference.engine.base import (
 )
 from mujica_jax.models.decoder import Decoder
 
-SMALLEST_WIDTH_TOKENS = 128
-GROUPS = 2  # planner and worker have one beginning each
-SMALLEST_GROUP_TOKENS, SMALLEST_GROUP_ROWS = 64, 4  # below, a product of its own costs more than it saves
+MIN_WIDTH_TOKENS = 128
+MAX_PREFIXES = 2  # planner and worker have one beginning each
+MIN_PREFIX_TOKENS, MIN_PREFIX_ROWS = 64, 4  # below, a product of its own costs more than it saves
 # A prefill call is cut into tiles of one request each: the padding is less than one tile a request.
 TILE_TOKENS = {"cpu": 16}
 OTHER_TILE_TOKENS = 64
@@ -49,7 +49,7 @@ CALLS_BEFORE_FEWER_ROWS = 2  # few requests in this many decode calls: not only 
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Held:
+class _SlotCache:
     """What a slot has in a row."""
 
     row: int = -1  # -1: nothing
@@ -57,31 +57,31 @@ class _Held:
     pages: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     tokens: int = 0  # of the sequence, computed or loaded
     offset: int = 0
-    group: int = -1
+    prefix: int = -1
     active: bool = False
     last_used: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
+class _SharedPrefix:
     pages: list[tuple[int, int]]
     tokens: int
 
 
-class ResidentEngine(Engine):
+class ContiguousEngine(Engine):
     """See `Engine`."""
 
     def __init__(self, decoder: Decoder, **settings: Any) -> None:
         super().__init__(decoder, **settings)
         self._tile_tokens = TILE_TOKENS.get(jax.default_backend(), OTHER_TILE_TOKENS)
-        self._smallest_width = max(SMALLEST_WIDTH_TOKENS, 2 * self.page_tokens)
+        self._smallest_width = max(MIN_WIDTH_TOKENS, 2 * self.page_tokens)
         self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
         self._row_levels = sorted({-(-self.slots // level) for level in ROW_LEVELS})
         self._version = np.zeros(self.num_pages, np.int64)  # counts what was written into a page
         self._clock = 0
         self._start(self._empty(self.num_pages, self.page_tokens))
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         pages = self._memory.pages
         if any(layer.is_deleted() for layer in jax.tree.leaves(pages)):  # a call that took the memory over failed
             pages = self._empty(self.num_pages, self.page_tokens)
@@ -91,21 +91,21 @@ class ResidentEngine(Engine):
         """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of one that was never killed."""
         rows = self._empty(self._row_levels[0], min(self._smallest_width, self._largest_width))
         self._memory = memory.Memory(pages, rows, self._empty(1, 0))
-        self._held = [_Held() for _ in range(self.slots)]
+        self._slot_caches = [_SlotCache() for _ in range(self.slots)]
         self._slot_of_row = [-1] * self._row_levels[0]
-        self._groups: list[_Group | None] = []
+        self._prefixes: list[_SharedPrefix | None] = []
         self._calls_with_few = 0
 
-    def choose(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
+    def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
         if cached_tokens:
             # A page stands for all that comes before it: if a row holds the last one, it holds the others.
             index = (cached_tokens - 1) // self.page_tokens
             last = (pages[index], int(self._version[pages[index]]))
             for slot in free:
-                held = self._held[slot]
+                held = self._slot_caches[slot]
                 if held.tokens >= cached_tokens and len(held.pages) > index and held.pages[index] == last:
                     return slot
-        return min(free, key=lambda slot: self._held[slot].last_used)
+        return min(free, key=lambda slot: self._slot_caches[slot].last_used)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         for some in _parts(pairs):
@@ -117,24 +117,24 @@ class ResidentEngine(Engine):
 
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
         self._clock += 1
-        self._bring(rows)
-        self._widen(max(row.start + len(row.tokens) - self._held[row.slot].offset for row in rows))
+        self._load(rows)
+        self._widen(max(row.start + len(row.tokens) - self._slot_caches[row.slot].offset for row in rows))
         tiles = [tile for row in rows for tile in self._tiles(row)]
         while tiles:
             size = _call_tiles(len(tiles))
             self._prefill_tiles(tiles[:size], size)
             tiles = tiles[size:]
         for row in rows:
-            self._held[row.slot].tokens = row.start + len(row.tokens)
+            self._slot_caches[row.slot].tokens = row.start + len(row.tokens)
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
         slots = np.flatnonzero(state.remaining)
-        self._give_up_rows(len(slots))
-        rows = np.asarray([self._held[slot].row for slot in slots])
-        held = [self._held[slot] for slot in slots]
+        self._shrink_rows(len(slots))
+        rows = np.asarray([self._slot_caches[slot].row for slot in slots])
+        held = [self._slot_caches[slot] for slot in slots]
         places = programs.Places(np.zeros(self._num_rows, np.int32), np.full(self._num_rows, -1, np.int32))
         places.offset[rows] = [one.offset for one in held]
-        places.group[rows] = [one.group for one in held]
+        places.prefix[rows] = [one.prefix for one in held]
         in_rows = SlotState.idle(self._num_rows)
         for all_rows, all_slots in zip(in_rows, state, strict=True):
             all_rows[rows] = all_slots[slots]
@@ -149,7 +149,7 @@ class ResidentEngine(Engine):
                 self._memory,
                 in_rows,
                 places,
-                self._group_lengths(),
+                self._prefix_lengths(),
                 self._stops,
                 steps=self.decode_steps,
                 filtered=filtered(state),
@@ -167,7 +167,7 @@ class ResidentEngine(Engine):
     def flush(self, rows: Sequence[FlushRow]) -> None:
         moves = []
         for flushed in rows:
-            held = self._held[flushed.slot]
+            held = self._slot_caches[flushed.slot]
             held.pages = held.pages[: flushed.start // self.page_tokens]
             for index in range(len(held.pages), -(-flushed.stop // self.page_tokens)):
                 page = flushed.pages[index]
@@ -179,8 +179,8 @@ class ResidentEngine(Engine):
             self._count("flush", len(places))
             self._memory = memory.store_pages(self._memory, places, indices, pages)
 
-    def retire(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
-        held = self._held[slot]
+    def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
+        held = self._slot_caches[slot]
         held.active, held.last_used = False, self._clock
         if broken_pages:
             # A request that was given up before its prompt was read has no row; -1 would be the last one, which is somebody else's.
@@ -189,35 +189,35 @@ class ResidentEngine(Engine):
                 (pages,) = _padded(some, (self.num_pages,))
                 self._count("clear", len(pages))
                 self._memory = memory.clear(self._memory, np.int32(row), pages)
-            self._lose(held)
+            self._evict(held)
 
     @property
     def _num_rows(self) -> int:
         return len(self._slot_of_row)
 
-    def _lose(self, held: _Held) -> None:
+    def _evict(self, held: _SlotCache) -> None:
         """What a slot had in a row is there no more."""
         if held.row >= 0:
             self._slot_of_row[held.row] = -1
-        held.row, held.pages, held.tokens, held.group, held.offset = -1, [], 0, -1, 0
+        held.row, held.pages, held.tokens, held.prefix, held.offset = -1, [], 0, -1, 0
 
-    def _bring(self, rows: Sequence[PrefillRow]) -> None:
+    def _load(self, rows: Sequence[PrefillRow]) -> None:
         """Make every row hold what its request has in pages."""
         fresh = [row for row in rows if not self._holds(row)]
         to_load = {row.slot for row in fresh}
         for row in fresh:
-            held = self._held[row.slot]
-            held.pages, held.tokens, held.group, held.offset = [], 0, -1, 0
+            held = self._slot_caches[row.slot]
+            held.pages, held.tokens, held.prefix, held.offset = [], 0, -1, 0
         self._make_rows(rows)
-        self._form_group(fresh)
+        self._share_prefix(fresh)
         moves = []
         for row in rows:
-            held = self._held[row.slot]
+            held = self._slot_caches[row.slot]
             pages = self._versions(row.pages)
             if row.slot in to_load:
-                group = self._best_group(pages, row.start)
-                offset = 0 if group < 0 else self._groups[group].tokens  # pyright: ignore[reportOptionalMemberAccess]
-                held.group, held.offset = group, offset
+                prefix = self._longest_prefix(pages, row.start)
+                offset = 0 if prefix < 0 else self._prefixes[prefix].tokens  # pyright: ignore[reportOptionalMemberAccess]
+                held.prefix, held.offset = prefix, offset
                 first, last = offset // self.page_tokens, -(-row.start // self.page_tokens)
                 moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]
             held.pages, held.tokens = pages, row.start
@@ -230,7 +230,7 @@ class ResidentEngine(Engine):
             self._memory = memory.load_pages(self._memory, places, indices, pages)
 
     def _holds(self, row: PrefillRow) -> bool:
-        held, count = self._held[row.slot], -(-row.start // self.page_tokens)
+        held, count = self._slot_caches[row.slot], -(-row.start // self.page_tokens)
         if held.row < 0 or held.tokens < row.start or row.start < held.offset or len(held.pages) < count:
             return False
         return held.pages[:count] == self._versions(row.pages[:count])
@@ -238,114 +238,112 @@ class ResidentEngine(Engine):
     def _make_rows(self, rows: Sequence[PrefillRow]) -> None:
         """A row for every request: a free one, that of an idle slot, or a new one."""
         for row in rows:
-            self._held[row.slot].active = True
-        needed = sum(held.active for held in self._held)
+            self._slot_caches[row.slot].active = True
+        needed = sum(held.active for held in self._slot_caches)
         if needed > self._num_rows:
             count = next(level for level in self._row_levels if level >= needed)
             self._count("more rows", count)
-            self._memory = self._memory._replace(
-                rows=memory.larger(self._memory.rows, count, self._memory.rows.shape[1])
-            )
+            self._memory = self._memory._replace(rows=memory.grow(self._memory.rows, count, self._memory.rows.shape[1]))
             self._slot_of_row += [-1] * (count - self._num_rows)
-        without = [row.slot for row in rows if self._held[row.slot].row < 0]
+        without = [row.slot for row in rows if self._slot_caches[row.slot].row < 0]
         free = [place for place, slot in enumerate(self._slot_of_row) if slot < 0]
         idle = sorted(
-            (held for held in self._held if held.row >= 0 and not held.active), key=lambda held: -held.last_used
+            (held for held in self._slot_caches if held.row >= 0 and not held.active), key=lambda held: -held.last_used
         )
         for slot in without:
             if not free:
                 free.append(idle[-1].row)
-                self._lose(idle.pop())
-            self._held[slot].row = free.pop(0)
-            self._slot_of_row[self._held[slot].row] = slot
+                self._evict(idle.pop())
+            self._slot_caches[slot].row = free.pop(0)
+            self._slot_of_row[self._slot_caches[slot].row] = slot
 
-    def _give_up_rows(self, running: int) -> None:
+    def _shrink_rows(self, running: int) -> None:
         """Go on with fewer rows where few requests run: a step costs what its rows cost, whether they run or not."""
-        active = sum(held.active for held in self._held)
+        active = sum(held.active for held in self._slot_caches)
         assert running <= active, "what decodes was prefilled"
         count = next(level for level in self._row_levels if level >= active)
         self._calls_with_few = self._calls_with_few + 1 if count < self._num_rows else 0
         if self._calls_with_few < CALLS_BEFORE_FEWER_ROWS:
             return
         self._calls_with_few = 0
-        for held in self._held:
+        for held in self._slot_caches:
             if not held.active:
-                self._lose(held)
-        kept = [held for held in self._held if held.active]
+                self._evict(held)
+        kept = [held for held in self._slot_caches if held.active]
         places = np.asarray([held.row for held in kept] + [0] * (count - len(kept)), np.int32)
         self._count("fewer rows", count)
-        self._memory = self._memory._replace(rows=memory.pick_rows(self._memory.rows, places))
+        self._memory = self._memory._replace(rows=memory.select_rows(self._memory.rows, places))
         self._slot_of_row = [-1] * count
-        slot_of = {id(held): slot for slot, held in enumerate(self._held)}
+        slot_of = {id(held): slot for slot, held in enumerate(self._slot_caches)}
         for place, held in enumerate(kept):
             held.row, self._slot_of_row[place] = place, slot_of[id(held)]
 
     def _versions(self, pages: Sequence[int]) -> list[tuple[int, int]]:
         return [(page, int(self._version[page])) for page in pages]
 
-    def _form_group(self, fresh: Sequence[PrefillRow]) -> None:
-        """Hold once what many rows begin with, if these do and no group does it yet."""
+    def _share_prefix(self, fresh: Sequence[PrefillRow]) -> None:
+        """Hold once what many rows begin with, if these do and no prefix does it yet."""
         beginnings = [self._versions(row.pages[: row.start // self.page_tokens]) for row in fresh]
         slots = {row.slot for row in fresh}
-        others = [held for slot, held in enumerate(self._held) if held.active and slot not in slots]
+        others = [held for slot, held in enumerate(self._slot_caches) if held.active and slot not in slots]
         common = _common_beginning([*beginnings, *(held.pages[: held.tokens // self.page_tokens] for held in others)])
         tokens = len(common) * self.page_tokens
-        if tokens < SMALLEST_GROUP_TOKENS or common not in [beginning[: len(common)] for beginning in beginnings]:
+        if tokens < MIN_PREFIX_TOKENS or common not in [beginning[: len(common)] for beginning in beginnings]:
             return
-        if any(group is not None and group.pages == common for group in self._groups):
+        if any(prefix is not None and prefix.pages == common for prefix in self._prefixes):
             return
-        used = {held.group for held in others}
-        place = next((place for place in range(GROUPS) if place not in used), None)
+        used = {held.prefix for held in others}
+        place = next((place for place in range(MAX_PREFIXES) if place not in used), None)
         if place is None:
             return
-        for held in self._held:
-            if held.group == place and not held.active:  # it began with the group that this place had
-                self._lose(held)
-        self._hold_group(place, _Group(common, tokens))
+        for held in self._slot_caches:
+            if held.prefix == place and not held.active:  # it began with the prefix that this place had
+                self._evict(held)
+        self._store_prefix(place, _SharedPrefix(common, tokens))
         for held in others:
             if held.pages[: len(common)] == common and held.tokens >= tokens > held.offset:
                 self._count("shift")
                 self._memory = memory.shift_row(self._memory, np.int32(held.row), np.int32(tokens - held.offset))
-                held.group, held.offset = place, tokens
+                held.prefix, held.offset = place, tokens
         self._narrow(others)
 
-    def _hold_group(self, place: int, group: _Group) -> None:
-        while len(self._groups) <= place:
-            self._groups.append(None)
-        self._groups[place] = group
-        longest = max(one.tokens for one in self._groups if one is not None)
-        length = bucket(longest, max(SMALLEST_GROUP_TOKENS, 2 * self.page_tokens), self._largest_width)
-        count, held = self._memory.groups.shape
-        if len(self._groups) > count or length > held:
-            self._count("larger groups", len(self._groups), length)
-            groups = memory.larger(self._memory.groups, max(len(self._groups), count), max(length, held))
-            self._memory = self._memory._replace(groups=groups)
-        # Filled up with its last page, which lies beyond its length there: one program whatever the group.
-        pages = np.full(self._memory.groups.shape[1] // self.page_tokens, group.pages[-1][0], np.int32)
-        pages[: len(group.pages)] = [page for page, _ in group.pages]
-        self._count("group")
-        self._memory = memory.hold_group(self._memory, np.int32(place), pages)
+    def _store_prefix(self, place: int, prefix: _SharedPrefix) -> None:
+        while len(self._prefixes) <= place:
+            self._prefixes.append(None)
+        self._prefixes[place] = prefix
+        longest = max(one.tokens for one in self._prefixes if one is not None)
+        length = bucket(longest, max(MIN_PREFIX_TOKENS, 2 * self.page_tokens), self._largest_width)
+        count, held = self._memory.prefixes.shape
+        if len(self._prefixes) > count or length > held:
+            self._count("larger prefixes", len(self._prefixes), length)
+            prefixes = memory.grow(self._memory.prefixes, max(len(self._prefixes), count), max(length, held))
+            self._memory = self._memory._replace(prefixes=prefixes)
+        # Filled up with its last page, which lies beyond its length there: one program whatever the prefix.
+        pages = np.full(self._memory.prefixes.shape[1] // self.page_tokens, prefix.pages[-1][0], np.int32)
+        pages[: len(prefix.pages)] = [page for page, _ in prefix.pages]
+        self._count("prefix")
+        self._memory = memory.store_prefix(self._memory, np.int32(place), pages)
 
-    def _best_group(self, pages: Sequence[tuple[int, int]], start: int) -> int:
-        """The longest group that these pages begin with, -1 if there is none."""
+    def _longest_prefix(self, pages: Sequence[tuple[int, int]], start: int) -> int:
+        """The longest prefix that these pages begin with, -1 if there is none."""
         fitting = [
-            (group.tokens, place)
-            for place, group in enumerate(self._groups)
-            if group is not None and group.tokens <= start and pages[: len(group.pages)] == group.pages
+            (prefix.tokens, place)
+            for place, prefix in enumerate(self._prefixes)
+            if prefix is not None and prefix.tokens <= start and pages[: len(prefix.pages)] == prefix.pages
         ]
         return max(fitting)[1] if fitting else -1
 
-    def _group_lengths(self) -> np.ndarray:
-        lengths = [0 if group is None else group.tokens for group in self._groups]
-        return np.asarray(lengths + [0] * (self._memory.groups.shape[0] - len(lengths)), np.int32)
+    def _prefix_lengths(self) -> np.ndarray:
+        lengths = [0 if prefix is None else prefix.tokens for prefix in self._prefixes]
+        return np.asarray(lengths + [0] * (self._memory.prefixes.shape[0] - len(lengths)), np.int32)
 
-    def _tiles(self, row: PrefillRow) -> list[tuple[_Held, int, Sequence[int] | np.ndarray]]:
-        size, held = self._tile_tokens, self._held[row.slot]
+    def _tiles(self, row: PrefillRow) -> list[tuple[_SlotCache, int, Sequence[int] | np.ndarray]]:
+        size, held = self._tile_tokens, self._slot_caches[row.slot]
         return [
             (held, row.start + first, row.tokens[first : first + size]) for first in range(0, len(row.tokens), size)
         ]
 
-    def _prefill_tiles(self, tiles: Sequence[tuple[_Held, int, Any]], count: int) -> None:
+    def _prefill_tiles(self, tiles: Sequence[tuple[_SlotCache, int, Any]], count: int) -> None:
         tokens = np.zeros((count, self._tile_tokens), np.int32)
         rows = np.full(count, self._num_rows, np.int32)  # tiles that are not used write nowhere
         starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
@@ -353,31 +351,31 @@ class ResidentEngine(Engine):
         for index, (held, start, ids) in enumerate(tiles):
             tokens[index, : len(ids)] = ids
             rows[index], starts[index], lengths[index] = held.row, start, len(ids)
-            places.offset[index], places.group[index] = held.offset, held.group
+            places.offset[index], places.prefix[index] = held.offset, held.prefix
         self._count("prefill", count)
         call = programs.Tiles(tokens, rows, starts, lengths, places)
         with self._over_mesh():
             self._memory = programs.prefill(
-                self._graph, self._weights, self._scales, self._memory, call, self._group_lengths()
+                self._graph, self._weights, self._scales, self._memory, call, self._prefix_lengths()
             )
 
     def _widen(self, tokens: int) -> None:
         if tokens > self._memory.rows.shape[1]:
             width = bucket(tokens, self._smallest_width, self._largest_width)
             self._count("wider rows", width)
-            self._memory = self._memory._replace(rows=memory.larger(self._memory.rows, self._num_rows, width))
+            self._memory = self._memory._replace(rows=memory.grow(self._memory.rows, self._num_rows, width))
 
-    def _narrow(self, active: Sequence[_Held]) -> None:
+    def _narrow(self, active: Sequence[_SlotCache]) -> None:
         """Give up width that no active row needs."""
         needed = max((held.tokens - held.offset for held in active), default=1)
         width = bucket(needed, self._smallest_width, self._largest_width)
         if width >= self._memory.rows.shape[1]:
             return
         self._count("narrower rows", width)
-        self._memory = self._memory._replace(rows=memory.narrower(self._memory.rows, width))
-        for held in self._held:
+        self._memory = self._memory._replace(rows=memory.shrink(self._memory.rows, width))
+        for held in self._slot_caches:
             if held.tokens - held.offset > width:
-                self._lose(held)
+                self._evict(held)
 
     def _empty(self, rows: int, tokens: int) -> memory.KeysValues:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
@@ -389,11 +387,11 @@ class ResidentEngine(Engine):
         return memory.KeysValues(layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim))
 
     def _count(self, *program: Any) -> None:
-        self._programs.add((*program, self._memory.rows.shape, self._memory.groups.shape))
+        self._programs.add((*program, self._memory.rows.shape, self._memory.prefixes.shape))
 
 
 def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """The longest beginning that at least SMALLEST_GROUP_ROWS sequences, and half of those that begin as they do, have in common."""
+    """The longest beginning that at least MIN_PREFIX_ROWS sequences, and half of those that begin as they do, have in common."""
     common: list[tuple[int, int]] = []
     while True:
         counts: dict[tuple[int, int], int] = {}
@@ -401,7 +399,7 @@ def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]]) -> list[tu
             if len(sequence) > len(common):
                 counts[sequence[len(common)]] = counts.get(sequence[len(common)], 0) + 1
         page, count = max(counts.items(), key=lambda item: item[1], default=((0, 0), 0))
-        if count < SMALLEST_GROUP_ROWS or (2 * count < len(sequences) and common):
+        if count < MIN_PREFIX_ROWS or (2 * count < len(sequences) and common):
             return common
         sequences = [
             sequence for sequence in sequences if len(sequence) > len(common) and sequence[len(common)] == page

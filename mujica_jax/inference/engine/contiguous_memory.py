@@ -24,7 +24,7 @@ class KeysValues(NamedTuple):
 class Memory(NamedTuple):
     pages: KeysValues
     rows: KeysValues
-    groups: KeysValues  # length 0 where nothing is shared
+    prefixes: KeysValues  # length 0 where nothing is shared
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
@@ -56,13 +56,13 @@ def store_pages(
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
-def hold_group(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
-    def hold(axis: int, groups: Array, layer: Array) -> Array:
+def store_prefix(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
+    def hold(axis: int, prefixes: Array, layer: Array) -> Array:
         found = jnp.moveaxis(layer[pages], 0, axis - 1)  # the pages beside the tokens of each
         found = found.reshape(1, *found.shape[: axis - 1], -1, *found.shape[axis + 1 :])
-        return jax.lax.dynamic_update_slice(groups, found, (place, 0, 0, 0))
+        return jax.lax.dynamic_update_slice(prefixes, found, (place, 0, 0, 0))
 
-    return memory._replace(groups=_both(hold, memory.groups, memory.pages))
+    return memory._replace(prefixes=_both(hold, memory.prefixes, memory.pages))
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
@@ -82,12 +82,12 @@ def clear(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) ->
 
 
 @jax.jit
-def pick_rows(rows: KeysValues, places: Int[Array, " rows"]) -> KeysValues:
+def select_rows(rows: KeysValues, places: Int[Array, " rows"]) -> KeysValues:
     return jax.tree.map(lambda layer: layer[places], rows)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "tokens"))
-def larger(rows: KeysValues, count: int, tokens: int) -> KeysValues:
+def grow(rows: KeysValues, count: int, tokens: int) -> KeysValues:
     def pad(axis: int, layer: Array) -> Array:
         filling = [(0, 0)] * 4
         filling[0], filling[axis] = (0, count - layer.shape[0]), (0, tokens - layer.shape[axis])
@@ -97,7 +97,7 @@ def larger(rows: KeysValues, count: int, tokens: int) -> KeysValues:
 
 
 @functools.partial(jax.jit, static_argnames=("tokens",))
-def narrower(rows: KeysValues, tokens: int) -> KeysValues:
+def shrink(rows: KeysValues, tokens: int) -> KeysValues:
     return _both(lambda axis, layer: jax.lax.slice_in_dim(layer, 0, tokens, axis=axis), rows)
 
 

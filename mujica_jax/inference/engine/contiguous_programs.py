@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from mujica_jax.inference import sampling
 from mujica_jax.inference.engine.base import Decoded, SlotState, advance, narrowed
 from mujica_jax.inference.engine.contiguous_memory import KeysValues, Memory
-from mujica_jax.inference.engine.kv_quantization import CacheScales, scaled
+from mujica_jax.inference.engine.kv_quantization import KVScales, scaled
 
 NEVER = -1e30  # finite, so that a fully masked row gives numbers and no NaN
 
@@ -20,8 +20,8 @@ NEVER = -1e30  # finite, so that a fully masked row gives numbers and no NaN
 class Places(NamedTuple):
     """Where the sequences of a call begin: one entry a row, or a tile."""
 
-    offset: Int[np.ndarray | Array, " rows"]  # tokens before it are in the group
-    group: Int[np.ndarray | Array, " rows"]  # -1: none
+    offset: Int[np.ndarray | Array, " rows"]  # tokens before it are in the prefix
+    prefix: Int[np.ndarray | Array, " rows"]  # -1: none
 
 
 class Tiles(NamedTuple):
@@ -38,10 +38,10 @@ class Tiles(NamedTuple):
 def prefill(
     graph: nnx.GraphDef,
     weights: nnx.State,
-    scales: CacheScales | None,
+    scales: KVScales | None,
     memory: Memory,
     tiles: Tiles,
-    group_lengths: Int[Array, " groups"],
+    prefix_lengths: Int[Array, " prefixes"],
 ) -> Memory:
     decoder = nnx.merge(graph, weights)
     keys, values = list(memory.rows.keys), list(memory.rows.values)
@@ -53,15 +53,15 @@ def prefill(
         offsets < tiles.length[:, None], in_row, width
     )  # padding is written out of bounds, that is nowhere
     readable = jnp.arange(width)[None, None, :] <= in_row[:, :, None]
-    visible = _visible(tiles.places.group, group_lengths, memory.groups)
+    visible = _visible(tiles.places.prefix, prefix_lengths, memory.prefixes)
     mine = jnp.minimum(tiles.row, rows - 1)
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
         row = tiles.row[:, None]
         keys[layer] = keys[layer].at[row, :, :, targets].set(narrowed(key, keys[layer].dtype), mode="drop")
         values[layer] = values[layer].at[row, :, targets].set(narrowed(value, values[layer].dtype), mode="drop")
-        groups = memory.groups.keys[layer], memory.groups.values[layer]
-        return _attention(query, keys[layer][mine], values[layer][mine], readable, *groups, visible)
+        prefixes = memory.prefixes.keys[layer], memory.prefixes.values[layer]
+        return _attention(query, keys[layer][mine], values[layer][mine], readable, *prefixes, visible)
 
     decoder(tiles.tokens, positions, scaled(attend, scales), scan=False)
     return memory._replace(rows=KeysValues(tuple(keys), tuple(values)))
@@ -71,11 +71,11 @@ def prefill(
 def decode(
     graph: nnx.GraphDef,
     weights: nnx.State,
-    scales: CacheScales | None,
+    scales: KVScales | None,
     memory: Memory,
     state: SlotState,
     places: Places,
-    group_lengths: Int[Array, " groups"],
+    prefix_lengths: Int[Array, " prefixes"],
     stops: Int[Array, " stops"],
     *,
     steps: int,
@@ -84,7 +84,7 @@ def decode(
     decoder = nnx.merge(graph, weights)
     rows, width = memory.rows.shape
     every = jnp.arange(rows)
-    visible = _visible(places.group, group_lengths, memory.groups)
+    visible = _visible(places.prefix, prefix_lengths, memory.prefixes)
     filters = sampling.Filters(state.top_k, state.top_p, state.min_p) if filtered else None
 
     def step(carry: tuple[KeysValues, SlotState], _: None) -> tuple:
@@ -100,8 +100,8 @@ def decode(
             values[layer] = (
                 values[layer].at[every, :, write_at].set(narrowed(value[:, 0], values[layer].dtype), mode="drop")
             )
-            groups = memory.groups.keys[layer], memory.groups.values[layer]
-            return _attention(query, keys[layer], values[layer], readable, *groups, visible)
+            prefixes = memory.prefixes.keys[layer], memory.prefixes.values[layer]
+            return _attention(query, keys[layer], values[layer], readable, *prefixes, visible)
 
         hidden = decoder(state.token[:, None], state.position[:, None], scaled(attend, scales), scan=False)
         state, decoded = advance(decoder.logits(hidden[:, 0]), state, stops, filters)
@@ -112,11 +112,11 @@ def decode(
 
 
 def _visible(
-    group: Int[np.ndarray | Array, " rows"], lengths: Int[Array, " groups"], groups: KeysValues
-) -> Bool[Array, "rows groups tokens"]:
-    count, tokens = groups.shape
+    prefix: Int[np.ndarray | Array, " rows"], lengths: Int[Array, " prefixes"], prefixes: KeysValues
+) -> Bool[Array, "rows prefixes tokens"]:
+    count, tokens = prefixes.shape
     inside = jnp.arange(tokens)[None, :] < lengths[:, None]
-    return (group[:, None, None] == jnp.arange(count)[None, :, None]) & inside[None]
+    return (prefix[:, None, None] == jnp.arange(count)[None, :, None]) & inside[None]
 
 
 def _attention(
@@ -124,13 +124,13 @@ def _attention(
     keys: Num[Array, "rows kv_heads head_dim width"],
     values: Num[Array, "rows kv_heads width head_dim"],
     readable: Bool[Array, "rows time width"],
-    group_keys: Num[Array, "groups kv_heads head_dim length"],
-    group_values: Num[Array, "groups kv_heads length head_dim"],
-    visible: Bool[Array, "rows groups length"],
+    prefix_keys: Num[Array, "prefixes kv_heads head_dim length"],
+    prefix_values: Num[Array, "prefixes kv_heads length head_dim"],
+    visible: Bool[Array, "rows prefixes length"],
 ) -> Float[Array, "rows time heads head_dim"]:
-    """Softmax attention over a row and, together with it, over the row's group. Scores and weights are float32."""
-    keys, values, group_keys, group_values = (
-        held.astype(query.dtype) for held in (keys, values, group_keys, group_values)
+    """Softmax attention over a row and, together with it, over the row's prefix. Scores and weights are float32."""
+    keys, values, prefix_keys, prefix_values = (
+        held.astype(query.dtype) for held in (keys, values, prefix_keys, prefix_values)
     )
     rows, time, heads, head_dim = query.shape
     kv_heads, width = keys.shape[1], keys.shape[3]
@@ -141,27 +141,27 @@ def _attention(
     by_time = (scores * head_dim**-0.5).reshape(rows, kv_heads, -1, time, width)
     scores = jnp.where(readable[:, None, None], by_time, NEVER).reshape(scores.shape)
     peak = jnp.max(scores, axis=-1, keepdims=True)
-    length = group_keys.shape[0] * group_keys.shape[3]
+    length = prefix_keys.shape[0] * prefix_keys.shape[3]
     if length:
-        # One product for all rows: [kv_heads, rows x queries, head_dim] with [kv_heads, head_dim, groups x length].
+        # One product for all rows: [kv_heads, rows x queries, head_dim] with [kv_heads, head_dim, prefixes x length].
         together = grouped.transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, head_dim)
-        flat_keys = group_keys.transpose(1, 2, 0, 3).reshape(kv_heads, head_dim, length)
-        flat_values = group_values.transpose(1, 0, 2, 3).reshape(kv_heads, length, head_dim)
-        group_scores = jnp.einsum("kqd,kds->kqs", together, flat_keys).astype(jnp.float32) * head_dim**-0.5
-        group_scores = group_scores.reshape(kv_heads, rows, queries, length).transpose(1, 0, 2, 3)
-        group_scores = jnp.where(visible.reshape(rows, 1, 1, length), group_scores, NEVER)
-        peak = jnp.maximum(peak, jnp.max(group_scores, axis=-1, keepdims=True))
+        flat_keys = prefix_keys.transpose(1, 2, 0, 3).reshape(kv_heads, head_dim, length)
+        flat_values = prefix_values.transpose(1, 0, 2, 3).reshape(kv_heads, length, head_dim)
+        prefix_scores = jnp.einsum("kqd,kds->kqs", together, flat_keys).astype(jnp.float32) * head_dim**-0.5
+        prefix_scores = prefix_scores.reshape(kv_heads, rows, queries, length).transpose(1, 0, 2, 3)
+        prefix_scores = jnp.where(visible.reshape(rows, 1, 1, length), prefix_scores, NEVER)
+        peak = jnp.maximum(peak, jnp.max(prefix_scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     mixed = jnp.einsum("rkqw,rkwd->rkqd", weights.astype(values.dtype), values)
     if length:
-        group_weights = jnp.exp(group_scores - peak)
-        total = total + jnp.sum(group_weights, axis=-1, keepdims=True)
+        prefix_weights = jnp.exp(prefix_scores - peak)
+        total = total + jnp.sum(prefix_weights, axis=-1, keepdims=True)
         flat_weights = (
-            group_weights.astype(values.dtype).transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, length)
+            prefix_weights.astype(values.dtype).transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, length)
         )
-        group_mixed = jnp.einsum("kqs,ksd->kqd", flat_weights, flat_values)
-        mixed = mixed + group_mixed.reshape(kv_heads, rows, queries, head_dim).transpose(1, 0, 2, 3)
+        prefix_mixed = jnp.einsum("kqs,ksd->kqd", flat_weights, flat_values)
+        mixed = mixed + prefix_mixed.reshape(kv_heads, rows, queries, head_dim).transpose(1, 0, 2, 3)
     mixed = (mixed.astype(jnp.float32) / total).astype(query.dtype)
     mixed = mixed.reshape(rows, kv_heads, -1, time, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, time, heads, head_dim)

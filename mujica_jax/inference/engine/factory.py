@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.base import Engine, check_heads, page_bytes
-from mujica_jax.inference.engine.contiguous import ResidentEngine
+from mujica_jax.inference.engine.contiguous import ContiguousEngine
 from mujica_jax.inference.engine.ragged import LANES, RaggedEngine, check_tiles
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -25,7 +25,7 @@ CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.
 
 def make_engine(decoder: Decoder, engine: EngineConfig, *, positions: int, stop_token_ids: Sequence[int]) -> Engine:
     """An engine for requests of up to `positions` tokens, on this platform and over `engine.tensor` devices."""
-    kind = RaggedEngine if jax.default_backend() == "tpu" else ResidentEngine
+    kind = RaggedEngine if jax.default_backend() == "tpu" else ContiguousEngine
     dtype = _cache_dtype(decoder.dtype, engine)
     return kind(
         decoder,

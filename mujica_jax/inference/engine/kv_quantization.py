@@ -22,17 +22,17 @@ from mujica_jax.models.attention import causal_self_attention
 
 MARGIN = 1.25  # how much further than the maxima numbers may go before they are clipped: a third of a bit
 SEQUENCES, TIME = 8, 128  # of the random tokens: 1,024 keys a channel
-SMALLEST = 1e-6  # of a channel that is always zero
+MIN_SCALE = 1e-6  # of a channel that is always zero
 LEVELS = 127
 
 
-class CacheScales(NamedTuple):
+class KVScales(NamedTuple):
     keys: Float[Array, "layers kv_heads head_dim"]
     values: Float[Array, "layers kv_heads head_dim"]
 
 
 @functools.partial(jax.jit, static_argnames=("graph",))
-def calibrated(graph: nnx.GraphDef, weights: nnx.State) -> CacheScales:
+def calibrate_scales(graph: nnx.GraphDef, weights: nnx.State) -> KVScales:
     """Scales for the decoder with these weights."""
     decoder = nnx.merge(graph, weights)
     shape = decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim
@@ -40,20 +40,20 @@ def calibrated(graph: nnx.GraphDef, weights: nnx.State) -> CacheScales:
     positions = jnp.broadcast_to(jnp.arange(TIME), tokens.shape)
     attention = causal_self_attention(jnp.ones_like(tokens))
 
-    def attend(layer: Array, query: Array, key: Array, value: Array, seen: CacheScales) -> tuple[Array, CacheScales]:
+    def attend(layer: Array, query: Array, key: Array, value: Array, seen: KVScales) -> tuple[Array, KVScales]:
         # Of two channels that are rotated into each other, as far as a rotation may take either.
         pairs = jnp.hypot(*jnp.split(key.astype(jnp.float32), 2, axis=-1))
         keys = jnp.tile(jnp.max(pairs, axis=(0, 1)), 2)
         values = jnp.max(jnp.abs(value.astype(jnp.float32)), axis=(0, 1))
-        seen = CacheScales(seen.keys.at[layer].set(keys), seen.values.at[layer].set(values))
+        seen = KVScales(seen.keys.at[layer].set(keys), seen.values.at[layer].set(values))
         return attention(layer, query, key, value), seen
 
-    nothing = CacheScales(jnp.zeros(shape), jnp.zeros(shape))
+    nothing = KVScales(jnp.zeros(shape), jnp.zeros(shape))
     largest = decoder.with_memory(tokens, positions, attend, nothing)[1]
-    return jax.tree.map(lambda one: jnp.maximum(MARGIN / LEVELS * one, SMALLEST), largest)
+    return jax.tree.map(lambda one: jnp.maximum(MARGIN / LEVELS * one, MIN_SCALE), largest)
 
 
-def scaled(attend: Callable[..., Any], scales: CacheScales | None) -> Callable[..., Any]:
+def scaled(attend: Callable[..., Any], scales: KVScales | None) -> Callable[..., Any]:
     """`attend(layer, query, key, value, *memory)` with keys and values divided by their scales, and what it mixes multiplied again.
 
     The result is an array, or a tuple that begins with it. Without scales nothing is done.

@@ -36,11 +36,11 @@ from mujica_jax.inference.engine.base import (
     is_abstract,
     narrowed,
 )
-from mujica_jax.inference.engine.kv_quantization import CacheScales, scaled
+from mujica_jax.inference.engine.kv_quantization import KVScales, scaled
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 
-SMALLEST_PREFILL_TOKENS = 256
+MIN_PREFILL_TOKENS = 256
 # Of the kernel: tokens of keys read at once, and queries a block when prompts are read. A decode step has one query a sequence.
 BLOCK_KEY_TOKENS, BLOCK_QUERIES, BLOCK_DECODE_QUERIES = 512, 128, 32
 VMEM_BYTES = 64 << 20
@@ -89,11 +89,11 @@ class RaggedEngine(Engine):
         self._tables = np.zeros((self.slots, -(-self.positions // self.page_tokens)), np.int32)
         self._pages = self._empty_pages()
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         self._tables[:] = 0
         self._pages = self._empty_pages()
 
-    def choose(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
+    def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
         return free[0]
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -110,8 +110,8 @@ class RaggedEngine(Engine):
         rows = [row for row in rows if len(row.tokens)]
         if not rows:
             return
-        most = max(self.prefill_tokens, SMALLEST_PREFILL_TOKENS)
-        size = bucket(sum(len(row.tokens) for row in rows), SMALLEST_PREFILL_TOKENS, most)
+        most = max(self.prefill_tokens, MIN_PREFILL_TOKENS)
+        size = bucket(sum(len(row.tokens) for row in rows), MIN_PREFILL_TOKENS, most)
         tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
         targets = np.full(size, self.num_pages * self.page_tokens, np.int32)  # padding is written nowhere
         ends, lengths = np.zeros(self.slots + 1, np.int32), np.zeros(self.slots, np.int32)
@@ -163,7 +163,7 @@ class RaggedEngine(Engine):
     def flush(self, rows: Sequence[FlushRow]) -> None:
         """What is computed lies in its pages already."""
 
-    def retire(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
+    def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         self._tables[slot] = 0
         for first in range(0, len(broken_pages), 64):
             some = [*broken_pages[first : first + 64]]
@@ -243,7 +243,7 @@ def _clear(pages: Pages, broken: Int[Array, " pages"], *, num_pages: int) -> Pag
 def _prefill(
     graph: nnx.GraphDef,
     weights: nnx.State,
-    scales: CacheScales | None,
+    scales: KVScales | None,
     pages: Pages,
     tokens: Int[Array, " tokens"],
     positions: Int[Array, " tokens"],
@@ -261,7 +261,7 @@ def _prefill(
 def _decode(
     graph: nnx.GraphDef,
     weights: nnx.State,
-    scales: CacheScales | None,
+    scales: KVScales | None,
     pages: Pages,
     state: SlotState,
     tables: Int[Array, "slots pages"],

@@ -16,7 +16,7 @@ from mujica_jax.inference.stops import StopMatcher, first_stop
 from mujica_jax.models.tokenizer import Tokenizer
 
 TOKEN_PREFIX = "token_id:"  # how vLLM writes a token under return_tokens_as_token_ids
-LEAST_LOGPROB = -1e5  # vLLM writes -9999 for what JSON has no number for
+MIN_LOGPROB = -1e5  # vLLM writes -9999 for what JSON has no number for
 ROUNDING = 1e-3  # a logarithm of a probability may come out above 0 by this
 
 
@@ -231,7 +231,7 @@ def _logprobs(choice: Mapping[str, Any]) -> list[float] | None:
     if not isinstance(values, list):
         raise ReplyError(f"the endpoint gave token_logprobs of type {type(values).__name__} where a list is expected")
     for place, value in enumerate(values):
-        if type(value) not in (int, float) or not LEAST_LOGPROB < value < ROUNDING:
+        if type(value) not in (int, float) or not MIN_LOGPROB < value < ROUNDING:
             raise ReplyError(f"the endpoint gave {_brief(value)} as log-probability of token {place} of {len(values)}")
     return [float(value) for value in values]
 

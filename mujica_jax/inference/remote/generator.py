@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from mujica_jax.http.client import DeadlineExceeded, HttpClient, HttpError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
-from mujica_jax.inference.priority_queue import WaitingLine
+from mujica_jax.inference.priority_semaphore import PrioritySemaphore
 from mujica_jax.inference.remote.formats import ChatFormat, CompletionsFormat, Format, Reply
 from mujica_jax.inference.requests import (
     Completion,
@@ -65,7 +65,7 @@ class RemoteGenerator:
         tokenizer: Tokenizer,
         api_key_variable: str | None = None,
         concurrency: int = 8,
-        most_waiting: int = 1024,
+        max_waiting: int = 1024,
         timeout_seconds: float = 120.0,
         deadline_seconds: float = 600.0,
         max_attempts: int = 6,
@@ -80,7 +80,7 @@ class RemoteGenerator:
             f"{base_url.rstrip('/')}/{self._format.path}", api_key_variable=api_key_variable, connections=concurrency
         )
         self._model, self._vocabulary = model, tokenizer.vocab_size
-        self._line = WaitingLine(concurrency, most_waiting)
+        self._line = PrioritySemaphore(concurrency, max_waiting)
         self._policy = RetryPolicy(
             timeout_seconds=timeout_seconds,
             deadline_seconds=deadline_seconds,
@@ -99,7 +99,7 @@ class RemoteGenerator:
             **self._counts, waiting_seconds=self._waiting_seconds, serving_seconds=self._serving_seconds
         )
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """Nothing is kept between requests on this side; what the endpoint caches is its own."""
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False) -> Completion:

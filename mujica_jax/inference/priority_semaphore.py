@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from mujica_jax.inference.requests import OverloadError
 
 
-class WaitingLine:
+class PrioritySemaphore:
     """Use from one event loop at a time."""
 
-    def __init__(self, places: int, most_waiting: int) -> None:
-        self._places, self._most_waiting = places, most_waiting
+    def __init__(self, places: int, max_waiting: int) -> None:
+        self._places, self._most_waiting = places, max_waiting
         self._free = places
         self._arrived = 0
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
