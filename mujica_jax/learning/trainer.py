@@ -38,7 +38,7 @@ from mujica_jax.config.checks import check_rows
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses.mle import mle_loss, token_log_probs
-from mujica_jax.learning.optimizer import Schedule, adamw, in_float32, learning_rate, moved, schedule
+from mujica_jax.learning.optimizer import Schedule, in_float32, learning_rate, make_optimizer, moved, schedule
 from mujica_jax.learning.spike_guard import judged, no_spikes, refuse_many, unless
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
@@ -256,7 +256,7 @@ def _program(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> _Progra
         return adapted(decoder, rank=rank, alpha=alpha, key=jax.random.key(seed)) if rank else decoder
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: with_adapters(plain, 0)))
-    optimizer = adamw(config)
+    optimizer = make_optimizer(config)
 
     def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
         """What is trained, and the rest."""
