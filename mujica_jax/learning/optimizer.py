@@ -4,9 +4,9 @@
     direction := Adam(gradient) + weight_decay * parameter        (no decay on norm scales and biases)
     parameter := parameter - learning_rate(step) * direction
 
-With `optimizer muon` the layers' matrices go along 0.2 sqrt(max(inputs, outputs)) times their orthogonalised momentum (Newton-Schulz) instead
-of Adam's direction: that has Adam's usual size, so that both take the same learning rate (arXiv 2502.16982, section 2.2). Embedding,
-head, norms, biases and adapters stay with Adam.
+With `optimizer muon` the layers' matrices follow their orthogonalised momentum (Newton-Schulz), times 0.2 sqrt(max(inputs, outputs)),
+instead of Adam's direction. That has the usual size of Adam's, so both take the same learning rate (arXiv 2502.16982,
+section 2.2). Embedding, head, norms, biases and adapters stay with Adam.
 
 All of it is computed in float32, whatever parameters and the first moment are kept in. A parameter kept in bfloat16 has 8 bits: at MyGO's
 rates (5e-7) an update is a hundredth of their last bit, and rounding to nearest would drop every one. So it is rounded up or down at
