@@ -40,7 +40,7 @@ from mujica_jax.config.schema import (
 )
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
-from mujica_jax.learning.optimizer import adamw
+from mujica_jax.learning.optimizer import make_optimizer
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import evaluation as scoring
 from mujica_jax.methods import mygo, run
@@ -291,17 +291,18 @@ def test_the_run_draws_adapters_by_its_seed():
 
 
 def test_every_field_of_the_optimiser_changes_its_updates(smoke):
-    params = {"layers": {"kernel": jnp.ones((2, 2))}}  # a matrix, so that it decays
+    params = {"layers": {"up_kernel": jnp.ones((1, 2, 2))}}  # a matrix, so that it decays and Muon takes it
 
     def seen(config: Config) -> list:
-        optimizer = adamw(config.trainer)
+        optimizer = make_optimizer(config.trainer)
         state, updates = optimizer.init(params), params
         for scale in (3.0, 1.0, 4.0):
-            gradient = {"layers": {"kernel": jnp.full((2, 2), scale)}}
+            gradient = {"layers": {"up_kernel": jnp.full((1, 2, 2), scale)}}
             updates, state = optimizer.update(gradient, state, params)
-        return updates["layers"]["kernel"].tolist()
+        return updates["layers"]["up_kernel"].tolist()
 
     values = {"weight_decay": 0.3, "b1": 0.5, "b2": 0.5, "clip_norm": 3.0, "first_moment_dtype": "bfloat16"}
+    values["optimizer"] = "muon"
     assert_each_changes(smoke, "trainer", values, seen)
 
 

@@ -11,7 +11,7 @@ from packed_rows import MODEL, TRAINER
 
 from mujica_jax.config.files import load_config
 from mujica_jax.errors import UserError
-from mujica_jax.learning.optimizer import adamw, apply_updates, decayed, learning_rate, schedule
+from mujica_jax.learning.optimizer import apply_updates, decayed, learning_rate, make_optimizer, schedule
 from mujica_jax.models.decoder import Decoder
 
 
@@ -22,7 +22,7 @@ def rates(steps: range, **settings: float) -> list[float]:
 
 def update(config, gradient, params, steps=1):
     """The parameters after some steps with this gradient at learning rate 1."""
-    optimizer = adamw(config)
+    optimizer = make_optimizer(config)
     state = optimizer.init(params)
     for _ in range(steps):
         direction, state = optimizer.update(gradient, state, params)
@@ -112,9 +112,9 @@ def test_two_steps_are_those_of_optax_adamw():
 
 def test_the_norm_of_the_whole_gradient_is_clipped():
     # Adam forgets the scale of one gradient, so the first moment itself is looked at: (1 - b1) * gradient * 1 / 5.
-    _, state = adamw(TRAINER).update(
+    _, state = make_optimizer(TRAINER).update(
         {"kernel": jnp.array([[3.0]]), "norm": jnp.array([4.0])},
-        adamw(TRAINER).init(params := {"kernel": jnp.zeros((1, 1)), "norm": jnp.zeros(1)}),
+        make_optimizer(TRAINER).init(params := {"kernel": jnp.zeros((1, 1)), "norm": jnp.zeros(1)}),
         params,
     )
     moments = optax.tree.get(state, "mu")
@@ -127,7 +127,7 @@ def test_every_setting_changes_the_update(field, value):
     params, gradients = {"kernel": jnp.ones((1, 2))}, [jnp.array([[0.3, -0.1]]), jnp.array([[0.5, 0.4]])]
 
     def after_two_steps(config):
-        optimizer, now = adamw(config), params
+        optimizer, now = make_optimizer(config), params
         state = optimizer.init(now)
         for gradient in gradients:
             direction, state = optimizer.update({"kernel": gradient}, state, now)
@@ -135,3 +135,22 @@ def test_every_setting_changes_the_update(field, value):
         return np.asarray(now["kernel"])
 
     assert not np.allclose(after_two_steps(TRAINER), after_two_steps(dataclasses.replace(TRAINER, **{field: value})))
+
+
+def test_muon_moves_matrices_along_orthogonal_directions_of_adams_size():
+    config = dataclasses.replace(TRAINER, optimizer="muon", weight_decay=0.0)
+    params = nnx.state(Decoder(MODEL, rngs=nnx.Rngs(0)))
+    gradient = jax.tree.map(lambda array: jax.random.normal(jax.random.key(array.size), array.shape), params)
+    optimizer = make_optimizer(config)
+    muon, _ = jax.jit(optimizer.update)(gradient, optimizer.init(params), params)
+    plain = make_optimizer(dataclasses.replace(config, optimizer="adamw"))
+    adam, _ = jax.jit(plain.update)(gradient, plain.init(params), params)
+    for name in ("query_kernel", "output_kernel", "down_kernel"):
+        direction = np.asarray(muon["layers"][name][...])
+        inputs = MODEL.num_heads * MODEL.head_dim if name == "output_kernel" else direction.shape[1]
+        stretched = np.linalg.svd(direction.reshape(len(direction), inputs, -1), compute_uv=False)
+        assert stretched.max() < 1.8 * stretched.min()  # Newton-Schulz stops at singular values about 1
+        assert 0.13 < np.sqrt(np.mean(direction**2)) < 0.27
+    for path, leaf in nnx.to_flat_state(muon):
+        if not path[-1].endswith("_kernel"):
+            np.testing.assert_array_equal(leaf[...], dict(nnx.to_flat_state(adam))[path][...])

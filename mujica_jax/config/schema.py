@@ -99,6 +99,8 @@ class EngineConfig:
 class TrainerConfig:
     row_tokens: int  # length of a packed row
     rows_per_step: int
+    # muon: the layers' matrices by Muon, the rest by AdamW. Learns from fewer steps; for training from scratch.
+    optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = 0.01
     b1: float = 0.9
     b2: float = 0.95

@@ -1,8 +1,12 @@
-"""AdamW with a cosine learning rate, global-norm clipping, and weight decay on matrices only.
+"""AdamW or Muon with a cosine learning rate, global-norm clipping, and weight decay on matrices only.
 
     gradient  := gradient * min(1, clip_norm / |gradient|)
     direction := Adam(gradient) + weight_decay * parameter        (no decay on norm scales and biases)
     parameter := parameter - learning_rate(step) * direction
+
+With `optimizer muon` the layers' matrices follow their orthogonalised momentum (Newton-Schulz), times 0.2 sqrt(max(inputs, outputs)),
+instead of Adam's direction. That has the usual size of Adam's, so both take the same learning rate (arXiv 2502.16982,
+section 2.2). Embedding, head, norms, biases and adapters stay with Adam.
 
 All of it is computed in float32, whatever parameters and the first moment are kept in. A parameter kept in bfloat16 has
 8 bits: at MyGO's rates (5e-7) an update is a hundredth of their last bit, and rounding to nearest would drop every one.
@@ -12,16 +16,21 @@ The learning rate is no part of the optimiser: a `Schedule` is six numbers that 
 warm-up, every round of MyGO and the control run share one compilation. Called by `learning.trainer`.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
+
+MUON_MOMENTUM = 0.95
+MUON_UPDATE_RMS = 0.2  # of Adam's directions, measured where Muon was scaled up (arXiv 2502.16982)
 
 
 class Schedule(NamedTuple):
@@ -72,14 +81,41 @@ def learning_rate(schedule: Schedule, step: int | Int[Array, ""]) -> Float[Array
     return jnp.where(step < warmup_steps, rising, falling)
 
 
-def adamw(config: TrainerConfig) -> optax.GradientTransformation:
-    """Clipping, Adam and decay; its updates are the direction above and still want to be multiplied by minus the
-    learning rate."""
+def make_optimizer(config: TrainerConfig) -> optax.GradientTransformation:
+    """Clipping, direction and decay; its updates still want to be multiplied by minus the learning rate."""
+    moment = jnp.dtype(config.first_moment_dtype)
+    direction = optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=moment)
+    if config.optimizer == "muon":
+        muon = optax.chain(
+            optax.contrib.scale_by_muon(
+                beta=MUON_MOMENTUM,
+                mu_dtype=moment,
+                weight_dimension_numbers=lambda params: jax.tree.map_with_path(_matrix_dimensions, params),
+            ),
+            optax.stateless(lambda updates, _: jax.tree.map_with_path(_sized_like_adam, updates)),
+        )
+        direction = optax.partition({"muon": muon, "adamw": direction}, _transformations)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=jnp.dtype(config.first_moment_dtype)),
+        direction,
         optax.add_decayed_weights(config.weight_decay, mask=decayed),
     )
+
+
+def _transformations(params: Any) -> Any:
+    """Which transformation each parameter has: Muon for the matrices of the layers, by the names of `models.layers`."""
+    return jax.tree.map_with_path(lambda path, _: "muon" if path_name(path).endswith("_kernel") else "adamw", params)
+
+
+def _matrix_dimensions(path: jax.tree_util.KeyPath, kernel: Array) -> optax.contrib.MuonDimensionNumbers:
+    """Which dimensions of a kernel are inputs and which outputs; the first one is the layer."""
+    first_output = kernel.ndim - 1 if path_name(path).endswith("output_kernel") else 2
+    return optax.contrib.MuonDimensionNumbers(tuple(range(1, first_output)), tuple(range(first_output, kernel.ndim)))
+
+
+def _sized_like_adam(path: jax.tree_util.KeyPath, update: Float[Array, "..."]) -> Float[Array, "..."]:
+    inputs, outputs = (math.prod(update.shape[axis] for axis in axes) for axes in _matrix_dimensions(path, update))
+    return MUON_UPDATE_RMS * math.sqrt(max(inputs, outputs)) * update
 
 
 def in_float32(tree: Any) -> Any:

@@ -46,7 +46,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.mle import MLE
-from mujica_jax.learning.optimizer import Schedule, adamw, apply_updates, in_float32, learning_rate, schedule
+from mujica_jax.learning.optimizer import Schedule, apply_updates, in_float32, learning_rate, make_optimizer, schedule
 from mujica_jax.learning.spike_guard import detect_spike, no_spikes, raise_if_too_many, skip_if
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
@@ -276,7 +276,7 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
         return adapted(decoder, rank=rank, alpha=alpha, key=jax.random.key(seed)) if rank else decoder
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: with_adapters(plain, 0)))
-    optimizer = adamw(config)
+    optimizer = make_optimizer(config)
 
     def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
         """What is trained, and the rest."""

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt
@@ -248,13 +248,13 @@ def _pretrain(run: Run) -> TrainState:
 
 def document_rows(run: Run, count: int, stream: int) -> list[Conversation]:
     """`count` documents as rows, all of their tokens trained, without those longer than a row; `stream` chooses other documents."""
-    documents = from_scratch(run.task).pretraining_documents(seed=1000 * run.config.seed + stream)
-    rows = []
-    for text in itertools.islice(documents, count):
+    return run.fitting(list(itertools.islice(_documents(run, stream), count)), "documents")
+
+
+def _documents(run: Run, stream: int) -> Iterator[Conversation]:
+    for text in from_scratch(run.task).pretraining_documents(seed=1000 * run.config.seed + stream):
         ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
-        turn = Turn(role="model", token_ids=ids, text=text, trained=True)
-        rows.append(Conversation(role="document", turns=(turn,)))
-    return run.fitting(rows, "documents")
+        yield Conversation(role="document", turns=(Turn(role="model", token_ids=ids, text=text, trained=True),))
 
 
 def _mixed_documents(run: Run, conversations: list[Conversation]) -> list[Conversation]:
@@ -264,9 +264,10 @@ def _mixed_documents(run: Run, conversations: list[Conversation]) -> list[Conver
         return []
     wanted = share * sum(len(conversation.token_ids) for conversation in conversations)
     rows, tokens = [], 0
-    for row in document_rows(run, run.config.pretraining.documents, stream=1):
+    for row in itertools.islice(_documents(run, stream=1), run.config.pretraining.documents):
         if tokens >= wanted:
             break
-        rows.append(row)
-        tokens += len(row.token_ids)
+        if len(row.token_ids) <= run.config.trainer.row_tokens:
+            rows.append(row)
+            tokens += len(row.token_ids)
     return rows
