@@ -68,10 +68,10 @@ def test_killed_and_resumed_in_a_bucket_that_fails_now_and_then_it_ends_as_on_lo
     assert {name: made.content for (_, name), made in fake.objects.items()} == before, "a finished run changes nothing"
 
     finished([*EVAL, "--checkpoint", ADDRESS])
-    result = json.loads(fake.content("bucket", "runs/smoke/eval/tiny_world-graph.json"))
+    result = json.loads(fake.content("bucket", "runs/smoke/eval/tiny_world-graph-dev.json"))
     own = json.loads(fake.content("bucket", "runs/smoke/eval/round-2.json"))
     assert (result["policy"], result["checkpoint"]) == (2, f"{ADDRESS}/policies/000002/model")
-    predicted = len(fake.content("bucket", "runs/smoke/eval/tiny_world-graph.predictions.jsonl").splitlines())
+    predicted = len(fake.content("bucket", "runs/smoke/eval/tiny_world-graph-dev.predictions.jsonl").splitlines())
     assert predicted == own["greedy"]["questions"] == result["greedy"]["questions"] == 12
 
 
