@@ -128,8 +128,8 @@ def test_a_flag_of_another_task_is_refused(capsys):
 
 
 def test_eval_refuses_what_only_training_reads(capsys):
-    said = refused_by_tyro(capsys, evaluation, SMOKE, "--checkpoint", "nowhere", "--mygo.rounds", "2")
-    assert "--mygo.rounds" in said
+    said = refused_by_tyro(capsys, evaluation, SMOKE, "--checkpoint", "nowhere", "--method.rounds", "2")
+    assert "--method.rounds" in said
 
 
 @pytest.mark.parametrize("program", [train, evaluation])
@@ -138,23 +138,23 @@ def test_an_unknown_configuration_is_answered_with_the_nearest(refused, program)
 
 
 IMPOSSIBLE = {  # flags -> what the sentence says
-    "--mygo.learning-rate 0": "mygo.learning_rate is 0.0 and must be above 0",
-    "--mygo.learning-rate -1e-3": "mygo.learning_rate is -0.001 and must be above 0",
-    "--mygo.learning-rate nan": "mygo.learning_rate is nan",
-    "--warmup.learning-rate-floor 1": "warmup.learning_rate_floor is 1.0 and must be between 0 and warmup.learning_rate 0.02",
-    "--reading.learning-rate inf": "reading.learning_rate is inf",
-    "--reading.steps -1": "reading.steps is -1 and must be at least 0",
-    "--reading.documents 0": "reading.documents is 0, and reading.steps 20",
+    "--method.learning-rate 0": "method.learning_rate is 0.0 and must be above 0",
+    "--method.learning-rate -1e-3": "method.learning_rate is -0.001 and must be above 0",
+    "--method.learning-rate nan": "method.learning_rate is nan",
+    "--warmup.end-learning-rate 1": "warmup.end_learning_rate is 1.0 and must be between 0 and warmup.learning_rate 0.02",
+    "--pretraining.learning-rate inf": "pretraining.learning_rate is inf",
+    "--pretraining.steps -1": "pretraining.steps is -1 and must be at least 0",
+    "--pretraining.documents 0": "pretraining.documents is 0, and pretraining.steps 20",
     "--warmup.steps -5": "warmup.steps is -5 and must be at least 0",
     "--warmup.few-shot-attempts 0": "warmup.few_shot_attempts is 0 and must be at least 1",
-    "--mygo.rounds -1": "mygo.rounds is -1",
-    "--mygo.questions-per-round 0": "mygo.questions_per_round is 0 and must be at least 1",
-    "--mygo.max-attempts 0": "mygo.max_attempts is 0 and must be at least 1",
-    "--mygo.keep-per-question 0": "mygo.keep_per_question is 0",
-    "--mygo.shard-questions 0": "mygo.shard_questions is 0",
-    "--mygo.epochs 0": "mygo.epochs is 0",
-    "--mygo.replay -0.5": "mygo.replay is -0.5",
-    "--mygo.temperature 0": "mygo.temperature is 0.0 and must be above 0",
+    "--method.rounds -1": "method.rounds is -1",
+    "--sampling.questions-per-round 0": "sampling.questions_per_round is 0 and must be at least 1",
+    "--method.max-attempts 0": "method.max_attempts is 0 and must be at least 1",
+    "--method.keep-per-question 0": "method.keep_per_question is 0",
+    "--sampling.shard-questions 0": "sampling.shard_questions is 0",
+    "--method.epochs 0": "method.epochs is 0",
+    "--method.replay -0.5": "method.replay is -0.5",
+    "--sampling.temperature 0": "sampling.temperature is 0.0 and must be above 0",
     "--eval.questions 0": "eval.questions is 0",
     "--eval.temperature 0": "eval.temperature is 0.0",
     "--engine.slots 0": "engine.slots is 0 and must be at least 1: change it in the configuration or pass --engine.slots",
@@ -163,7 +163,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--agent.max-turn-tokens 384": "leave no room for a prompt in agent.max_trajectory_tokens 384",
     "--trainer.clip-norm 0": "trainer.clip_norm is 0.0",
     "--trainer.b2 1": "trainer.b2 is 1.0 and must be at least 0 and below 1",
-    "--warmup.oversight 1": "warmup.oversight is 1.0 and must be at least 0 and below 1",
+    "--warmup.miss_rate 1": "warmup.miss_rate is 1.0 and must be at least 0 and below 1",
     "--trainer.attention splash --trainer.row-tokens 200": "trainer.row_tokens is 200: use 256, or trainer.attention auto",
     "--trainer.attention splash": "trainer.attention splash runs on tpu and this is cpu: use auto",
     "--trainer.attention cudnn": "trainer.attention cudnn runs on gpu and this is cpu: use auto",
@@ -196,7 +196,7 @@ def test_a_number_that_is_none_is_refused():
 
 def test_only_a_phase_that_is_left_out_needs_no_learning_rate():
     config = load_config(SMOKE)
-    left_out = dataclasses.replace(config.warmup, steps=0, learning_rate=0.0, learning_rate_floor=0.0)
+    left_out = dataclasses.replace(config.warmup, steps=0, learning_rate=0.0, end_learning_rate=0.0)
     assert refusal(dataclasses.replace(config, warmup=left_out)) is None
     done = dataclasses.replace(left_out, steps=1)
     assert "warmup.learning_rate is 0.0 and must be above 0" in str(refusal(dataclasses.replace(config, warmup=done)))

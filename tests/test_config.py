@@ -22,7 +22,7 @@ from mujica_jax.config import schema as config_module
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import CONFIG_FOLDER, command_line, from_dict, load_config
 from mujica_jax.config.schema import (
-    AgentConfig,
+    MujicaConfig,
     Config,
     DistributedConfig,
     EngineConfig,
@@ -31,7 +31,7 @@ from mujica_jax.config.schema import (
     ModelConfig,
     MygoConfig,
     ProfileConfig,
-    ReadingConfig,
+    PretrainingConfig,
     RemoteConfig,
     TinyWorldConfig,
     TrainerConfig,
@@ -63,10 +63,10 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     TinyWorldConfig: ("config", "_config"),
     TwoWikiConfig: ("config",),
     ModelConfig: ("model",),
-    AgentConfig: ("agent", "_config"),
+    MujicaConfig: ("agent", "_config"),
     EngineConfig: ("engine",),
     TrainerConfig: ("trainer", "config"),
-    ReadingConfig: ("reading", "config"),
+    PretrainingConfig: ("reading", "config"),
     WarmupConfig: ("warmup", "config"),
     MygoConfig: ("mygo", "config"),
     EvalConfig: ("eval",),
@@ -476,7 +476,7 @@ def asked(tmp_path):
 
 def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
     def rounds(config: Config) -> list:
-        return asked(config, lambda run: mygo.run_mygo(run, None, run.rows))
+        return asked(config, lambda run: mygo.mygo(run, None, run.rows))
 
     values = {
         "rounds": 3,
@@ -486,7 +486,7 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
         "shard_questions": 5,
         "temperature": 0.7,
         "learning_rate": 1e-3,
-        "learning_rate_floor": 1e-4,
+        "end_learning_rate": 1e-4,
         "epochs": 1,
         "replay": 2.0,
     }
@@ -500,14 +500,14 @@ def test_every_field_of_reading_and_warm_up_changes_what_a_run_does(smoke, asked
         return asked(config, warmup.warm_up)
 
     few = changed(smoke, "task", demonstrations=10)
-    reading = {"documents": 100, "steps": 10, "learning_rate": 5e-3, "learning_rate_floor": 5e-4}
-    assert set(reading) == {field.name for field in dataclasses.fields(ReadingConfig)}
+    reading = {"documents": 100, "steps": 10, "learning_rate": 5e-3, "end_learning_rate": 5e-4}
+    assert set(reading) == {field.name for field in dataclasses.fields(PretrainingConfig)}
     assert_each_changes(few, "reading", reading, warm_up)
     from_scratch = {
         "steps": 60,
         "learning_rate": 1e-2,
-        "learning_rate_floor": 1e-4,
-        "reading_share": 0.5,
+        "end_learning_rate": 1e-4,
+        "pretraining_share": 0.5,
         "oversight": 0.5,
     }
     assert_each_changes(few, "warmup", from_scratch, warm_up)
@@ -533,7 +533,7 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
         "max_trajectory_tokens": 100,
         "max_observation_tokens": 20,
     }
-    assert set(values) == {field.name for field in dataclasses.fields(AgentConfig)}
+    assert set(values) == {field.name for field in dataclasses.fields(MujicaConfig)}
     assert_each_changes(smoke, "agent", values, demonstrations)
 
 

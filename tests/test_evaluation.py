@@ -4,10 +4,12 @@ import asyncio
 import dataclasses
 
 import pytest
-from little_agent import QUESTION, LittleWorld, ToldPolicy, agent, answer, completion, play, read, search
+from little_agent import QUESTION, LittleWorld, ToldPolicy, agent, answer, completion, everywhere, play, read, search
 
 from mujica_jax.agents.evaluation import Evaluation, evaluate, summarise
+from mujica_jax.agents.mujica import PlannerState
 from mujica_jax.records import Question, StopReason, Trajectory
+from mujica_jax.rewards import find_reward
 
 # kind, gold answers, what was answered, how it ended -> EM and F1 in percent
 EPISODES = [
@@ -108,18 +110,21 @@ def test_a_policy_is_asked_every_question_once_and_scored():
     seen: list[str] = []
 
     class Half:
-        async def write(self, prompt, params, view, *, continues):
-            asked.append((view.question, params.temperature))
-            return completion(answer("Ghent") if int(view.question.id) % 2 == 0 else "Hm.")
+        version = 4
+
+        async def generate(self, prompt, params, *, state, continues):
+            assert isinstance(state, PlannerState)
+            asked.append((state.question, params.temperature))
+            return completion(answer("Ghent") if int(state.question.id) % 2 == 0 else "Hm.")
 
     evaluation = asyncio.run(
         evaluate(
             agent(),
             questions,
-            LittleWorld(),
+            everywhere(LittleWorld()),
             Half(),
             rule="two_wiki",
-            policy_version=4,
+            reward=find_reward("f1", "two_wiki"),
             temperature=0.0,
             seed=0,
             concurrency=2,

@@ -72,7 +72,7 @@ def test_the_index_is_searched_and_the_data_folder_is_taught(folder):
     plain = task(folder)
     assert [q for q, _ in taught] == [q for q, _ in plain.demonstrations()]
     assert list(searched.tokenizer_text()) == list(plain.tokenizer_text())
-    assert next(searched.reading_documents(0)) == next(plain.reading_documents(0))
+    assert next(searched.pretraining_documents(0)) == next(plain.pretraining_documents(0))
 
 
 def test_both_graphs_show_the_same(folder, tmp_path):

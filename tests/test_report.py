@@ -15,7 +15,7 @@ from mujica_jax.errors import StoreError
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory
 from mujica_jax.report import (
     MetricsLog,
-    Phase,
+    PhaseRow,
     Progress,
     Summary,
     closing_table,
@@ -43,10 +43,10 @@ class AsciiFile(io.StringIO):
     encoding = "ascii"
 
 
-WARM_UP = Phase(
+WARM_UP = PhaseRow(
     name="warm-up", em=38.256, f1=41.0, em_sampled=30.0, f1_sampled=33.333, questions=500, searches=2.5, seconds=120.0
 )
-ROUND = Phase(
+ROUND = PhaseRow(
     name="round 1",
     em=45.5,
     f1=50.25,
@@ -79,8 +79,7 @@ def trajectory(**changes: object) -> Trajectory:
         "attempt": 0,
         "policy_version": 1,
         "seed": 0,
-        "planner": Conversation(role="planner", turns=()),
-        "workers": (),
+        "conversations": (Conversation(role="planner", turns=()),),
         "answer": "Ilmen",
         "reward": 1.0,
         "rewards_by_part": {"em": 1.0},
@@ -274,7 +273,7 @@ def test_summary_rounds_to_two_decimals_at_every_depth():
 
 def test_a_phase_comes_back_from_the_summary():
     summary = summary_dict(Summary(task="t", method="m", seed=0, phases=(ROUND,), seconds=1.0))
-    restored = Phase(**summary["phases"][0])
+    restored = PhaseRow(**summary["phases"][0])
     assert summary_dict(Summary(task="t", method="m", seed=0, phases=(restored,), seconds=1.0)) == summary
 
 

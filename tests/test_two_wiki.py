@@ -88,6 +88,7 @@ def config(data_dir, **changes) -> TwoWikiConfig:
         "environment": "graph",
         "data_dir": str(data_dir),
         "hold_out_percent": 15,
+        "dev_questions": 300,
         "test_questions": 300,
         "top_k": 10,
     } | changes
@@ -541,7 +542,7 @@ def test_names_hold_no_double_quote_and_no_double_space(folder):
 @needs_data
 def test_reading_documents_are_endless_repeatable_and_without_held_out_names(real):
     def read(seed):
-        return list(itertools.islice(real.reading_documents(seed), 3000))
+        return list(itertools.islice(real.pretraining_documents(seed), 3000))
 
     def words(texts):
         return set(re.findall(r"[^\W\d_]+", " ".join(texts).casefold()))
