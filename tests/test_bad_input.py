@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import re
@@ -29,13 +30,14 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
 from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
-from mujica_jax.methods.run import make_agent
+from mujica_jax.methods.run import Run, make_agent
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import MESH_AXES
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
 from mujica_jax.records import Conversation, Turn
 from mujica_jax.report import MetricsLog
+from mujica_jax.rewards import find_reward
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage import run_directory
 from mujica_jax.storage.local import require_space
@@ -123,8 +125,28 @@ def test_an_unknown_choice_is_answered_with_the_choices(capsys):
     assert "web" in said and "graph" in said and "text" in said
 
 
-def test_a_flag_of_another_task_is_refused(capsys):
-    assert "--task.environment" in refused_by_tyro(capsys, train, SMOKE, "--task.environment", "text")
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--agent.kind mujca", "--agent.kind is mujca and there is none of this name: did you mean mujica?"),
+        ("--method.kind=mygoo", "--method.kind is mygoo and there is none of this name: did you mean mygo?"),
+        ("--task.kind two_wikki", "--task.kind is two_wikki and there is none of this name: did you mean two_wiki?"),
+        ("--task.kind web", "--task.kind is web and there is none of this name: there are: tiny_world, two_wiki"),
+        ("--reward f1_fromat", "there is no reward f1_fromat: did you mean f1_format?"),
+        ("--task.environment text", "--task.environment is a field of task.kind two_wiki, and task.kind is tiny_world"),
+    ],
+)
+def test_names_of_kinds_and_rewards_are_answered_with_the_nearest(refused, tmp_path, flags, sentence):
+    assert sentence in refused(train, SMOKE, "--run", "run", *flags.split())
+    assert written(tmp_path) == []
+
+
+def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, monkeypatch):
+    bare = types.SimpleNamespace(name="bare", rule="two_wiki", environment_kind="text")
+    monkeypatch.setattr(start, "build_task", lambda config: bare)
+    message = refused(train, SMOKE, "--run", "run")
+    assert "task bare has no demonstrations for a model from scratch: start from a checkpoint with --init" in message
+    assert written(tmp_path) == []
 
 
 def test_eval_refuses_what_only_training_reads(capsys):
@@ -229,7 +251,7 @@ def test_a_task_without_held_out_questions_is_refused(refused, tmp_path):
     (data / "questions.jsonl").write_text(json.dumps(record) + "\n")
     (data / "corpus.json").write_text(json.dumps([{"title": "Taxi!", "text": "A film by Roy Del Ruth."}]))
     flags = ["--task.environment", "text", "--task.augmented-copies", "0"]
-    assert "1 training and 0 held-out questions and needs both" in refused(train, TWO_WIKI, "--run", "run", *flags)
+    assert "1 training and 0 dev questions and needs both" in refused(train, TWO_WIKI, "--run", "run", *flags)
     assert written(tmp_path) == ["data"]
 
 
@@ -278,18 +300,21 @@ def test_a_run_directory_of_another_configuration_is_kept_and_the_differences_ar
     assert (tmp_path / "run" / "config.json").read_bytes() == before
 
 
-def warming_up(**changes) -> types.SimpleNamespace:
+def warming_up(**changes) -> Any:
     """As much of a Run as the warm-up needs before it learns."""
     config = load_config(SMOKE)
     sections = {section: dataclasses.replace(getattr(config, section), **fields) for section, fields in changes.items()}
     config = dataclasses.replace(config, **sections)
-    task = start.build_task(config)
+    task: Any = start.build_task(config)
     tokenizer = Tokenizer.train(task.tokenizer_text(), 768)
     progress = types.SimpleNamespace(said=[], line=lambda text: progress.said.append(text))
-    agent = make_agent(config, task, tokenizer)
-    return types.SimpleNamespace(
-        config=config, task=task, tokenizer=tokenizer, progress=progress, agent=agent, preemption=Preemption()
+    run = types.SimpleNamespace(
+        config=config, task=task, tokenizer=tokenizer, progress=progress, preemption=Preemption()
     )
+    run.agent = make_agent(config.agent, tokenizer)
+    run.reward = find_reward(config.reward, task.rule)
+    run.fitting = functools.partial(Run.fitting, run)
+    return run
 
 
 def test_rows_too_short_for_any_demonstration_are_said():
@@ -306,7 +331,7 @@ def test_limits_too_small_for_any_demonstration_are_said():
 
 def test_rows_too_short_for_some_conversations_are_said():
     said = []
-    run = types.SimpleNamespace(config=load_config(SMOKE), progress=types.SimpleNamespace(line=said.append))
+    run: Any = types.SimpleNamespace(config=load_config(SMOKE), progress=types.SimpleNamespace(line=said.append))
     assert run.config.trainer.row_tokens == 384
 
     def conversation(tokens: int) -> Conversation:
@@ -314,7 +339,7 @@ def test_rows_too_short_for_some_conversations_are_said():
         return Conversation(role="planner", turns=(given, Turn(role="model", token_ids=written, text="", trained=True)))
 
     short, long = conversation(384), conversation(385)
-    assert warmup.fitting(run, [short, long, short]) == [short, short]
+    assert Run.fitting(run, [short, long, short]) == [short, short]
     assert said == ["1 of 3 conversations exceed 384 tokens and are left out"]
 
 
@@ -441,10 +466,10 @@ def test_eval_of_a_damaged_policy_names_the_file(refused, tmp_path):
     assert "policies/000000/weights is damaged" in refused(evaluation, "--checkpoint", "run")
 
 
-def test_eval_takes_the_latest_policy_of_the_rounds_and_not_the_control(tmp_path):
+def test_eval_takes_the_latest_policy(tmp_path):
     store = Store(tmp_path / "run")
     open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
-    for version in (0, 1, 2, 1_000_000):
+    for version in (0, 1, 2):
         store.commit_policy(version, lambda folder: (folder / "weights").write_text("some"))
     given, _ = evaluation.command_line(["--checkpoint", "run"])
     found = evaluation.find_checkpoint(given)
@@ -460,7 +485,7 @@ def test_eval_that_may_not_write_says_so_before_it_evaluates(refused, checkpoint
 def test_a_run_whose_configuration_this_program_does_not_know_is_refused(refused, tmp_path):
     values = dataclasses.asdict(load_config(SMOKE))
     open_run(tmp_path / "run", values | {"engine": values["engine"] | {"slotz": 1}})
-    assert "EngineConfig has no field slotz; did you mean slots?" in refused(evaluation, "--checkpoint", "run")
+    assert "EngineConfig has no field slotz: did you mean slots?" in refused(evaluation, "--checkpoint", "run")
 
 
 def test_a_run_without_its_configuration_is_refused(refused, tmp_path):

@@ -84,6 +84,43 @@ def test_a_turn_that_was_cut_off_is_not_trained_and_is_closed_before_the_next_on
     assert not any(cut.record().loss_mask)
 
 
+def ended_by(stop_string: str, text: str) -> Completion:
+    return dataclasses.replace(
+        completion(text, most_tokens=len(tokenizer().encode_model(text))),
+        finish_reason="stop_string",
+        stop_string=stop_string,
+    )
+
+
+def test_a_turn_that_its_closing_tag_ended_is_trained_whole_and_closed_before_the_next_one():
+    by_tag, by_token = dialogue(), dialogue()
+    for spoken, said in ((by_tag, ended_by("</action>", "a </action>")), (by_token, completion("a </action>"))):
+        spoken.add_user("Question: Who?")
+        assert spoken.add_model(said, cut_at="Obs:") == "a </action>"
+        spoken.add_user("Obs: go on.")
+    assert by_tag.token_ids == by_token.token_ids
+    turns = by_tag.record().turns
+    assert turns[1].trained and END not in turns[1].token_ids
+    assert turns[2].token_ids[0] == END, "the template's, and not trained"
+
+
+def test_what_a_model_tells_itself_is_left_out():
+    spoken = dialogue()
+    spoken.add_user("Question: Who?")
+    sampled = ended_by("Obs:", "<search> a </search>\nObs:")
+    assert spoken.add_model(sampled, cut_at="Obs:") == "<search> a </search>\n"
+    turn = spoken.record().turns[-1]
+    assert turn.trained and turn.token_ids == sampled.token_ids[: len(turn.token_ids)]
+    assert turn.logprobs == sampled.logprobs[: len(turn.token_ids)]
+
+
+def test_a_turn_that_is_left_out_wholly_is_not_trained():
+    spoken = dialogue()
+    spoken.add_user("Question: Who?")
+    assert spoken.add_model(ended_by("Obs:", "Obs:"), cut_at="Obs:") == ""
+    assert not any(spoken.record().loss_mask)
+
+
 def test_log_probabilities_stay_with_their_tokens():
     spoken = dialogue()
     spoken.add_user("Question: Who?")

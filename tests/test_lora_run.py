@@ -97,8 +97,6 @@ def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, 
     last = planner.turns[-1]
     assert last.role == "model" and last.logprobs is not None
     sampled_by = nnx.merge(nnx.graphdef(model), given[0])
-    scores = nnx.jit(token_log_probs)(
-        sampled_by, pack([planner], row_tokens=1024, seed=0).batch(slice(None))
-    )
+    scores = nnx.jit(token_log_probs)(sampled_by, pack([planner], row_tokens=1024, seed=0).batch(slice(None)))
     end = len(planner.token_ids)
     np.testing.assert_allclose(last.logprobs, scores[0, end - len(last.token_ids) : end], atol=1e-4)

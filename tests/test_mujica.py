@@ -158,6 +158,30 @@ def test_a_text_environment_has_queries_and_no_candidates():
     assert "Candidate" not in "".join(planner_texts(trajectory))
 
 
+def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
+    policy = right_answers()
+    play(policy)
+    ends = {type(request.state): request.params.stop_strings for request in policy.requests}
+    assert ends == {PlannerState: ("</action>", "</answer>", "Obs:"), WorkerState: ("</sentence>", "Obs:")}
+    passages = {WHO: (Material(text="Amber Tide: a film by Ilse Vand.", title="Amber Tide"),)}
+
+    class TellsItself(ToldPolicy):
+        async def generate(self, prompt, params, *, state, continues):
+            written = await super().generate(prompt, params, state=state, continues=continues)
+            ids = tokenizer().encode_model(f"<search> {WHO} </search>\nObs:")
+            if isinstance(state, WorkerState) or state.searches:
+                return written
+            return dataclasses.replace(
+                completion("x", 0), token_ids=tuple(ids), logprobs=None, finish_reason="stop_string", stop_string="Obs:"
+            )
+
+    policy = TellsItself(["", answer("Ilse Vand")], {WHO: read("[0]", "It is Ilse Vand.")})
+    trajectory = play(policy, LittleWorld(passages, kind="text"))
+    assert policy.requests[0].params.stop_strings == ("</answer>", "Obs:"), "one turn may hold several searches"
+    assert trajectory.stop_reason is StopReason.ANSWERED and [search.query for search in trajectory.searches] == [WHO]
+    assert planner_texts(trajectory, "model")[0] == f"<search> {WHO} </search>\n"
+
+
 # --- searches of one turn run at the same time ---
 
 
@@ -193,7 +217,9 @@ def test_observations_stand_in_the_order_of_the_searches_whichever_ends_first():
     trajectory = play(policy)
     assert [request.state.query for request in worker_requests(policy)] == queries[::-1]
     assert planner_texts(trajectory)[1] == "Obs: Who? That. When? That. Where? That."
-    assert [conversation.turns[1].text for conversation in trajectory.conversations[1:]] == [reads[query] for query in queries]
+    assert [conversation.turns[1].text for conversation in trajectory.conversations[1:]] == [
+        reads[query] for query in queries
+    ]
 
 
 # --- every end of an episode ---
@@ -466,7 +492,10 @@ def test_a_model_behind_a_generator_is_a_policy():
     trajectory = asyncio.run(agent().run(attempt(), LittleWorld(), policy))
     assert (trajectory.policy_version, trajectory.answer) == (9, "Ghent")
     ((prompt, params, continues),) = asked
-    assert list(trajectory.conversations[0].turns[0].token_ids) == list(prompt)[: len(trajectory.conversations[0].turns[0].token_ids)]
+    assert (
+        list(trajectory.conversations[0].turns[0].token_ids)
+        == list(prompt)[: len(trajectory.conversations[0].turns[0].token_ids)]
+    )
     assert isinstance(params, SamplingParams) and continues
 
 

@@ -23,7 +23,12 @@ WIDE = {"max_turn_tokens": 600, "max_trajectory_tokens": 4000, "max_observation_
 def world() -> TinyWorld:
     return tiny_world.build(
         TinyWorldConfig(
-            train_questions=50, demonstrations=200, dev_questions=50, test_questions=50, facts_per_entity=8, distractor_names=0.3
+            train_questions=50,
+            demonstrations=200,
+            dev_questions=50,
+            test_questions=50,
+            facts_per_entity=8,
+            distractor_names=0.3,
         )
     )
 
@@ -65,7 +70,9 @@ def test_a_miss_ends_an_episode_without_an_answer(world, played):
         else:
             assert trajectory.conversations[0].token_ids == clean.conversations[0].token_ids
     again = ScriptedPolicy(tokenizer(), miss_rate=0.1, seed=3)
-    assert [t.conversations[0].token_ids for _, t in play_all(world, again, **WIDE)] == [t.conversations[0].token_ids for _, t in noisy]
+    assert [t.conversations[0].token_ids for _, t in play_all(world, again, **WIDE)] == [
+        t.conversations[0].token_ids for _, t in noisy
+    ]
 
 
 def test_the_workers_read_every_gold_triple_and_find_it(played):
