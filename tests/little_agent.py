@@ -55,7 +55,7 @@ class LittleWorld:
     kind: Literal["graph", "text"] = "graph"
     failing: frozenset[str] = frozenset()
     searched: list[tuple[str, Entity | None]] = dataclasses.field(default_factory=list)
-    statistics: RetrievalStatistics = RetrievalStatistics()
+    statistics: RetrievalStatistics = dataclasses.field(default_factory=RetrievalStatistics)
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         self.searched.append((query, entity))

@@ -30,7 +30,8 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
 from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
-from mujica_jax.methods.run import Run, make_agent
+from mujica_jax.methods.parts import make_agent
+from mujica_jax.methods.run import Run
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import MESH_AXES
 from mujica_jax.models.tokenizer import Tokenizer

@@ -44,7 +44,7 @@ from mujica_jax.inference.engine import factory as engines
 from mujica_jax.learning.optimizer import adamw
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import evaluation as scoring
-from mujica_jax.methods import mygo, run
+from mujica_jax.methods import mygo, parts, run
 from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
 from mujica_jax.models.decoder import Decoder
@@ -231,7 +231,7 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
 
     monkeypatch.setattr(engines, "ResidentEngine", Told)
     monkeypatch.setattr(engines, "_mesh", lambda engine: engine.tensor)
-    monkeypatch.setattr(run, "BatchedGenerator", lambda engine, **options: (engine.options, options))
+    monkeypatch.setattr(parts, "BatchedGenerator", lambda engine, **options: (engine.options, options))
     tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,), token_bytes=None)
     values = {
         "slots": 8,
@@ -244,7 +244,7 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
         "cache_dtype": "fp8",
     }
     assert set(values) | {"weights"} == {field.name for field in dataclasses.fields(EngineConfig)}
-    assert_each_changes(smoke, "engine", values, lambda config: run.make_generator(decoder, config, tokenizer))
+    assert_each_changes(smoke, "engine", values, lambda config: parts.make_generator(decoder, config, tokenizer))
 
 
 def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
@@ -295,9 +295,9 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
         raise Asked(keep)
 
     monkeypatch.setattr(run, "Checkpoints", asked)
-    parts: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
+    own: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
     with pytest.raises(Asked, match="7"):
-        run.Run.learn(parts, "warm-up", None, None, steps=1, peak=1.0, end_value=0.0)  # pyright: ignore[reportArgumentType]
+        run.Run.learn(own, "warm-up", None, None, steps=1, peak=1.0, end_value=0.0)  # pyright: ignore[reportArgumentType]
 
 
 def test_help_texts_stand_where_they_are_looked_for():
@@ -334,12 +334,12 @@ def test_what_counts_as_a_spike_is_part_of_the_program():
 def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversation]]:
     """With some rows to train on. Made once for all configurations of one task."""
     task: Any = start.build_task(config)
-    parts: Any = types.SimpleNamespace(config=config, task=task)
-    parts.fitting = functools.partial(run.Run.fitting, parts)
-    parts.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
-    asked = Turn(role="context", token_ids=tuple(parts.tokenizer.encode_plain("Who?")), text="Who?")
-    read = warmup.document_rows(parts, 40, stream=0)
-    return task, parts.tokenizer, [dataclasses.replace(row, turns=(asked, *row.turns)) for row in read]
+    own: Any = types.SimpleNamespace(config=config, task=task)
+    own.fitting = functools.partial(run.Run.fitting, own)
+    own.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
+    asked = Turn(role="context", token_ids=tuple(own.tokenizer.encode_plain("Who?")), text="Who?")
+    read = warmup.document_rows(own, 40, stream=0)
+    return task, own.tokenizer, [dataclasses.replace(row, turns=(asked, *row.turns)) for row in read]
 
 
 class RecordedRun:
@@ -350,7 +350,7 @@ class RecordedRun:
         self.task, self.tokenizer, self.rows = task_and_tokenizer(
             dataclasses.replace(load_config(str(SMOKE)), task=config.task)
         )
-        self.agent = run.make_agent(config.agent, self.tokenizer)
+        self.agent = parts.make_agent(config.agent, self.tokenizer)
         self.reward = find_reward(config.reward, self.task.rule)
         self.progress = self.metrics = self.clock = self
         self.counters: Any = types.SimpleNamespace(figures=dict)
@@ -528,7 +528,7 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
 
     def seen(config: Config) -> scoring.Scores:
         generator: Any = types.SimpleNamespace(forget=lambda: None, policy_version=0)
-        parts: dict[str, Any] = {
+        own: dict[str, Any] = {
             "agent": None,
             "reward": None,
             "generator": generator,
@@ -536,7 +536,7 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
             "concurrency": 2,
             "preemption": Preemption(),
         }
-        return scoring.score_policy("warm-up", task=task, config=config, **parts)
+        return scoring.score_policy("warm-up", task=task, config=config, **own)
 
     assert_each_changes(smoke, "eval", {"questions": 5, "split": "test", "temperature": 0.7}, seen)
 

@@ -2,6 +2,7 @@ import asyncio
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Iterator
 from datetime import datetime
 
 import hypothesis
@@ -20,7 +21,12 @@ from mujica_jax.tasks.tiny_world.world import FIRST_KEY, TinyWorld, build
 from mujica_jax.tasks.two_wiki.chains import follows_from_evidence
 
 CONFIG = TinyWorldConfig(
-    train_questions=300, demonstrations=200, dev_questions=100, test_questions=150, facts_per_entity=8, distractor_names=0.3
+    train_questions=300,
+    demonstrations=200,
+    dev_questions=100,
+    test_questions=150,
+    facts_per_entity=8,
+    distractor_names=0.3,
 )
 EARLIER_WORDS = {"first", "earlier", "older"}
 LATER_WORDS = {"later", "younger", "last", "recently"}
@@ -59,6 +65,16 @@ def answer_by_reading(question: Question) -> str:
     return question.candidates[0 if first_is_earlier == bool(words & EARLIER_WORDS) else 1].label
 
 
+def pieces(world: TinyWorld) -> Iterator[object]:
+    """What there is to see of a world, the parts that are made soonest first."""
+    for split in ("test", "dev", "train"):
+        questions = world.questions(split)
+        yield len(questions)
+        for question in questions:
+            yield question, [world.graph.materials(candidate.id) for candidate in question.candidates]
+    yield [question for question, _ in world.demonstrations()]
+
+
 def fingerprint(world: TinyWorld) -> tuple:
     questions = all_questions(world)
     keys = {evidence.subject_id for question in questions[:150] for evidence in question.evidences}
@@ -95,7 +111,8 @@ def test_same_configuration_gives_the_same_world(world: TinyWorld) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_every_field_changes_something(world: TinyWorld, change: dict[str, float]) -> None:
-    assert fingerprint(build(dataclasses.replace(CONFIG, **change))) != fingerprint(world)
+    pairs = zip(pieces(build(dataclasses.replace(CONFIG, **change))), pieces(world), strict=False)
+    assert any(one != other for one, other in pairs)
 
 
 def test_every_field_is_perturbed_above() -> None:
@@ -229,9 +246,7 @@ def test_search_returns_two_to_facts_per_entity_triples_gold_not_always_first(wo
     first_places, sizes = [], set()
     for question in world.questions("train"):
         for evidence in question.evidences:
-            found = asyncio.run(
-                world.graph.search("anything", Entity(id=evidence.subject_id, label=evidence.subject))
-            )
+            found = asyncio.run(world.graph.search("anything", Entity(id=evidence.subject_id, label=evidence.subject)))
             sizes.add(len(found))
             first_places.append(found[0].text == f"{evidence.subject}, {evidence.relation}, {evidence.object}")
     assert sizes == set(range(2, CONFIG.facts_per_entity + 1))
@@ -265,7 +280,8 @@ def test_searching_without_an_entity_is_refused(world: TinyWorld) -> None:
 
 def test_missing_facts_are_gone_from_both_ends_and_the_questions_stay(world: TinyWorld) -> None:
     poorer = build(dataclasses.replace(CONFIG, missing_facts=0.3))
-    assert list(poorer.questions("test")) == list(world.questions("test"))
+    own, others = ([dataclasses.replace(q, gold_passages=()) for q in of.questions("test")] for of in (poorer, world))
+    assert own == others, "but for their passages, which say what the graph says"
     lost, kept = 0, 0
     for question in world.questions("test"):
         for evidence in question.evidences:
@@ -404,7 +420,7 @@ def test_a_world_without_enough_questions_says_so() -> None:
         build(dataclasses.replace(CONFIG, test_questions=60_000, facts_per_entity=4)).questions("test")
 
 
-@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.settings(max_examples=8, deadline=None)
 @hypothesis.given(
     facts_per_entity=st.integers(4, 13),
     distractor_names=st.floats(0, 1),
