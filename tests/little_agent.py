@@ -6,17 +6,19 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from mujica_jax.agents.mujica import Attempt, Mujica, PlannerView, WorkerView
+from mujica_jax.agents.agent import Attempt, EnvironmentOf
+from mujica_jax.agents.mujica import Mujica, PlannerState, WorkerState
 from mujica_jax.agents.scripted import sample_text
-from mujica_jax.config.schema import AgentConfig
+from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Question, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
-from mujica_jax.rewards import f1_reward
+from mujica_jax.retrieval.retriever import RetrievalStatistics
+from mujica_jax.rewards import find_reward
 from mujica_jax.tasks.task import Environment, Material
 
-CONFIG = AgentConfig(
+CONFIG = MujicaConfig(
     prompt="brief",
     max_iterations=4,
     max_searches_per_turn=3,
@@ -53,6 +55,7 @@ class LittleWorld:
     kind: Literal["graph", "text"] = "graph"
     failing: frozenset[str] = frozenset()
     searched: list[tuple[str, Entity | None]] = dataclasses.field(default_factory=list)
+    statistics: RetrievalStatistics = dataclasses.field(default_factory=RetrievalStatistics)
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         self.searched.append((query, entity))
@@ -66,28 +69,31 @@ class LittleWorld:
 class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
-    view: PlannerView | WorkerView
+    state: PlannerState | WorkerState
     continues: bool
 
 
 class ToldPolicy:
     """Writes the planner's turns in their order and a worker's turn by its query. For one episode."""
 
+    version = 3
+
     def __init__(
-        self, plans: Sequence[str], reads: Mapping[str, str] | Callable[[WorkerView], str] | None = None
+        self, plans: Sequence[str], reads: Mapping[str, str] | Callable[[WorkerState], str] | None = None
     ) -> None:
         self._plans = list(plans)
         self._reads = reads or {}
         self.requests: list[Request] = []
 
-    async def write(
-        self, prompt: Sequence[int], params: SamplingParams, view: PlannerView | WorkerView, *, continues: bool
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        self.requests.append(Request(tuple(prompt), params, view, continues))
+        assert isinstance(state, PlannerState | WorkerState)
+        self.requests.append(Request(tuple(prompt), params, state, continues))
         await asyncio.sleep(0)
-        if isinstance(view, PlannerView):
+        if isinstance(state, PlannerState):
             return completion(self._plans.pop(0), params.max_new_tokens)
-        text = self._reads(view) if callable(self._reads) else self._reads[view.query]
+        text = self._reads(state) if callable(self._reads) else self._reads[state.query]
         return completion(text, params.max_new_tokens)
 
 
@@ -109,14 +115,22 @@ def attempt(question: Question = QUESTION, *, number: int = 0, seed: int = 0, te
 
 
 def agent(**changes) -> Mujica:
-    config = dataclasses.replace(CONFIG, **changes)
-    return Mujica(tokenizer(), config, lambda answer, question: f1_reward(answer, question.answers, "two_wiki"))
+    return Mujica(tokenizer(), dataclasses.replace(CONFIG, **changes))
+
+
+def everywhere(world: Environment) -> EnvironmentOf:
+    """Every question is answered in this world."""
+    return lambda question: world
+
+
+def rewarded(trajectory: Trajectory, question: Question, name: str = "f1") -> Trajectory:
+    return trajectory.with_reward(find_reward(name, "two_wiki")(trajectory, question))
 
 
 def play(policy: ToldPolicy, world: Environment | None = None, question: Question = QUESTION, **changes) -> Trajectory:
-    """One episode; `changes` are limits that differ from CONFIG."""
+    """One episode and its F1; `changes` are limits that differ from CONFIG."""
     world = LittleWorld() if world is None else world
-    return asyncio.run(asyncio.wait_for(agent(**changes).run(attempt(question), world, policy, 3), 20))
+    return rewarded(asyncio.run(asyncio.wait_for(agent(**changes).run(attempt(question), world, policy), 20)), question)
 
 
 def search(*calls: tuple[int, str]) -> str:

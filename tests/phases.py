@@ -2,7 +2,7 @@
 
 PHASES = {
     "warm-up: playing the demonstrations": 0,
-    "reading: learning": 7,
+    "pretraining: learning": 7,
     "warm-up: learning": 40,
     "committing policy 0": 0,
     "warm-up: evaluating, greedy": 1,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import re
@@ -29,13 +30,15 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
 from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
-from mujica_jax.methods.run import make_agent
+from mujica_jax.methods.parts import make_agent
+from mujica_jax.methods.run import Run
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import MESH_AXES
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
 from mujica_jax.records import Conversation, Turn
 from mujica_jax.report import MetricsLog
+from mujica_jax.rewards import find_reward
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage import run_directory
 from mujica_jax.storage.local import require_space
@@ -123,13 +126,33 @@ def test_an_unknown_choice_is_answered_with_the_choices(capsys):
     assert "web" in said and "graph" in said and "text" in said
 
 
-def test_a_flag_of_another_task_is_refused(capsys):
-    assert "--task.environment" in refused_by_tyro(capsys, train, SMOKE, "--task.environment", "text")
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--agent.kind mujca", "--agent.kind is mujca and there is none of this name: did you mean mujica?"),
+        ("--method.kind=mygoo", "--method.kind is mygoo and there is none of this name: did you mean mygo?"),
+        ("--task.kind two_wikki", "--task.kind is two_wikki and there is none of this name: did you mean two_wiki?"),
+        ("--task.kind web", "--task.kind is web and there is none of this name: there are: tiny_world, two_wiki"),
+        ("--reward f1_fromat", "there is no reward f1_fromat: did you mean f1_format?"),
+        ("--task.environment text", "--task.environment is a field of task.kind two_wiki, and task.kind is tiny_world"),
+    ],
+)
+def test_names_of_kinds_and_rewards_are_answered_with_the_nearest(refused, tmp_path, flags, sentence):
+    assert sentence in refused(train, SMOKE, "--run", "run", *flags.split())
+    assert written(tmp_path) == []
+
+
+def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, monkeypatch):
+    bare = types.SimpleNamespace(name="bare", rule="two_wiki", environment_kind="text")
+    monkeypatch.setattr(start, "build_task", lambda config: bare)
+    message = refused(train, SMOKE, "--run", "run")
+    assert "task bare has no demonstrations for a model from scratch: start from a checkpoint with --init" in message
+    assert written(tmp_path) == []
 
 
 def test_eval_refuses_what_only_training_reads(capsys):
-    said = refused_by_tyro(capsys, evaluation, SMOKE, "--checkpoint", "nowhere", "--mygo.rounds", "2")
-    assert "--mygo.rounds" in said
+    said = refused_by_tyro(capsys, evaluation, SMOKE, "--checkpoint", "nowhere", "--method.rounds", "2")
+    assert "--method.rounds" in said
 
 
 @pytest.mark.parametrize("program", [train, evaluation])
@@ -138,23 +161,23 @@ def test_an_unknown_configuration_is_answered_with_the_nearest(refused, program)
 
 
 IMPOSSIBLE = {  # flags -> what the sentence says
-    "--mygo.learning-rate 0": "mygo.learning_rate is 0.0 and must be above 0",
-    "--mygo.learning-rate -1e-3": "mygo.learning_rate is -0.001 and must be above 0",
-    "--mygo.learning-rate nan": "mygo.learning_rate is nan",
-    "--warmup.learning-rate-floor 1": "warmup.learning_rate_floor is 1.0 and must be between 0 and warmup.learning_rate 0.02",
-    "--reading.learning-rate inf": "reading.learning_rate is inf",
-    "--reading.steps -1": "reading.steps is -1 and must be at least 0",
-    "--reading.documents 0": "reading.documents is 0, and reading.steps 20",
+    "--method.learning-rate 0": "method.learning_rate is 0.0 and must be above 0",
+    "--method.learning-rate -1e-3": "method.learning_rate is -0.001 and must be above 0",
+    "--method.learning-rate nan": "method.learning_rate is nan",
+    "--warmup.end-learning-rate 1": "warmup.end_learning_rate is 1.0 and must be between 0 and warmup.learning_rate 0.02",
+    "--pretraining.learning-rate inf": "pretraining.learning_rate is inf",
+    "--pretraining.steps -1": "pretraining.steps is -1 and must be at least 0",
+    "--pretraining.documents 0": "pretraining.documents is 0, and pretraining.steps 20",
     "--warmup.steps -5": "warmup.steps is -5 and must be at least 0",
     "--warmup.few-shot-attempts 0": "warmup.few_shot_attempts is 0 and must be at least 1",
-    "--mygo.rounds -1": "mygo.rounds is -1",
-    "--mygo.questions-per-round 0": "mygo.questions_per_round is 0 and must be at least 1",
-    "--mygo.max-attempts 0": "mygo.max_attempts is 0 and must be at least 1",
-    "--mygo.keep-per-question 0": "mygo.keep_per_question is 0",
-    "--mygo.shard-questions 0": "mygo.shard_questions is 0",
-    "--mygo.epochs 0": "mygo.epochs is 0",
-    "--mygo.replay -0.5": "mygo.replay is -0.5",
-    "--mygo.temperature 0": "mygo.temperature is 0.0 and must be above 0",
+    "--method.rounds -1": "method.rounds is -1",
+    "--sampling.questions-per-round 0": "sampling.questions_per_round is 0 and must be at least 1",
+    "--method.max-attempts 0": "method.max_attempts is 0 and must be at least 1",
+    "--method.keep-per-question 0": "method.keep_per_question is 0",
+    "--sampling.shard-questions 0": "sampling.shard_questions is 0",
+    "--method.epochs 0": "method.epochs is 0",
+    "--method.replay -0.5": "method.replay is -0.5",
+    "--sampling.temperature 0": "sampling.temperature is 0.0 and must be above 0",
     "--eval.questions 0": "eval.questions is 0",
     "--eval.temperature 0": "eval.temperature is 0.0",
     "--engine.slots 0": "engine.slots is 0 and must be at least 1: change it in the configuration or pass --engine.slots",
@@ -163,7 +186,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--agent.max-turn-tokens 384": "leave no room for a prompt in agent.max_trajectory_tokens 384",
     "--trainer.clip-norm 0": "trainer.clip_norm is 0.0",
     "--trainer.b2 1": "trainer.b2 is 1.0 and must be at least 0 and below 1",
-    "--warmup.oversight 1": "warmup.oversight is 1.0 and must be at least 0 and below 1",
+    "--warmup.miss_rate 1": "warmup.miss_rate is 1.0 and must be at least 0 and below 1",
     "--trainer.attention splash --trainer.row-tokens 200": "trainer.row_tokens is 200: use 256, or trainer.attention auto",
     "--trainer.attention splash": "trainer.attention splash runs on tpu and this is cpu: use auto",
     "--trainer.attention cudnn": "trainer.attention cudnn runs on gpu and this is cpu: use auto",
@@ -196,7 +219,7 @@ def test_a_number_that_is_none_is_refused():
 
 def test_only_a_phase_that_is_left_out_needs_no_learning_rate():
     config = load_config(SMOKE)
-    left_out = dataclasses.replace(config.warmup, steps=0, learning_rate=0.0, learning_rate_floor=0.0)
+    left_out = dataclasses.replace(config.warmup, steps=0, learning_rate=0.0, end_learning_rate=0.0)
     assert refusal(dataclasses.replace(config, warmup=left_out)) is None
     done = dataclasses.replace(left_out, steps=1)
     assert "warmup.learning_rate is 0.0 and must be above 0" in str(refusal(dataclasses.replace(config, warmup=done)))
@@ -229,7 +252,7 @@ def test_a_task_without_held_out_questions_is_refused(refused, tmp_path):
     (data / "questions.jsonl").write_text(json.dumps(record) + "\n")
     (data / "corpus.json").write_text(json.dumps([{"title": "Taxi!", "text": "A film by Roy Del Ruth."}]))
     flags = ["--task.environment", "text", "--task.augmented-copies", "0"]
-    assert "1 training and 0 held-out questions and needs both" in refused(train, TWO_WIKI, "--run", "run", *flags)
+    assert "1 training and 0 dev questions and needs both" in refused(train, TWO_WIKI, "--run", "run", *flags)
     assert written(tmp_path) == ["data"]
 
 
@@ -278,18 +301,21 @@ def test_a_run_directory_of_another_configuration_is_kept_and_the_differences_ar
     assert (tmp_path / "run" / "config.json").read_bytes() == before
 
 
-def warming_up(**changes) -> types.SimpleNamespace:
+def warming_up(**changes) -> Any:
     """As much of a Run as the warm-up needs before it learns."""
     config = load_config(SMOKE)
     sections = {section: dataclasses.replace(getattr(config, section), **fields) for section, fields in changes.items()}
     config = dataclasses.replace(config, **sections)
-    task = start.build_task(config)
+    task: Any = start.build_task(config)
     tokenizer = Tokenizer.train(task.tokenizer_text(), 768)
     progress = types.SimpleNamespace(said=[], line=lambda text: progress.said.append(text))
-    agent = make_agent(config, task, tokenizer)
-    return types.SimpleNamespace(
-        config=config, task=task, tokenizer=tokenizer, progress=progress, agent=agent, preemption=Preemption()
+    run = types.SimpleNamespace(
+        config=config, task=task, tokenizer=tokenizer, progress=progress, preemption=Preemption()
     )
+    run.agent = make_agent(config.agent, tokenizer)
+    run.reward = find_reward(config.reward, task.rule)
+    run.fitting = functools.partial(Run.fitting, run)
+    return run
 
 
 def test_rows_too_short_for_any_demonstration_are_said():
@@ -306,7 +332,7 @@ def test_limits_too_small_for_any_demonstration_are_said():
 
 def test_rows_too_short_for_some_conversations_are_said():
     said = []
-    run = types.SimpleNamespace(config=load_config(SMOKE), progress=types.SimpleNamespace(line=said.append))
+    run: Any = types.SimpleNamespace(config=load_config(SMOKE), progress=types.SimpleNamespace(line=said.append))
     assert run.config.trainer.row_tokens == 384
 
     def conversation(tokens: int) -> Conversation:
@@ -314,7 +340,7 @@ def test_rows_too_short_for_some_conversations_are_said():
         return Conversation(role="planner", turns=(given, Turn(role="model", token_ids=written, text="", trained=True)))
 
     short, long = conversation(384), conversation(385)
-    assert warmup.fitting(run, [short, long, short]) == [short, short]
+    assert Run.fitting(run, [short, long, short]) == [short, short]
     assert said == ["1 of 3 conversations exceed 384 tokens and are left out"]
 
 
@@ -441,10 +467,10 @@ def test_eval_of_a_damaged_policy_names_the_file(refused, tmp_path):
     assert "policies/000000/weights is damaged" in refused(evaluation, "--checkpoint", "run")
 
 
-def test_eval_takes_the_latest_policy_of_the_rounds_and_not_the_control(tmp_path):
+def test_eval_takes_the_latest_policy(tmp_path):
     store = Store(tmp_path / "run")
     open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
-    for version in (0, 1, 2, 1_000_000):
+    for version in (0, 1, 2):
         store.commit_policy(version, lambda folder: (folder / "weights").write_text("some"))
     given, _ = evaluation.command_line(["--checkpoint", "run"])
     found = evaluation.find_checkpoint(given)
@@ -460,7 +486,7 @@ def test_eval_that_may_not_write_says_so_before_it_evaluates(refused, checkpoint
 def test_a_run_whose_configuration_this_program_does_not_know_is_refused(refused, tmp_path):
     values = dataclasses.asdict(load_config(SMOKE))
     open_run(tmp_path / "run", values | {"engine": values["engine"] | {"slotz": 1}})
-    assert "EngineConfig has no field slotz; did you mean slots?" in refused(evaluation, "--checkpoint", "run")
+    assert "EngineConfig has no field slotz: did you mean slots?" in refused(evaluation, "--checkpoint", "run")
 
 
 def test_a_run_without_its_configuration_is_refused(refused, tmp_path):

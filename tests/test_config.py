@@ -22,17 +22,18 @@ from mujica_jax.config import schema as config_module
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import CONFIG_FOLDER, command_line, from_dict, load_config
 from mujica_jax.config.schema import (
-    AgentConfig,
     Config,
     DistributedConfig,
     EngineConfig,
     EvalConfig,
     MetricsConfig,
     ModelConfig,
+    MujicaConfig,
     MygoConfig,
+    PretrainingConfig,
     ProfileConfig,
-    ReadingConfig,
     RemoteConfig,
+    SamplingConfig,
     TinyWorldConfig,
     TrainerConfig,
     TwoWikiConfig,
@@ -43,13 +44,14 @@ from mujica_jax.inference.engine import factory as engines
 from mujica_jax.learning.optimizer import make_optimizer
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import evaluation as scoring
-from mujica_jax.methods import mygo, run
+from mujica_jax.methods import mygo, parts, run
 from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
-from mujica_jax.report import StageClock
+from mujica_jax.report import PhaseRow, StageClock
+from mujica_jax.rewards import find_reward
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store
@@ -63,19 +65,22 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     TinyWorldConfig: ("config", "_config"),
     TwoWikiConfig: ("config",),
     ModelConfig: ("model",),
-    AgentConfig: ("agent", "_config"),
+    MujicaConfig: ("agent", "_config"),
     EngineConfig: ("engine",),
     TrainerConfig: ("trainer", "config"),
-    ReadingConfig: ("reading", "config"),
+    PretrainingConfig: ("pretraining", "config"),
     WarmupConfig: ("warmup", "config"),
-    MygoConfig: ("mygo", "config"),
+    SamplingConfig: ("sampling",),
+    MygoConfig: ("method", "config", "_config(run)"),
     EvalConfig: ("eval",),
     DistributedConfig: ("config",),
     MetricsConfig: ("metrics", "config"),
     ProfileConfig: ("profile", "config"),
     RemoteConfig: ("remote",),
 }
-FIELDS = [(kind, field.name) for kind in SECTIONS for field in dataclasses.fields(kind)]
+FIELDS = [  # `kind` says which section it is
+    (kind, field.name) for kind in SECTIONS for field in dataclasses.fields(kind) if field.name != "kind"
+]
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +93,9 @@ def changed(config: Config, section: str, **fields: Any) -> Config:
 
 
 def reads() -> Iterator[tuple[str, str]]:
-    """(last name of the expression, field) of every attribute that the package reads, outside the files about configurations."""
+    """(last name of the expression, field) of every attribute that the package reads, outside the package about configurations."""
     for path in PACKAGE.rglob("*.py"):
-        if path.name.startswith("config"):
+        if path.parent.name == "config":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -118,7 +123,8 @@ def test_a_configuration_survives_json_and_agrees_with_itself(path):
 
 
 def test_both_tasks_survive_json(smoke):
-    task = TwoWikiConfig(environment="text", data_dir="data", hold_out_percent=15, test_questions=9, top_k=3)
+    sizes = {"dev_questions": 8, "test_questions": 9}
+    task = TwoWikiConfig(environment="text", data_dir="data", hold_out_percent=15, top_k=3, **sizes)
     config = dataclasses.replace(smoke, task=task, init="checkpoint", run="runs/a", seed=7)
     assert from_dict(Config, json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
@@ -188,7 +194,7 @@ def test_a_configuration_file_that_is_wrong_is_explained(tmp_path, text, words):
         load_config(str(tmp_path / "mine.py"))
 
 
-# What follows perturbs one field at a time and demands that something changes.
+# What follows perturbs one field at a time and demands that something changes; of the task, `test_tiny_world.py` does.
 
 
 def assert_each_changes(config: Config, section: str, values: Mapping[str, Any], seen_with) -> None:
@@ -196,33 +202,6 @@ def assert_each_changes(config: Config, section: str, values: Mapping[str, Any],
     plain = seen_with(config)
     same = [name for name, value in values.items() if seen_with(changed(config, section, **{name: value})) == plain]
     assert not same, f"{section}: {same} change nothing"
-
-
-def test_every_field_of_the_tiny_world_changes_the_world(smoke):
-    def seen(config: Config) -> tuple:
-        task = start.build_task(config)
-        questions = [
-            task.questions("train"),
-            task.questions("test"),
-            [question for question, _ in task.demonstrations()],
-        ]
-        texts = [question.text for part in questions for question in part]
-        shown = [task.environment.materials(e.id) for part in questions for q in part[:20] for e in q.candidates]
-        return texts, shown
-
-    values = {
-        "train_questions": 65,
-        "demonstrations": 101,
-        "test_questions": 17,
-        "facts_per_entity": 9,
-        "distractor_names": 0.5,
-        "missing_facts": 0.5,
-        "augmented_copies": 1,
-        "paraphrases": 1,
-        "seed": 1,
-    }
-    assert set(values) == {field.name for field in dataclasses.fields(TinyWorldConfig)}
-    assert_each_changes(smoke, "task", values, seen)
 
 
 def test_every_field_of_the_model_changes_the_decoder(smoke):
@@ -240,16 +219,20 @@ def test_every_field_of_the_model_changes_the_decoder(smoke):
     assert_each_changes(smoke, "model", values, lambda config: start.decoder_config(config, 300, (1,)))
 
 
-def test_every_field_of_the_engine_reaches_it(smoke, monkeypatch):
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return tiny_decoder()
+
+
+def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
     class Told(engines.ResidentEngine):
         def __init__(self, decoder: Decoder, **options: Any) -> None:
             self.options = options
 
     monkeypatch.setattr(engines, "ResidentEngine", Told)
     monkeypatch.setattr(engines, "_mesh", lambda engine: engine.tensor)
-    monkeypatch.setattr(run, "BatchedGenerator", lambda engine, **options: (engine.options, options))
+    monkeypatch.setattr(parts, "BatchedGenerator", lambda engine, **options: (engine.options, options))
     tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,), token_bytes=None)
-    decoder = tiny_decoder()
     values = {
         "slots": 8,
         "decode_steps_per_call": 4,
@@ -261,11 +244,10 @@ def test_every_field_of_the_engine_reaches_it(smoke, monkeypatch):
         "cache_dtype": "fp8",
     }
     assert set(values) | {"weights"} == {field.name for field in dataclasses.fields(EngineConfig)}
-    assert_each_changes(smoke, "engine", values, lambda config: run.make_generator(decoder, config, tokenizer))
+    assert_each_changes(smoke, "engine", values, lambda config: parts.make_generator(decoder, config, tokenizer))
 
 
-def test_every_storage_of_the_engines_weights_reaches_it(smoke):
-    decoder = tiny_decoder()
+def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
     policy: Any = types.SimpleNamespace(
         policy=lambda state: nnx.state(decoder), _initial=decoder, trainer=None, generator=None, clock=StageClock()
     )
@@ -306,16 +288,6 @@ def test_every_field_of_the_optimiser_changes_its_updates(smoke):
     assert_each_changes(smoke, "trainer", values, seen)
 
 
-def test_every_field_of_the_step_changes_its_program(smoke):
-    def seen(config: Config) -> str:
-        return (
-            Trainer(MODEL, dataclasses.replace(config.trainer, rows_per_step=8, row_tokens=16)).lower_step().as_text()
-        )
-
-    values = {"accumulation_steps": 2, "z_loss": 1e-4, "parameter_dtype": "bfloat16", "dtype": "bfloat16"}
-    assert_each_changes(smoke, "trainer", values, seen)
-
-
 def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp_path):
     class Asked(Exception):
         pass
@@ -324,9 +296,9 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
         raise Asked(keep)
 
     monkeypatch.setattr(run, "Checkpoints", asked)
-    parts: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
+    own: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
     with pytest.raises(Asked, match="7"):
-        run.Run.learn(parts, "warm-up", None, None, steps=1, peak=1.0, floor=0.0)  # pyright: ignore[reportArgumentType]
+        run.Run.learn(own, "warm-up", None, None, steps=1, peak=1.0, end_value=0.0)  # pyright: ignore[reportArgumentType]
 
 
 def test_help_texts_stand_where_they_are_looked_for():
@@ -336,35 +308,39 @@ def test_help_texts_stand_where_they_are_looked_for():
     assert wrapped == []
 
 
-def test_every_choice_of_recomputation_is_another_program():
-    def program(remat: Any) -> str:
-        return Trainer(MODEL, dataclasses.replace(TRAINER, remat=remat)).lower_step().as_text()
+@functools.cache
+def program(**fields: Any) -> str:
+    """The step as it is lowered with these fields of the trainer."""
+    return Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=16, **fields)).lower_step().as_text()
 
-    assert len({program("none"), program("dots"), program("full")}) == 3
-    assert program("auto") == program("none"), "one layer"
+
+def test_every_field_of_the_step_changes_its_program():
+    values = {"accumulation_steps": 2, "z_loss": 1e-4, "parameter_dtype": "bfloat16", "dtype": "bfloat16"}
+    assert [name for name, value in values.items() if program(**{name: value}) == program()] == []
+
+
+def test_every_choice_of_recomputation_is_another_program():
+    assert len({program(remat="none"), program(remat="dots"), program(remat="full")}) == 3
+    assert program(remat="none") == program(), "auto, and one layer"
 
 
 def test_what_counts_as_a_spike_is_part_of_the_program():
     """How many may follow one another is read with the metrics: `test_spike_guard.py`."""
-
-    def program(**fields: Any) -> str:
-        return Trainer(MODEL, dataclasses.replace(TRAINER, **fields)).lower_step().as_text()
-
-    on = program(spike_deviations=6.0)
-    programs = {program(), on, program(spike_deviations=5.0), program(spike_deviations=6.0, spike_window_steps=9)}
-    assert len(programs) == 4
-    assert program(spike_window_steps=9) == program(), "without deviations nothing is judged"
+    watched = [{"spike_deviations": 6.0}, {"spike_deviations": 5.0}, {"spike_deviations": 6.0, "spike_window_steps": 9}]
+    assert len({program(), *(program(**fields) for fields in watched)}) == 4
+    assert program(spike_window_steps=9) == program(), "without deviations nothing is watched"
 
 
 @functools.cache
 def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversation]]:
     """With some rows to train on. Made once for all configurations of one task."""
-    task = start.build_task(config)
-    parts: Any = types.SimpleNamespace(config=config, task=task)
-    parts.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
-    asked = Turn(role="context", token_ids=tuple(parts.tokenizer.encode_plain("Who?")), text="Who?")
-    read = warmup.reading_rows(parts, 40, stream=0)
-    return task, parts.tokenizer, [dataclasses.replace(row, turns=(asked, *row.turns)) for row in read]
+    task: Any = start.build_task(config)
+    own: Any = types.SimpleNamespace(config=config, task=task)
+    own.fitting = functools.partial(run.Run.fitting, own)
+    own.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
+    asked = Turn(role="context", token_ids=tuple(own.tokenizer.encode_plain("Who?")), text="Who?")
+    read = warmup.document_rows(own, 40, stream=0)
+    return task, own.tokenizer, [dataclasses.replace(row, turns=(asked, *row.turns)) for row in read]
 
 
 class RecordedRun:
@@ -375,7 +351,8 @@ class RecordedRun:
         self.task, self.tokenizer, self.rows = task_and_tokenizer(
             dataclasses.replace(load_config(str(SMOKE)), task=config.task)
         )
-        self.agent = run.make_agent(config, self.task, self.tokenizer)
+        self.agent = parts.make_agent(config.agent, self.tokenizer)
+        self.reward = find_reward(config.reward, self.task.rule)
         self.progress = self.metrics = self.clock = self
         self.counters: Any = types.SimpleNamespace(figures=dict)
         self.preemption = Preemption()
@@ -435,14 +412,18 @@ class RecordedRun:
         entry = self.store.write_shard(number, shard, found) if found else None
         return entry, found
 
-    def learn(self, name: str, start, rows, *, steps: int, peak: float, floor: float, warmup_steps: int = 0) -> None:
+    def fitting(self, conversations: list[Conversation], what: str = "conversations") -> list[Conversation]:
+        return run.Run.fitting(self, conversations, what)  # pyright: ignore[reportArgumentType]
+
+    def learn(self, name: str, start, rows, **options: Any) -> None:
         start()
         packed = rows()
-        self.asked.append((name, packed.num_rows, packed.trained_tokens, steps, peak, floor, warmup_steps))
+        self.asked.append((name, packed.num_rows, packed.trained_tokens, options))
 
-    def finish_phase(self, name: str, state: object, version: int, *, began: float, **counts: int) -> str:
-        self.asked.append((name, version, counts))
-        return name
+    def finish_phase(self, phase: run.Phase, state: object, *, began: float, **counts: int) -> run.PhaseResult:
+        self.asked.append((phase, counts))
+        spent = {name: counts.get(name, 0) for name in ("forward_tokens", "trained_slots")}
+        return run.PhaseResult(row=PhaseRow(name=phase.name, em=0, f1=0, questions=1, seconds=0), **spent)
 
     def _episode(self, attempt, *, right: bool) -> Trajectory:
         conversation = self.rows[self.done % len(self.rows)]
@@ -451,11 +432,9 @@ class RecordedRun:
             attempt=attempt.number,
             policy_version=0,
             seed=attempt.seed,
-            planner=dataclasses.replace(conversation, role="planner"),
-            workers=(),
+            conversations=(dataclasses.replace(conversation, role="planner"),),
             answer=attempt.question.answers[0] if right else "",
             reward=float(right),
-            rewards_by_part={},
             stop_reason=StopReason.ANSWERED,
             searches=(),
             seconds=0.0,
@@ -477,39 +456,41 @@ def asked(tmp_path):
 
 def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
     def rounds(config: Config) -> list:
-        return asked(config, lambda run: mygo.run_mygo(run, None, run.rows))
+        return asked(config, lambda run: mygo._run_rounds(run, None, run.rows))
 
     values = {
         "rounds": 3,
-        "questions_per_round": 20,
         "max_attempts": 4,
         "keep_per_question": 2,
-        "shard_questions": 5,
-        "temperature": 0.7,
         "learning_rate": 1e-3,
-        "learning_rate_floor": 1e-4,
+        "end_learning_rate": 1e-4,
         "epochs": 1,
         "replay": 2.0,
     }
-    assert set(values) == {field.name for field in dataclasses.fields(MygoConfig)}
-    assert_each_changes(changed(smoke, "mygo", max_attempts=3), "mygo", values, rounds)
+    assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MygoConfig)}
+    assert_each_changes(changed(smoke, "method", max_attempts=3), "method", values, rounds)
+    sampling = {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}
+    assert set(sampling) == {field.name for field in dataclasses.fields(SamplingConfig)}
+    assert_each_changes(smoke, "sampling", sampling, rounds)
     assert_each_changes(smoke, "trainer", {"row_tokens": 256, "rows_per_step": 2}, rounds)
+    few = changed(changed(smoke, "task", demonstrations=10), "method", rounds=1)
+    assert_each_changes(few, "eval", {"control": False}, lambda config: asked(config, mygo.mygo))
 
 
-def test_every_field_of_reading_and_warm_up_changes_what_a_run_does(smoke, asked):
+def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, asked):
     def warm_up(config: Config) -> list:
         return asked(config, warmup.warm_up)
 
     few = changed(smoke, "task", demonstrations=10)
-    reading = {"documents": 100, "steps": 10, "learning_rate": 5e-3, "learning_rate_floor": 5e-4}
-    assert set(reading) == {field.name for field in dataclasses.fields(ReadingConfig)}
-    assert_each_changes(few, "reading", reading, warm_up)
+    pretraining = {"documents": 100, "steps": 10, "learning_rate": 5e-3, "end_learning_rate": 5e-4}
+    assert set(pretraining) == {field.name for field in dataclasses.fields(PretrainingConfig)}
+    assert_each_changes(few, "pretraining", pretraining, warm_up)
     from_scratch = {
         "steps": 60,
         "learning_rate": 1e-2,
-        "learning_rate_floor": 1e-4,
-        "reading_share": 0.5,
-        "oversight": 0.5,
+        "end_learning_rate": 1e-4,
+        "pretraining_share": 0.5,
+        "miss_rate": 0.5,
     }
     assert_each_changes(few, "warmup", from_scratch, warm_up)
     few_shot = {"few_shot_trajectories": 40, "few_shot_attempts": 1}
@@ -534,7 +515,7 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
         "max_trajectory_tokens": 100,
         "max_observation_tokens": 20,
     }
-    assert set(values) == {field.name for field in dataclasses.fields(AgentConfig)}
+    assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MujicaConfig)}
     assert_each_changes(smoke, "agent", values, demonstrations)
 
 
@@ -544,18 +525,21 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
 
     monkeypatch.setattr(scoring, "evaluate", attempted)
 
+    task, *_ = task_and_tokenizer(smoke)
+
     def seen(config: Config) -> scoring.Scores:
         generator: Any = types.SimpleNamespace(forget=lambda: None, policy_version=0)
-        parts: dict[str, Any] = {
+        own: dict[str, Any] = {
             "agent": None,
+            "reward": None,
             "generator": generator,
             "progress": RecordedProgress(),
             "concurrency": 2,
             "preemption": Preemption(),
         }
-        return scoring.score_policy("warm-up", task=start.build_task(config), config=config, **parts)
+        return scoring.score_policy("warm-up", task=task, config=config, **own)
 
-    assert_each_changes(smoke, "eval", {"questions": 5, "temperature": 0.7}, seen)
+    assert_each_changes(smoke, "eval", {"questions": 5, "split": "test", "temperature": 0.7}, seen)
 
 
 class RecordedProgress:

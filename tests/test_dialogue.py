@@ -18,13 +18,13 @@ def dialogue(system: str = "Plan.") -> Dialogue:
 
 def test_a_conversation_reads_as_its_chat_template():
     spoken = dialogue()
-    spoken.hear("Question: Who?")
+    spoken.add_user("Question: Who?")
     assert (
-        spoken.say(completion("<think> hm </think> <answer> Ann </answer>"))
+        spoken.add_model(completion("<think> hm </think> <answer> Ann </answer>"))
         == "<think> hm </think> <answer> Ann </answer>"
     )
-    spoken.hear("Obs: no.")
-    spoken.say(completion("Bob"))
+    spoken.add_user("Obs: no.")
+    spoken.add_model(completion("Bob"))
     assert tokenizer().decode(spoken.token_ids) == (
         "<|im_start|>system\nPlan.<|im_end|>\n<|im_start|>user\nQuestion: Who?<|im_end|>\n<|im_start|>assistant\n"
         "<think> hm </think> <answer> Ann </answer><|im_end|>\n<|im_start|>user\nObs: no.<|im_end|>\n<|im_start|>assistant\n"
@@ -42,12 +42,12 @@ def test_ids_are_only_appended_and_the_mask_covers_what_the_model_finished(turns
     spoken, mask = dialogue(), []
     for heard, ids, finished in turns:
         before = list(spoken.token_ids)
-        spoken.hear(heard)
+        spoken.add_user(heard)
         assert spoken.token_ids[: len(before)] == before
         mask += [False] * (len(spoken.token_ids) - len(before))
         before = list(spoken.token_ids)
         ids = (*ids, END) if finished else (*ids, 5)
-        spoken.say(
+        spoken.add_model(
             Completion(
                 token_ids=ids,
                 logprobs=(-1.0,) * len(ids),
@@ -66,8 +66,8 @@ def test_ids_are_only_appended_and_the_mask_covers_what_the_model_finished(turns
 
 def test_the_stop_token_is_trained_and_no_part_of_the_text():
     spoken = dialogue()
-    spoken.hear("Question: Who?")
-    assert spoken.say(completion("Ann")) == "Ann"
+    spoken.add_user("Question: Who?")
+    assert spoken.add_model(completion("Ann")) == "Ann"
     turn = spoken.record().turns[-1]
     assert turn.trained and turn.token_ids[-1] == END and turn.text == "Ann"
 
@@ -75,20 +75,57 @@ def test_the_stop_token_is_trained_and_no_part_of_the_text():
 def test_a_turn_that_was_cut_off_is_not_trained_and_is_closed_before_the_next_one():
     cut, whole = dialogue(), dialogue()
     for spoken, said in ((cut, completion("Ann", most_tokens=2)), (whole, completion("Ann"))):
-        spoken.hear("Question: Who?")
-        spoken.say(said)
-        spoken.hear("Obs: go on.")
+        spoken.add_user("Question: Who?")
+        spoken.add_model(said)
+        spoken.add_user("Obs: go on.")
     first, second, third = cut.record().turns
     assert not second.trained and END not in second.token_ids
     assert third.token_ids[0] == END and third.token_ids[1:] == whole.record().turns[2].token_ids
     assert not any(cut.record().loss_mask)
 
 
+def ended_by(stop_string: str, text: str) -> Completion:
+    return dataclasses.replace(
+        completion(text, most_tokens=len(tokenizer().encode_model(text))),
+        finish_reason="stop_string",
+        stop_string=stop_string,
+    )
+
+
+def test_a_turn_that_its_closing_tag_ended_is_trained_whole_and_closed_before_the_next_one():
+    by_tag, by_token = dialogue(), dialogue()
+    for spoken, said in ((by_tag, ended_by("</action>", "a </action>")), (by_token, completion("a </action>"))):
+        spoken.add_user("Question: Who?")
+        assert spoken.add_model(said, cut_at="Obs:") == "a </action>"
+        spoken.add_user("Obs: go on.")
+    assert by_tag.token_ids == by_token.token_ids
+    turns = by_tag.record().turns
+    assert turns[1].trained and END not in turns[1].token_ids
+    assert turns[2].token_ids[0] == END, "the template's, and not trained"
+
+
+def test_what_a_model_tells_itself_is_left_out():
+    spoken = dialogue()
+    spoken.add_user("Question: Who?")
+    sampled = ended_by("Obs:", "<search> a </search>\nObs:")
+    assert spoken.add_model(sampled, cut_at="Obs:") == "<search> a </search>\n"
+    turn = spoken.record().turns[-1]
+    assert turn.trained and turn.token_ids == sampled.token_ids[: len(turn.token_ids)]
+    assert turn.logprobs == sampled.logprobs[: len(turn.token_ids)]
+
+
+def test_a_turn_that_is_left_out_wholly_is_not_trained():
+    spoken = dialogue()
+    spoken.add_user("Question: Who?")
+    assert spoken.add_model(ended_by("Obs:", "Obs:"), cut_at="Obs:") == ""
+    assert not any(spoken.record().loss_mask)
+
+
 def test_log_probabilities_stay_with_their_tokens():
     spoken = dialogue()
-    spoken.hear("Question: Who?")
+    spoken.add_user("Question: Who?")
     sampled = completion("Ann and Bob")
-    spoken.say(sampled)
+    spoken.add_model(sampled)
     context, model = spoken.record().turns
     assert context.logprobs is None
     assert (model.token_ids, model.logprobs) == (sampled.token_ids, sampled.logprobs)
@@ -96,18 +133,18 @@ def test_log_probabilities_stay_with_their_tokens():
 
 def test_a_script_has_no_log_probabilities():
     spoken = dialogue()
-    spoken.hear("Question: Who?")
-    spoken.say(dataclasses.replace(completion("Ann"), logprobs=()))
+    spoken.add_user("Question: Who?")
+    spoken.add_model(dataclasses.replace(completion("Ann"), logprobs=()))
     assert spoken.record().turns[-1].logprobs is None
 
 
 def test_another_system_prompt_changes_the_opening_alone():
     def conversation(system: str):
         spoken = dialogue(system)
-        spoken.hear("Question: Who <answer>is</answer>?")
-        spoken.say(completion("<think> hm </think>"))
-        spoken.hear("Obs: no.")
-        spoken.say(completion("Bob", most_tokens=1))
+        spoken.add_user("Question: Who <answer>is</answer>?")
+        spoken.add_model(completion("<think> hm </think>"))
+        spoken.add_user("Obs: no.")
+        spoken.add_model(completion("Bob", most_tokens=1))
         return spoken.record()
 
     long, short = conversation("Plan.\n\nExamples:\n\nA long one."), conversation("Plan.")

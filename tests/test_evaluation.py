@@ -1,13 +1,34 @@
 """Scores of a policy by question kind, against numbers worked out by hand."""
 
 import asyncio
+import contextlib
 import dataclasses
+import io
+import json
+import types
+from typing import Any
 
 import pytest
-from little_agent import QUESTION, LittleWorld, ToldPolicy, agent, answer, completion, play, read, search
+from little_agent import (
+    QUESTION,
+    LittleWorld,
+    ToldPolicy,
+    agent,
+    answer,
+    completion,
+    everywhere,
+    play,
+    read,
+    search,
+    tokenizer,
+)
 
 from mujica_jax.agents.evaluation import Evaluation, evaluate, summarise
+from mujica_jax.agents.mujica import PlannerState
+from mujica_jax.methods.evaluation import score_policy
 from mujica_jax.records import Question, StopReason, Trajectory
+from mujica_jax.report import Progress, plain, score_table
+from mujica_jax.rewards import find_reward
 
 # kind, gold answers, what was answered, how it ended -> EM and F1 in percent
 EPISODES = [
@@ -108,18 +129,21 @@ def test_a_policy_is_asked_every_question_once_and_scored():
     seen: list[str] = []
 
     class Half:
-        async def write(self, prompt, params, view, *, continues):
-            asked.append((view.question, params.temperature))
-            return completion(answer("Ghent") if int(view.question.id) % 2 == 0 else "Hm.")
+        version = 4
+
+        async def generate(self, prompt, params, *, state, continues):
+            assert isinstance(state, PlannerState)
+            asked.append((state.question, params.temperature))
+            return completion(answer("Ghent") if int(state.question.id) % 2 == 0 else "Hm.")
 
     evaluation = asyncio.run(
         evaluate(
             agent(),
             questions,
-            LittleWorld(),
+            everywhere(LittleWorld()),
             Half(),
             rule="two_wiki",
-            policy_version=4,
+            reward=find_reward("f1", "two_wiki"),
             temperature=0.0,
             seed=0,
             concurrency=2,
@@ -131,3 +155,49 @@ def test_a_policy_is_asked_every_question_once_and_scored():
     assert (evaluation.em, evaluation.by_kind["kind 0"].em, evaluation.by_kind["kind 1"].em) == (50.0, 100.0, 0.0)
     assert [trajectory.question_id for trajectory in evaluation.trajectories] == list("012345")
     assert {trajectory.policy_version for trajectory in evaluation.trajectories} == {4}
+
+
+def test_scores_shown_do_not_depend_on_the_reward():
+    """Under f1_format the half-right and the silent episode earn something else; the console and both files show the same EM and F1."""
+    said = {"0": answer("Ghent"), "1": answer("Ghent, Belgium"), "2": "Hm."}
+    questions = [dataclasses.replace(QUESTION, id=number, text=f"Question {number}?", kind="one") for number in said]
+    task: Any = types.SimpleNamespace(
+        rule="two_wiki", questions=lambda split: questions, environment=everywhere(LittleWorld())
+    )
+    section = types.SimpleNamespace(split="dev", questions=3, temperature=1.0)
+    nothing: Any = types.SimpleNamespace(enter=lambda *_: None, check=lambda: None)
+
+    class Model:
+        policy_version = 0
+
+        def forget(self) -> None: ...
+
+        async def generate(self, prompt, params, *, continues=False):
+            asked = tokenizer().decode(prompt)
+            return completion(next(text for number, text in said.items() if f"Question {number}?" in asked))
+
+    def shown(reward: str) -> tuple[list[str], dict, list[dict], list[float]]:
+        console = io.StringIO()
+        config: Any = types.SimpleNamespace(eval=section, seed=0)
+        with contextlib.closing(console):
+            scores = score_policy(
+                "policy 0",
+                agent=agent(),
+                reward=find_reward(reward, "two_wiki"),
+                generator=Model(),
+                task=task,
+                config=config,
+                progress=Progress(console, clock=lambda: 0.0),
+                concurrency=1,
+                preemption=nothing,
+            )
+            summary = scores.summary()
+            lines = [*console.getvalue().splitlines(), plain(score_table(summary["greedy"], summary["sampled"]))]
+        rows = [json.loads(line) for line in scores.predictions().decode().splitlines()]
+        return lines, summary, rows, [row.pop("reward") for row in rows]
+
+    *by_f1, f1_rewards = shown("f1")
+    *by_format, format_rewards = shown("f1_format")
+    assert by_f1 == by_format and by_f1[1]["greedy"]["em"] == 33.33
+    assert f1_rewards == pytest.approx([1.0, 2 / 3, 0.0])
+    assert format_rewards == pytest.approx([1.0, 0.7, 0.0])

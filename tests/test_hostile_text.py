@@ -80,6 +80,7 @@ def decisions(trajectory: Trajectory) -> tuple:
         trajectory.answer,
         trajectory.reward,
         trajectory.rewards_by_part,
+        trajectory.counts,
         [(search.query, search.selected, search.sentence, search.found) for search in trajectory.searches],
     )
 
@@ -114,7 +115,7 @@ def assert_harmless(kind: Literal["graph", "text"], words: str) -> None:
         for turn in conversation.turns:
             if turn.role == "context":
                 assert not TAG_PATTERN.search(tokenizer().decode(turn.token_ids)), "a tag can be read as one"
-    for conversation, found in zip(trajectory.workers, trajectory.searches, strict=True):
+    for conversation, found in zip(trajectory.conversations[1:], trajectory.searches, strict=True):
         lines = tokenizer().decode(conversation.turns[0].token_ids).split("\n")
         numbered = [line.split(" ")[0] for line in lines if line.startswith("[")]
         assert numbered == [f"[{number}]" for number in range(len(found.materials))]
@@ -155,7 +156,7 @@ def test_what_a_worker_repeats_reaches_the_planner_as_plain_words(words):
     trajectory, safe = trajectory_with(words), trajectory_with(HARMLESS)
     assert (trajectory.stop_reason, trajectory.answer, trajectory.reward) == (StopReason.ANSWERED, "Ghent", 1.0)
     assert scaffold(trajectory)[0] == scaffold(safe)[0]
-    observation = trajectory.planner.turns[2]
+    observation = trajectory.conversations[0].turns[2]
     assert not TAG_PATTERN.search(tokenizer().decode(observation.token_ids)) and not observation.trained
 
 

@@ -1,4 +1,4 @@
-"""2WikiMultihopQA over a graph on disk or behind an endpoint: what is searched, what is taught, what fails."""
+"""2WikiMultihopQA over a graph on disk or behind an endpoint: what is searched, what is demonstrated, what fails."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from little_graph import WDT, fact, label
 from local_endpoint import Answer, serving
 from shared_data import TWO_WIKI, needs_data
 from test_graph_index import HEADER
-from test_two_wiki import BRICKS, config, search
+from test_two_wiki import BRICKS, config, search, world_of
 from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
@@ -54,10 +54,10 @@ def task(folder: Path, **changes) -> two_wiki.TwoWiki:
     return two_wiki.build(config(folder, hold_out_percent=1, **changes))
 
 
-def test_the_index_is_searched_and_the_data_folder_is_taught(folder):
+def test_the_index_is_searched_and_the_data_folder_is_demonstrated(folder):
     searched = task(folder, index=str(folder / "index"))
-    assert isinstance(searched.environment, GraphEnvironment)
-    found = search(searched.environment, "x", BRICK)
+    assert isinstance(world_of(searched), GraphEnvironment)
+    found = search(world_of(searched), "x", BRICK)
     assert {material.text for material in found} == {
         "a lego brickumentary, country of origin, American",
         "a lego brickumentary, country of origin, Danish",
@@ -66,13 +66,13 @@ def test_the_index_is_searched_and_the_data_folder_is_taught(folder):
     by_text = {material.text.split(", ")[2]: material for material in found}
     assert by_text["American"].entities == (BRICK, Entity(id="Q30", label="American"))
     assert by_text["31 July 2015"].entities == (BRICK,)
-    taught = searched.demonstrations()
-    assert isinstance(taught[0][1], GraphEnvironment)
-    assert len(taught[0][1].materials("x", BRICK)) == 2, "of the data folder's graph"
+    shown = searched.demonstrations()
+    assert isinstance(shown[0][1], GraphEnvironment)
+    assert len(shown[0][1].materials("x", BRICK)) == 2, "of the data folder's graph"
     plain = task(folder)
-    assert [q for q, _ in taught] == [q for q, _ in plain.demonstrations()]
+    assert [q for q, _ in shown] == [q for q, _ in plain.demonstrations()]
     assert list(searched.tokenizer_text()) == list(plain.tokenizer_text())
-    assert next(searched.reading_documents(0)) == next(plain.reading_documents(0))
+    assert next(searched.pretraining_documents(0)) == next(plain.pretraining_documents(0))
 
 
 def test_both_graphs_show_the_same(folder, tmp_path):
@@ -80,12 +80,12 @@ def test_both_graphs_show_the_same(folder, tmp_path):
     assert index.main(built) == 0
     plain, searched = task(folder), task(folder, index=str(tmp_path / "same"))
     for key, name in (("Q21", "A"), ("Q22", "B"), ("Q30", "C"), ("The Night Sitter", "D")):
-        one, other = (search(of.environment, "x", Entity(id=key, label=name)) for of in (plain, searched))
+        one, other = (search(world_of(of), "x", Entity(id=key, label=name)) for of in (plain, searched))
         assert sorted(map(str, one)) == sorted(map(str, other)) and one
 
 
 def test_an_id_that_the_graph_does_not_know_is_searched_by_its_label(folder, tmp_path):
-    environment = task(folder, index=str(folder / "index")).environment
+    environment = world_of(task(folder, index=str(folder / "index")))
     (found,) = search(environment, "x", Entity(id="Q999", label="tom"))
     assert found.text == "tom, fan of, Nobody"
     twins = [f"Tom\tborn in\tPlace {number}\tQ{number}\t" for number in (1, 2)]
@@ -95,7 +95,7 @@ def test_an_id_that_the_graph_does_not_know_is_searched_by_its_label(folder, tmp
 
 
 def test_a_name_is_searched_on_and_an_unknown_entity_has_no_materials(folder):
-    environment = task(folder, index=str(folder / "index")).environment
+    environment = world_of(task(folder, index=str(folder / "index")))
     (found,) = search(environment, "x", Entity(id="Nobody", label="Nobody"))
     assert found.entities == (Entity(id="Tom", label="Tom"), Entity(id="Nobody", label="Nobody"))
     assert search(environment, "x", Entity(id="Q999", label="X")) == ()
@@ -108,10 +108,10 @@ def test_a_name_is_searched_on_and_an_unknown_entity_has_no_materials(folder):
 
 def test_a_crowded_entity_shows_what_fits(folder, tmp_path):
     index_folder = str(folder / "index")
-    (found,) = search(task(folder, index=index_folder, top_k=1).environment, "publication date?", BRICK)
+    (found,) = search(world_of(task(folder, index=index_folder, top_k=1)), "publication date?", BRICK)
     assert found.text.endswith("31 July 2015")
     dense = {"retriever": "dense", "embedder": str(tiny_embedder(tmp_path / "embedder")), "top_k": 1}
-    assert len(search(task(folder, index=index_folder, **dense).environment, "word7", BRICK)) == 1
+    assert len(search(world_of(task(folder, index=index_folder, **dense)), "word7", BRICK)) == 1
 
 
 def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(folder, tmp_path, monkeypatch):
@@ -124,14 +124,14 @@ def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(folder, tmp_path
     with serving(say) as endpoint:
         address = f"sparql+{endpoint.base_url}"
         remote, local = task(folder, index=address), task(folder, index=str(folder / "index"))
-        assert search(remote.environment, "x", BRICK) == search(local.environment, "x", BRICK)
+        assert search(world_of(remote), "x", BRICK) == search(world_of(local), "x", BRICK)
         slow = task(folder, index=address, queries_per_second=2.0)
         began = time.monotonic()
-        search(slow.environment, "x", Entity(id="Q35", label="Denmark"))
-        search(slow.environment, "x", Entity(id="Q30", label="America"))
+        search(world_of(slow), "x", Entity(id="Q35", label="Denmark"))
+        search(world_of(slow), "x", Entity(id="Q30", label="America"))
         assert time.monotonic() - began > 0.49, "half a second apart"
         endpoint.answer = lambda request, before: Answer(status=500)
-        assert len(search(remote.environment, "x", BRICK)) == 3, "what was asked once is kept"
+        assert len(search(world_of(remote), "x", BRICK)) == 3, "what was asked once is kept"
         hasty = SparqlEndpoint(address, policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01))
         with pytest.raises(RetrieverUnavailable):
             search(GraphEnvironment(hasty, 5), "x", BRICK)
@@ -182,7 +182,7 @@ def test_2wiki_over_an_index_of_its_graph_finds_the_evidence(tmp_path):
 
     async def shown(of: two_wiki.TwoWiki) -> list[set[str]]:
         entities = [entity for question in questions for entity in question.candidates]
-        return [{material.text for material in await of.environment.search("", entity)} for entity in entities]
+        return [{material.text for material in await world_of(of).search("", entity)} for entity in entities]
 
     here, there = asyncio.run(shown(searched)), asyncio.run(shown(plain))
     assert len(here) > 200 and all(here)

@@ -12,7 +12,7 @@ from flax import nnx
 from packed_rows import MODEL, random_conversations
 from tiny_models import filled_decoder
 
-from mujica_jax.agents.mujica import Attempt
+from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
 from mujica_jax.learning.log_probs import token_log_probs
@@ -62,7 +62,7 @@ def learnt(run):
 
 def learn(run: Run):
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
-    return run.learn("some phase", run.initial_state, lambda: rows, steps=3, peak=0.1, floor=0.01)
+    return run.learn("some phase", run.initial_state, lambda: rows, steps=3, peak=0.1, end_value=0.01)
 
 
 def test_the_policy_that_is_written_is_the_merged_one(run, learnt, config, tmp_path):
@@ -93,11 +93,10 @@ def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, 
     attempts = [Attempt(question=question, number=0, seed=0, temperature=1.0)]
     _, (trajectory,) = run.sample(0, 0, attempts, lambda trajectory: None)
     assert trajectory.policy_version == 3
-    last = trajectory.planner.turns[-1]
+    planner = trajectory.conversations[0]
+    last = planner.turns[-1]
     assert last.role == "model" and last.logprobs is not None
     sampled_by = nnx.merge(nnx.graphdef(model), given[0])
-    scores = nnx.jit(token_log_probs)(
-        sampled_by, pack([trajectory.planner], row_tokens=1024, seed=0).batch(slice(None))
-    )
-    end = len(trajectory.planner.token_ids)
+    scores = nnx.jit(token_log_probs)(sampled_by, pack([planner], row_tokens=1024, seed=0).batch(slice(None)))
+    end = len(planner.token_ids)
     np.testing.assert_allclose(last.logprobs, scores[0, end - len(last.token_ids) : end], atol=1e-4)

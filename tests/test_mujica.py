@@ -21,20 +21,24 @@ from little_agent import (
     answer,
     attempt,
     completion,
+    everywhere,
     play,
     read,
     search,
     tokenizer,
 )
 
-from mujica_jax.agents import mujica
-from mujica_jax.agents.mujica import EnginePolicy, PlannerView, WorkerView, run_episodes
+from mujica_jax.agents import agent as agents
+from mujica_jax.agents.agent import EnginePolicy, run_episodes
+from mujica_jax.agents.mujica import PlannerState, WorkerState
 from mujica_jax.agents.protocol import NOTHING_FOUND
 from mujica_jax.inference.requests import SamplingParams
-from mujica_jax.records import Entity, StopReason, Trajectory
+from mujica_jax.records import Entity, Question, StopReason, Trajectory
+from mujica_jax.rewards import find_reward
 from mujica_jax.runtime.preemption import Preempted
 from mujica_jax.tasks.task import Material
 
+F1 = find_reward("f1", "two_wiki")
 WHO, BORN = "Who is the director of Amber Tide?", "Where was Ilse Vand born?"
 READS = {
     WHO: read("[1]", "The director of Amber Tide is Ilse Vand."),
@@ -47,15 +51,15 @@ def right_answers() -> ToldPolicy:
 
 
 def planner_texts(trajectory: Trajectory, role: str = "context") -> list[str]:
-    return [turn.text for turn in trajectory.planner.turns if turn.role == role]
+    return [turn.text for turn in trajectory.conversations[0].turns if turn.role == role]
 
 
 def planner_requests(policy: ToldPolicy) -> list:
-    return [request for request in policy.requests if isinstance(request.view, PlannerView)]
+    return [request for request in policy.requests if isinstance(request.state, PlannerState)]
 
 
 def worker_requests(policy: ToldPolicy) -> list:
-    return [request for request in policy.requests if isinstance(request.view, WorkerView)]
+    return [request for request in policy.requests if isinstance(request.state, WorkerState)]
 
 
 # --- an episode that goes well ---
@@ -67,7 +71,7 @@ def test_an_answered_episode_is_recorded_whole():
     assert (trajectory.question_id, trajectory.attempt, trajectory.seed) == (QUESTION.id, 0, 0)
     assert trajectory.policy_version == 3
     assert (trajectory.stop_reason, trajectory.answer, trajectory.reward) == (StopReason.ANSWERED, "Ghent", 1.0)
-    assert trajectory.rewards_by_part == {"f1": 1.0, "malformed_workers": 0.0}
+    assert (trajectory.rewards_by_part, trajectory.counts) == ({"f1": 1.0}, {"malformed_workers": 0.0})
     assert world.searched == [(WHO, FILM), (BORN, DIRECTOR)]
     first, second = trajectory.searches
     assert (first.iteration, first.query, first.entity, first.selected, first.found) == (0, WHO, FILM.label, (1,), True)
@@ -82,12 +86,12 @@ def test_conversations_hold_what_the_policy_read_and_wrote():
     trajectory = play(policy)
     planner, workers = planner_requests(policy), worker_requests(policy)
     for place, request in enumerate(planner):
-        before = [id for turn in trajectory.planner.turns[: 2 * place + 1] for id in turn.token_ids]
+        before = [id for turn in trajectory.conversations[0].turns[: 2 * place + 1] for id in turn.token_ids]
         assert list(request.prompt) == before
-    for request, conversation in zip(workers, trajectory.workers, strict=True):
+    for request, conversation in zip(workers, trajectory.conversations[1:], strict=True):
         context, model = conversation.turns
         assert context.token_ids == request.prompt
-        assert model.text == READS[request.view.query]
+        assert model.text == READS[request.state.query]
         assert model.token_ids == completion(model.text).token_ids
         assert model.logprobs == completion(model.text).logprobs
     assert planner_texts(trajectory, "model") == [search((0, WHO)), search((2, BORN)), answer("Ghent")]
@@ -105,9 +109,9 @@ def test_planner_and_worker_are_told_apart_by_their_system_prompts():
     policy = right_answers()
     play(policy)
     openings = {
-        type(request.view): tokenizer().decode(request.prompt).split("<|im_end|>")[0] for request in policy.requests
+        type(request.state): tokenizer().decode(request.prompt).split("<|im_end|>")[0] for request in policy.requests
     }
-    assert openings[PlannerView] != openings[WorkerView]
+    assert openings[PlannerState] != openings[WorkerState]
 
 
 def test_what_is_found_becomes_searchable_under_the_next_numbers():
@@ -118,8 +122,8 @@ def test_what_is_found_becomes_searchable_under_the_next_numbers():
     world = LittleWorld()
     trajectory = play(policy, world)
     assert world.searched[-1] == (BORN, DIRECTOR)
-    views = [request.view.candidates for request in planner_requests(policy)]
-    assert views == [(FILM, OTHER_FILM), (FILM, OTHER_FILM, DIRECTOR), (FILM, OTHER_FILM, DIRECTOR, CITY)]
+    states = [request.state.candidates for request in planner_requests(policy)]
+    assert states == [(FILM, OTHER_FILM), (FILM, OTHER_FILM, DIRECTOR), (FILM, OTHER_FILM, DIRECTOR, CITY)]
     opening, first, second = planner_texts(trajectory)
     assert "[0] Amber Tide [1] Tin Orchard" in opening
     assert first == (
@@ -137,10 +141,10 @@ def test_only_selected_materials_make_entities_searchable():
 def test_a_worker_that_breaks_the_format_reports_that_nothing_was_found_and_is_counted():
     policy = ToldPolicy([search((0, WHO), (1, BORN)), answer("Ghent")], {WHO: "Ilse Vand!", BORN: READS[BORN]})
     trajectory = play(policy)
-    assert trajectory.rewards_by_part["malformed_workers"] == 1.0
+    assert trajectory.counts["malformed_workers"] == 1.0
     assert [search.sentence for search in trajectory.searches] == [NOTHING_FOUND, "Ilse Vand was born in Ghent."]
     assert not trajectory.searches[0].found
-    assert len(trajectory.workers) == 2, "a failed conversation is a record too"
+    assert len(trajectory.conversations[1:]) == 2, "a failed conversation is a record too"
 
 
 def test_a_text_environment_has_queries_and_no_candidates():
@@ -154,6 +158,30 @@ def test_a_text_environment_has_queries_and_no_candidates():
     assert "Candidate" not in "".join(planner_texts(trajectory))
 
 
+def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
+    policy = right_answers()
+    play(policy)
+    ends = {type(request.state): request.params.stop_strings for request in policy.requests}
+    assert ends == {PlannerState: ("</action>", "</answer>", "Obs:"), WorkerState: ("</sentence>", "Obs:")}
+    passages = {WHO: (Material(text="Amber Tide: a film by Ilse Vand.", title="Amber Tide"),)}
+
+    class TellsItself(ToldPolicy):
+        async def generate(self, prompt, params, *, state, continues):
+            written = await super().generate(prompt, params, state=state, continues=continues)
+            ids = tokenizer().encode_model(f"<search> {WHO} </search>\nObs:")
+            if isinstance(state, WorkerState) or state.searches:
+                return written
+            return dataclasses.replace(
+                completion("x", 0), token_ids=tuple(ids), logprobs=None, finish_reason="stop_string", stop_string="Obs:"
+            )
+
+    policy = TellsItself(["", answer("Ilse Vand")], {WHO: read("[0]", "It is Ilse Vand.")})
+    trajectory = play(policy, LittleWorld(passages, kind="text"))
+    assert policy.requests[0].params.stop_strings == ("</answer>", "Obs:"), "one turn may hold several searches"
+    assert trajectory.stop_reason is StopReason.ANSWERED and [search.query for search in trajectory.searches] == [WHO]
+    assert planner_texts(trajectory, "model")[0] == f"<search> {WHO} </search>\n"
+
+
 # --- searches of one turn run at the same time ---
 
 
@@ -161,10 +189,10 @@ def test_all_searches_of_a_turn_reach_the_policy_before_any_is_answered():
     barrier = asyncio.Barrier(3)
 
     class Patient(ToldPolicy):
-        async def write(self, prompt, params, view, *, continues):
-            if isinstance(view, WorkerView):
+        async def generate(self, prompt, params, *, state, continues):
+            if isinstance(state, WorkerState):
                 await barrier.wait()
-            return await super().write(prompt, params, view, continues=continues)
+            return await super().generate(prompt, params, state=state, continues=continues)
 
     queries = ["Who?", "When?", "Where?"]
     reads = {query: read("[0]", f"{query} That.") for query in queries}
@@ -178,18 +206,20 @@ def test_observations_stand_in_the_order_of_the_searches_whichever_ends_first():
     queries = ["Who?", "When?", "Where?"]
 
     class LastIsFirst(ToldPolicy):
-        async def write(self, prompt, params, view, *, continues):
-            if isinstance(view, WorkerView):
-                for _ in range(10 * (3 - queries.index(view.query))):
+        async def generate(self, prompt, params, *, state, continues):
+            if isinstance(state, WorkerState):
+                for _ in range(10 * (3 - queries.index(state.query))):
                     await asyncio.sleep(0)
-            return await super().write(prompt, params, view, continues=continues)
+            return await super().generate(prompt, params, state=state, continues=continues)
 
     reads = {query: read("[0]", f"{query} That.") for query in queries}
     policy = LastIsFirst([search(*((0, query) for query in queries)), answer("Ghent")], reads)
     trajectory = play(policy)
-    assert [request.view.query for request in worker_requests(policy)] == queries[::-1]
+    assert [request.state.query for request in worker_requests(policy)] == queries[::-1]
     assert planner_texts(trajectory)[1] == "Obs: Who? That. When? That. Where? That."
-    assert [conversation.turns[1].text for conversation in trajectory.workers] == [reads[query] for query in queries]
+    assert [conversation.turns[1].text for conversation in trajectory.conversations[1:]] == [
+        reads[query] for query in queries
+    ]
 
 
 # --- every end of an episode ---
@@ -216,12 +246,12 @@ def test_every_stop_reason_ends_an_episode_with_a_record(reason):
     assert len(planner_requests(policy)) == len(plans)
     answered = reason is StopReason.ANSWERED
     assert (trajectory.answer, trajectory.reward) == (("Ghent", 1.0) if answered else ("", 0.0))
-    assert trajectory.planner.turns[0].role == "context"
+    assert trajectory.conversations[0].turns[0].role == "context"
 
 
 def test_a_turn_that_was_cut_off_is_recorded_and_not_trained():
     trajectory = play(ToldPolicy([LONG]))
-    turn = trajectory.planner.turns[-1]
+    turn = trajectory.conversations[0].turns[-1]
     assert (turn.role, turn.trained, len(turn.token_ids)) == ("model", False, CONFIG.max_turn_tokens)
 
 
@@ -237,21 +267,21 @@ def test_searches_before_a_failed_one_stay_recorded():
     plans = [search((0, WHO)), search((0, "broken"))]
     trajectory = play(ToldPolicy(plans, READS), LittleWorld(failing=frozenset({"broken"})))
     assert [search.query for search in trajectory.searches] == [WHO]
-    assert len(trajectory.workers) == 1
+    assert len(trajectory.conversations[1:]) == 1
 
 
 def test_the_other_searches_of_a_failed_turn_are_given_up():
     given_up = []
 
     class Endless(ToldPolicy):
-        async def write(self, prompt, params, view, *, continues):
-            if isinstance(view, WorkerView):
+        async def generate(self, prompt, params, *, state, continues):
+            if isinstance(state, WorkerState):
                 try:
                     await asyncio.Event().wait()
                 except asyncio.CancelledError:
-                    given_up.append(view.query)
+                    given_up.append(state.query)
                     raise
-            return await super().write(prompt, params, view, continues=continues)
+            return await super().generate(prompt, params, state=state, continues=continues)
 
     class Slow(LittleWorld):
         async def search(self, query, entity):
@@ -262,7 +292,7 @@ def test_the_other_searches_of_a_failed_turn_are_given_up():
     async def main() -> Trajectory:
         world = Slow(failing=frozenset({"broken"}))
         policy = Endless([search((0, WHO), (0, "broken"))], READS)
-        trajectory = await agent().run(attempt(), world, policy, 0)
+        trajectory = await agent().run(attempt(), world, policy)
         await asyncio.sleep(0)
         assert given_up == [WHO], "before the event loop ends"
         return trajectory
@@ -288,7 +318,7 @@ def test_an_error_that_is_no_retrieval_error_is_not_hidden():
 def test_no_conversation_says_a_token_beyond_its_limit(limit, searches):
     queries = [f"Who is number {n} of them all?" for n in range(searches)]
     plans = [search(*((0, query) for query in queries))] * 3 + [answer("Ghent")]
-    policy = ToldPolicy(plans, lambda view: read("[0]", f"{view.query} " + "that " * 20))
+    policy = ToldPolicy(plans, lambda state: read("[0]", f"{state.query} " + "that " * 20))
     trajectory = play(policy, max_trajectory_tokens=limit)
     for request in policy.requests:
         assert 1 <= request.params.max_new_tokens <= limit - len(request.prompt)
@@ -305,16 +335,16 @@ def test_a_worker_whose_materials_fill_its_conversation_says_nothing():
     policy = ToldPolicy([search((0, WHO)), answer("Ghent")], READS)
     trajectory = play(policy, LittleWorld(materials), max_trajectory_tokens=260)
     assert trajectory.stop_reason is StopReason.ANSWERED
-    assert worker_requests(policy) == [] and trajectory.workers == ()
+    assert worker_requests(policy) == [] and trajectory.conversations[1:] == ()
     assert trajectory.searches[0].sentence == NOTHING_FOUND
 
 
 def shown(texts: list[str], limit: int) -> tuple[str, ...]:
     world = LittleWorld({FILM.id: [Material(text=text) for text in texts]})
-    policy = ToldPolicy([search((0, WHO)), answer("Ghent")], lambda view: read("[0]", "That."))
+    policy = ToldPolicy([search((0, WHO)), answer("Ghent")], lambda state: read("[0]", "That."))
     trajectory = play(policy, world, max_observation_tokens=limit, max_trajectory_tokens=5000)
     (request,) = worker_requests(policy)
-    assert len(request.view.materials) == len(trajectory.searches[0].materials)
+    assert len(request.state.materials) == len(trajectory.searches[0].materials)
     return trajectory.searches[0].materials
 
 
@@ -363,7 +393,7 @@ def seeds_of(policy: ToldPolicy) -> list[int]:
 def test_every_turn_has_a_seed_of_its_own_that_depends_on_nothing_but_its_place():
     def seeds(question=QUESTION, number=0, seed=0) -> list[int]:
         policy = right_answers()
-        asyncio.run(agent().run(attempt(question, number=number, seed=seed), LittleWorld(), policy, 0))
+        asyncio.run(agent().run(attempt(question, number=number, seed=seed), LittleWorld(), policy))
         return seeds_of(policy)
 
     first = seeds()
@@ -375,33 +405,39 @@ def test_every_turn_has_a_seed_of_its_own_that_depends_on_nothing_but_its_place(
 
 def test_the_temperature_is_that_of_the_attempt():
     policy = right_answers()
-    asyncio.run(agent().run(attempt(temperature=0.25), LittleWorld(), policy, 0))
+    asyncio.run(agent().run(attempt(temperature=0.25), LittleWorld(), policy))
     assert {request.params.temperature for request in policy.requests} == {0.25}
 
 
 def test_episodes_come_back_in_the_order_of_their_attempts_and_no_more_than_allowed_run_at_once():
     running = most = 0
-    played = []
+    played, worlds = [], []
 
     class Counting:
-        async def write(self, prompt, params, view, *, continues):
+        version = 5
+
+        async def generate(self, prompt, params, *, state, continues):
             nonlocal running, most
             running += 1
             most = max(most, running)
-            number = int(view.question.id)
+            number = int(state.question.id)
             for _ in range(7 - number):  # later attempts are faster
                 await asyncio.sleep(0)
             running -= 1
             return completion(answer(f"Ghent {number}"))
+
+    def world_of(question: Question) -> LittleWorld:
+        worlds.append(question.id)
+        return LittleWorld()
 
     attempts = [attempt(dataclasses.replace(QUESTION, id=str(number)), number=number) for number in range(6)]
     trajectories = asyncio.run(
         run_episodes(
             agent(),
             attempts,
-            LittleWorld(),
+            world_of,
             Counting(),
-            policy_version=5,
+            reward=F1,
             concurrency=3,
             on_episode=lambda trajectory: played.append(trajectory.question_id),
         )
@@ -410,15 +446,18 @@ def test_episodes_come_back_in_the_order_of_their_attempts_and_no_more_than_allo
     assert [trajectory.answer for trajectory in trajectories] == [f"Ghent {number}" for number in range(6)]
     assert {trajectory.policy_version for trajectory in trajectories} == {5}
     assert sorted(played) == list("012345") and played != list("012345")
+    assert sorted(worlds) == list("012345"), "each in the environment of its question"
     assert most == 3
 
 
 def test_what_a_poll_raises_ends_all_episodes(monkeypatch):
-    monkeypatch.setattr(mujica, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(agents, "POLL_SECONDS", 0.001)
     polled = ended = 0
 
     class Silent:
-        async def write(self, prompt, params, view, *, continues):
+        version = 0
+
+        async def generate(self, prompt, params, *, state, continues):
             nonlocal ended
             try:
                 await asyncio.sleep(3600)
@@ -434,7 +473,7 @@ def test_what_a_poll_raises_ends_all_episodes(monkeypatch):
     attempts = [attempt(number=number) for number in range(4)]
     with pytest.raises(Preempted):
         asyncio.run(
-            run_episodes(agent(), attempts, LittleWorld(), Silent(), policy_version=0, concurrency=4, poll=poll)
+            run_episodes(agent(), attempts, everywhere(LittleWorld()), Silent(), reward=F1, concurrency=4, poll=poll)
         )
     assert (polled, ended) == (3, 4)
 
@@ -450,10 +489,13 @@ def test_a_model_behind_a_generator_is_a_policy():
             return completion(answer("Ghent"))
 
     policy = EnginePolicy(Echo())
-    trajectory = asyncio.run(agent().run(attempt(), LittleWorld(), policy, policy.version))
+    trajectory = asyncio.run(agent().run(attempt(), LittleWorld(), policy))
     assert (trajectory.policy_version, trajectory.answer) == (9, "Ghent")
     ((prompt, params, continues),) = asked
-    assert list(trajectory.planner.turns[0].token_ids) == list(prompt)[: len(trajectory.planner.turns[0].token_ids)]
+    assert (
+        list(trajectory.conversations[0].turns[0].token_ids)
+        == list(prompt)[: len(trajectory.conversations[0].turns[0].token_ids)]
+    )
     assert isinstance(params, SamplingParams) and continues
 
 
@@ -462,4 +504,4 @@ def test_candidates_of_a_question_are_not_shown_where_texts_are_searched():
     policy = ToldPolicy([answer("Ghent")])
     play(policy, LittleWorld({}, kind="text"), question)
     assert "Secret" not in tokenizer().decode(policy.requests[0].prompt)
-    assert policy.requests[0].view.candidates == ()
+    assert policy.requests[0].state.candidates == ()

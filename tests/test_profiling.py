@@ -77,8 +77,8 @@ def test_nothing_is_traced_unless_it_is_asked_for(told):
 
 def test_the_first_phase_that_has_the_steps_is_traced_and_no_other(told):
     one = told((20, 25))
-    assert one.train("reading", 22) == ["1-22"]
-    assert one.said == ["reading has 22 steps and profile.steps is 20 25: this phase is not traced"]
+    assert one.train("pretraining", 22) == ["1-22"]
+    assert one.said == ["pretraining has 22 steps and profile.steps is 20 25: this phase is not traced"]
     assert "start warm-up" in one.train("warm-up", 30)
     assert one.train("round 1", 30) == ["1-25", "26-30"]
     one.window.close()

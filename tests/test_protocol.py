@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mujica_jax.agents.protocol import (
     NOTHING_FOUND,
-    PlannerMove,
+    PlannerAction,
     SearchCall,
     one_line,
     parse_planner,
@@ -25,12 +25,12 @@ from mujica_jax.agents.protocol import (
 from mujica_jax.records import Entity, StopReason
 
 
-def plan(text: str, kind="graph", *, candidates: int = 3, max_searches: int = 3) -> PlannerMove:
+def plan(text: str, kind="graph", *, candidates: int = 3, max_searches: int = 3) -> PlannerAction:
     return parse_planner(text, kind, candidates=candidates, max_searches=max_searches)
 
 
-def calls(*pairs: tuple[int | None, str]) -> PlannerMove:
-    return PlannerMove(searches=tuple(SearchCall(candidate=number, query=query) for number, query in pairs))
+def calls(*pairs: tuple[int | None, str]) -> PlannerAction:
+    return PlannerAction(searches=tuple(SearchCall(candidate=number, query=query) for number, query in pairs))
 
 
 GRAPH_FORMS = {
@@ -77,7 +77,7 @@ def test_well_formed_text_searches(text):
 @pytest.mark.parametrize("kind", ["graph", "text"])
 @pytest.mark.parametrize("text", ANSWER_FORMS)
 def test_well_formed_answers(text, kind):
-    assert plan(text, kind) == PlannerMove(answer=ANSWER_FORMS[text])
+    assert plan(text, kind) == PlannerAction(answer=ANSWER_FORMS[text])
 
 
 MALFORMED = {
@@ -108,7 +108,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize(("kind", "text"), MALFORMED)
 def test_malformed_turns_are_refused_with_their_reason(kind, text):
-    assert plan(text, kind) == PlannerMove(refused=MALFORMED[kind, text])
+    assert plan(text, kind) == PlannerAction(refused=MALFORMED[kind, text])
 
 
 def test_as_many_searches_as_allowed_are_accepted_and_repeated_ones_count_once():
@@ -126,9 +126,9 @@ THOUGHTS = [
 
 @pytest.mark.parametrize("thought", THOUGHTS)
 def test_thoughts_are_not_read(thought):
-    assert plan(f"{thought} <answer> Ghent </answer>") == PlannerMove(answer="Ghent")
+    assert plan(f"{thought} <answer> Ghent </answer>") == PlannerAction(answer="Ghent")
     for kind in ("graph", "text"):
-        assert plan(thought, kind) == PlannerMove(refused=StopReason.NO_ACTION)
+        assert plan(thought, kind) == PlannerAction(refused=StopReason.NO_ACTION)
 
 
 def test_a_thought_that_never_ends_hides_what_follows():
@@ -206,10 +206,10 @@ any_text = st.lists(pieces | st.text(max_size=6), max_size=14).map("".join)
 @given(text=any_text, kind=st.sampled_from(["graph", "text"]), candidates=st.integers(0, 4), most=st.integers(1, 3))
 @settings(max_examples=400, deadline=None)
 def test_any_text_is_a_search_an_answer_or_a_refusal(text, kind, candidates, most):
-    move = plan(text, kind, candidates=candidates, max_searches=most)
-    assert [bool(move.searches), move.answer is not None, move.refused is not None].count(True) == 1
-    assert len(move.searches) <= most and len(set(move.searches)) == len(move.searches)
-    for call in move.searches:
+    action = plan(text, kind, candidates=candidates, max_searches=most)
+    assert [bool(action.searches), action.answer is not None, action.refused is not None].count(True) == 1
+    assert len(action.searches) <= most and len(set(action.searches)) == len(action.searches)
+    for call in action.searches:
         assert call.query == one_line(call.query) != ""
         assert (call.candidate is None) if kind == "text" else (0 <= call.candidate < candidates)
 
@@ -243,7 +243,7 @@ def test_written_text_searches_are_read(thought, asked):
 
 @given(thought=words, answer=words)
 def test_a_written_answer_is_read(thought, answer):
-    assert plan(write_answer(thought, answer)) == PlannerMove(answer=answer)
+    assert plan(write_answer(thought, answer)) == PlannerAction(answer=answer)
 
 
 @given(thought=words, selected=st.lists(st.integers(0, 9), max_size=4, unique=True), sentence=words)
@@ -278,9 +278,9 @@ def test_each_material_begins_a_line_of_its_own_with_its_number(kind, mode):
 @pytest.mark.parametrize("kind", ["graph", "text"])
 def test_the_worked_examples_are_read_by_the_parser(kind):
     shown = re.split(r"^Assistant: ", system_prompt("planner", kind, "few_shot"), flags=re.MULTILINE)[1:]
-    moves = [plan(re.split(r"\n(?:Obs|Candidate|Question): ", text)[0], kind) for text in shown]
-    assert [len(move.searches) for move in moves] == [2, 0, 1, 1, 0]
-    assert [move.answer for move in moves if not move.searches] == ["The Tin Orchard", "Ghent"]
+    actions = [plan(re.split(r"\n(?:Obs|Candidate|Question): ", text)[0], kind) for text in shown]
+    assert [len(action.searches) for action in actions] == [2, 0, 1, 1, 0]
+    assert [action.answer for action in actions if not action.searches] == ["The Tin Orchard", "Ghent"]
     shown = re.split(r"^Assistant: ", system_prompt("worker", kind, "few_shot"), flags=re.MULTILINE)[1:]
     replies = [parse_worker(text, materials=2) for text in shown]
     assert [reply.selected for reply in replies] == ([(1,), ()] if kind == "graph" else [(1,)])

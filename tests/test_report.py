@@ -15,7 +15,7 @@ from mujica_jax.errors import StoreError
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory
 from mujica_jax.report import (
     MetricsLog,
-    Phase,
+    PhaseRow,
     Progress,
     Summary,
     closing_table,
@@ -43,10 +43,10 @@ class AsciiFile(io.StringIO):
     encoding = "ascii"
 
 
-WARM_UP = Phase(
+WARM_UP = PhaseRow(
     name="warm-up", em=38.256, f1=41.0, em_sampled=30.0, f1_sampled=33.333, questions=500, searches=2.5, seconds=120.0
 )
-ROUND = Phase(
+ROUND = PhaseRow(
     name="round 1",
     em=45.5,
     f1=50.25,
@@ -79,8 +79,7 @@ def trajectory(**changes: object) -> Trajectory:
         "attempt": 0,
         "policy_version": 1,
         "seed": 0,
-        "planner": Conversation(role="planner", turns=()),
-        "workers": (),
+        "conversations": (Conversation(role="planner", turns=()),),
         "answer": "Ilmen",
         "reward": 1.0,
         "rewards_by_part": {"em": 1.0},
@@ -257,25 +256,29 @@ def test_the_table_has_colours_on_a_terminal_only(monkeypatch):
     assert "\x1b[" not in plain(closing_table([WARM_UP]))
 
 
+def summary_of(*phases: PhaseRow) -> Summary:
+    return Summary(task="t", method="m", reward="f1", split="dev", seed=0, phases=phases, seconds=1.005001)
+
+
 def test_summary_has_the_promised_fields():
-    summary = summary_dict(Summary(task="tiny_world", method="mygo", seed=3, phases=(WARM_UP, ROUND), seconds=210.123))
-    assert list(summary) == ["task", "method", "seed", "phases", "seconds"]
+    summary = summary_dict(summary_of(WARM_UP, ROUND))
+    assert list(summary) == ["task", "method", "reward", "split", "seed", "phases", "seconds"]
     promised = ["name", "em", "f1", "em_sampled", "f1_sampled", "questions", "trajectories", "accepted", "seconds"]
     assert all(field in phase for phase in summary["phases"] for field in promised)
     assert json.loads(json.dumps(summary)) == summary
 
 
 def test_summary_rounds_to_two_decimals_at_every_depth():
-    summary = summary_dict(Summary(task="t", method="m", seed=0, phases=(WARM_UP, ROUND), seconds=1.005001))
+    summary = summary_dict(summary_of(WARM_UP, ROUND))
     assert summary["phases"][0]["em"] == 38.26
     assert summary["phases"][1]["by_kind"]["bridge"] == {"em": 18.18, "f1": 20.0, "questions": 11}
     assert summary["seconds"] == 1.01
 
 
 def test_a_phase_comes_back_from_the_summary():
-    summary = summary_dict(Summary(task="t", method="m", seed=0, phases=(ROUND,), seconds=1.0))
-    restored = Phase(**summary["phases"][0])
-    assert summary_dict(Summary(task="t", method="m", seed=0, phases=(restored,), seconds=1.0)) == summary
+    summary = summary_dict(summary_of(ROUND))
+    restored = PhaseRow(**summary["phases"][0])
+    assert summary_dict(summary_of(restored)) == summary
 
 
 # Tree

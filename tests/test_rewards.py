@@ -1,17 +1,72 @@
+"""Rewards against numbers worked out by hand, from what an episode's record says."""
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mujica_jax.rewards import BEST_REWARD, f1_reward
+from mujica_jax.records import Question, StopReason, Trajectory
+from mujica_jax.rewards import REWARDS, find_reward
 
 
-def test_reward_is_the_f1_of_the_answer():
-    assert f1_reward("Cemetery of Athens", ["First Cemetery of Athens"], "two_wiki") == 2 * 1.0 * 0.75 / 1.75
+def episode(answer: str, reason: StopReason = StopReason.ANSWERED, **counts: float) -> Trajectory:
+    return Trajectory(
+        question_id="q",
+        attempt=0,
+        policy_version=0,
+        seed=0,
+        conversations=(),
+        answer=answer,
+        counts=counts,
+        stop_reason=reason,
+        searches=(),
+        seconds=0.0,
+    )
 
 
-def test_the_best_alias_counts():
-    assert f1_reward("Motor City", ["Detroit", "Motor City"], "two_wiki") == BEST_REWARD
+def asked(*answers: str) -> Question:
+    return Question(id="q", text="Where?", answers=answers)
 
 
-@given(st.text(max_size=30), st.lists(st.text(max_size=30), min_size=1, max_size=3))
-def test_no_answer_earns_more_than_the_best_reward(answer, golds):
-    assert 0.0 <= f1_reward(answer, golds, "two_wiki") <= BEST_REWARD
+# episode -> f1, em, f1_format = 0.9 F1 + 0.1 if every turn was well-formed
+EPISODES = {
+    "right": (episode("Ghent"), 1.0, 1.0, 1.0),
+    "half of it": (episode("Ghent, Belgium"), 2 / 3, 0.0, 0.9 * 2 / 3 + 0.1),  # precision 1/2, recall 1
+    "wrong": (episode("Rome"), 0.0, 0.0, 0.1),
+    "right with a malformed worker": (episode("Ghent", malformed_workers=1.0), 1.0, 1.0, 0.9),
+    "right, and something else was counted": (episode("Ghent", malformed_workers=0.0, searches=3.0), 1.0, 1.0, 1.0),
+    "no time left": (episode("", StopReason.ITERATION_LIMIT), 0.0, 0.0, 0.1),
+    "the retriever failed": (episode("", StopReason.RETRIEVER_FAILED), 0.0, 0.0, 0.1),
+    "a turn that holds nothing": (episode("", StopReason.NO_ACTION), 0.0, 0.0, 0.0),
+    "a turn that was cut off": (episode("Ghent", StopReason.TURN_LENGTH), 0.0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("what", EPISODES)
+def test_what_an_episode_earns(what):
+    trajectory, f1, em, f1_format = EPISODES[what]
+    found = {name: find_reward(name, "two_wiki")(trajectory, asked("Ghent")) for name in REWARDS}
+    assert {name: reward.total for name, reward in found.items()} == pytest.approx(
+        {"f1": f1, "em": em, "f1_format": f1_format}
+    )
+    well_formed = float(f1_format > 0.9 * f1)
+    assert (found["f1"].parts, found["em"].parts) == ({"f1": pytest.approx(f1)}, {"em": em})
+    assert found["f1_format"].parts == {"f1": pytest.approx(f1), "format": well_formed}
+
+
+def test_the_best_alias_counts_and_the_rule_of_the_task_decides():
+    assert find_reward("f1", "two_wiki")(episode("Motor City"), asked("Detroit", "Motor City")).total == 1.0
+    assert find_reward("em", "two_wiki")(episode("Ghent, Belgium"), asked("Ghent")).total == 0.0
+    assert find_reward("em", "cover_em")(episode("Ghent, Belgium"), asked("Ghent")).total == 1.0
+
+
+@given(
+    st.text(max_size=30),
+    st.lists(st.text(max_size=30), min_size=1, max_size=3),
+    st.sampled_from(StopReason),
+    st.booleans(),
+)
+def test_no_episode_earns_more_than_the_best_reward(answer, golds, reason, malformed):
+    for name in REWARDS:
+        reward = find_reward(name, "two_wiki")
+        found = reward(episode(answer, reason, malformed_workers=float(malformed)), asked(*golds))
+        assert 0.0 <= found.total <= reward.best

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from little_agent import CONFIG, LittleWorld, agent, attempt, tokenizer
+from little_agent import CONFIG, LittleWorld, agent, attempt, rewarded, tokenizer
 
 from mujica_jax.agents.protocol import SearchCall, parse_planner, parse_worker
 from mujica_jax.agents.scripted import ScriptedPolicy, query_of
@@ -23,7 +23,12 @@ WIDE = {"max_turn_tokens": 600, "max_trajectory_tokens": 4000, "max_observation_
 def world() -> TinyWorld:
     return tiny_world.build(
         TinyWorldConfig(
-            train_questions=50, demonstrations=200, test_questions=50, facts_per_entity=8, distractor_names=0.3
+            train_questions=50,
+            demonstrations=200,
+            dev_questions=50,
+            test_questions=50,
+            facts_per_entity=8,
+            distractor_names=0.3,
         )
     )
 
@@ -32,10 +37,11 @@ def play_all(world: TinyWorld, policy: ScriptedPolicy | None = None, **limits) -
     policy = policy or ScriptedPolicy(tokenizer())
 
     async def main() -> list[tuple[Question, Trajectory]]:
-        return [
-            (question, await agent(**limits).run(attempt(question, temperature=0.0), environment, policy, 0))
-            for question, environment in world.demonstrations()
-        ]
+        played = []
+        for question, environment in world.demonstrations():
+            trajectory = await agent(**limits).run(attempt(question, temperature=0.0), environment, policy)
+            played.append((question, rewarded(trajectory, question)))
+        return played
 
     return asyncio.run(main())
 
@@ -52,19 +58,21 @@ def test_every_demonstration_of_every_kind_earns_the_full_reward(played):
         assert trajectory.reward == 1.0
 
 
-def test_an_oversight_ends_an_episode_without_an_answer(world, played):
-    """At 0.1, about a tenth of the worker turns overlook their fact; every other turn of these is as without oversights."""
-    policy = ScriptedPolicy(tokenizer(), oversight=0.1, seed=3)
+def test_a_miss_ends_an_episode_without_an_answer(world, played):
+    """At 0.1, about a tenth of the worker turns miss their fact; every other turn is as without misses."""
+    policy = ScriptedPolicy(tokenizer(), miss_rate=0.1, seed=3)
     noisy = play_all(world, policy, **WIDE)
     searches = sum(len(trajectory.searches) for _, trajectory in noisy)
-    assert 0.05 < len(policy.overlooked) / searches < 0.15
+    assert 0.05 < len(policy.missed) / searches < 0.15
     for (question, trajectory), (_, clean) in zip(noisy, played, strict=True):
-        if any(search.query in policy.overlooked for search in trajectory.searches):
+        if any(search.query in policy.missed for search in trajectory.searches):
             assert (trajectory.stop_reason, trajectory.reward) == (StopReason.NO_ACTION, 0.0), question
         else:
-            assert trajectory.planner.token_ids == clean.planner.token_ids
-    again = ScriptedPolicy(tokenizer(), oversight=0.1, seed=3)
-    assert [t.planner.token_ids for _, t in play_all(world, again, **WIDE)] == [t.planner.token_ids for _, t in noisy]
+            assert trajectory.conversations[0].token_ids == clean.conversations[0].token_ids
+    again = ScriptedPolicy(tokenizer(), miss_rate=0.1, seed=3)
+    assert [t.conversations[0].token_ids for _, t in play_all(world, again, **WIDE)] == [
+        t.conversations[0].token_ids for _, t in noisy
+    ]
 
 
 def test_the_workers_read_every_gold_triple_and_find_it(played):
@@ -78,7 +86,7 @@ def test_the_workers_read_every_gold_triple_and_find_it(played):
 def test_searches_that_do_not_depend_on_each_other_share_a_turn(world, played):
     for question, trajectory in played:
         template = world.template_of(question)
-        turns = [turn for turn in trajectory.planner.turns if turn.role == "model"]
+        turns = [turn for turn in trajectory.conversations[0].turns if turn.role == "model"]
         assert len(turns) == len(template.path) + 1
         asked = {(search.iteration, search.query) for search in trajectory.searches}
         depth = {
@@ -92,12 +100,12 @@ def test_searches_that_do_not_depend_on_each_other_share_a_turn(world, played):
 def test_what_planners_write_is_what_the_parser_reads(played):
     for question, trajectory in played:
         numbered = {candidate.label: number for number, candidate in enumerate(question.candidates)}
-        *searching, last = [turn.text for turn in trajectory.planner.turns if turn.role == "model"]
+        *searching, last = [turn.text for turn in trajectory.conversations[0].turns if turn.role == "model"]
         for iteration, text in enumerate(searching):
-            move = parse_planner(text, "graph", candidates=100, max_searches=CONFIG.max_searches_per_turn)
+            action = parse_planner(text, "graph", candidates=100, max_searches=CONFIG.max_searches_per_turn)
             recorded = [search for search in trajectory.searches if search.iteration == iteration]
-            assert [call.query for call in move.searches] == [search.query for search in recorded]
-            for call, search in zip(move.searches, recorded, strict=True):
+            assert [call.query for call in action.searches] == [search.query for search in recorded]
+            for call, search in zip(action.searches, recorded, strict=True):
                 if search.entity in numbered:
                     assert call == SearchCall(query=search.query, candidate=numbered[search.entity])
         assert parse_planner(last, "graph", candidates=100, max_searches=9).answer == question.answers[0]
@@ -105,8 +113,8 @@ def test_what_planners_write_is_what_the_parser_reads(played):
 
 def test_what_workers_write_is_what_the_parser_reads(played):
     for _, trajectory in played:
-        assert trajectory.rewards_by_part["malformed_workers"] == 0
-        for search, conversation in zip(trajectory.searches, trajectory.workers, strict=True):
+        assert trajectory.counts["malformed_workers"] == 0
+        for search, conversation in zip(trajectory.searches, trajectory.conversations[1:], strict=True):
             reply = parse_worker(conversation.turns[-1].text, materials=len(search.materials))
             assert (reply.selected, reply.sentence) == (search.selected, search.sentence)
             assert all(search.entity in search.materials[index] for index in search.selected)
@@ -135,6 +143,7 @@ def test_what_the_graph_lacks_is_not_answered():
     config = TinyWorldConfig(
         train_questions=50,
         demonstrations=100,
+        dev_questions=50,
         test_questions=50,
         facts_per_entity=8,
         distractor_names=0.3,
@@ -168,6 +177,6 @@ def test_names_with_commas_and_quotation_marks_are_read_right():
         ]
     }
     policy = ScriptedPolicy(tokenizer())
-    trajectory = asyncio.run(agent(**WIDE).run(attempt(question), LittleWorld(materials), policy, 0))
+    trajectory = asyncio.run(agent(**WIDE).run(attempt(question), LittleWorld(materials), policy))
     assert trajectory.searches[0].selected == (1,)
-    assert trajectory.reward == 1.0
+    assert rewarded(trajectory, question).reward == 1.0

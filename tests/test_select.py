@@ -15,11 +15,9 @@ def trajectory(
         attempt=attempt,
         policy_version=0,
         seed=0,
-        planner=conversation((1, 2), (token,)),
-        workers=workers,
+        conversations=(conversation((1, 2), (token,)), *workers),
         answer="",
         reward=reward,
-        rewards_by_part={},
         stop_reason=StopReason.ANSWERED,
         searches=(),
         seconds=0.0,
@@ -82,4 +80,4 @@ def test_the_same_planner_conversation_may_serve_two_questions():
 def test_planner_and_every_worker_become_rows():
     workers = (conversation((3,), (4,)), conversation((5,), (6,)))
     one, other = trajectory("a", 0, 1.0, workers=workers), trajectory("b", 0, 1.0)
-    assert training_rows([one, other]) == [one.planner, *workers, other.planner]
+    assert training_rows([one, other]) == [one.conversations[0], *workers, other.conversations[0]]

@@ -2,6 +2,7 @@ import asyncio
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Iterator
 from datetime import datetime
 
 import hypothesis
@@ -12,7 +13,7 @@ from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import score
 from mujica_jax.records import Entity, Question
-from mujica_jax.tasks.task import Task
+from mujica_jax.tasks.task import FromScratchTask, Task
 from mujica_jax.tasks.tiny_world.facts import WorldPart
 from mujica_jax.tasks.tiny_world.names import LEARNING_SHARES, SHARES, Part
 from mujica_jax.tasks.tiny_world.questions import KIND_SHARES, TEMPLATES
@@ -20,7 +21,12 @@ from mujica_jax.tasks.tiny_world.world import FIRST_KEY, TinyWorld, build
 from mujica_jax.tasks.two_wiki.chains import follows_from_evidence
 
 CONFIG = TinyWorldConfig(
-    train_questions=300, demonstrations=200, test_questions=150, facts_per_entity=8, distractor_names=0.3
+    train_questions=300,
+    demonstrations=200,
+    dev_questions=100,
+    test_questions=150,
+    facts_per_entity=8,
+    distractor_names=0.3,
 )
 EARLIER_WORDS = {"first", "earlier", "older"}
 LATER_WORDS = {"later", "younger", "last", "recently"}
@@ -32,7 +38,8 @@ def world() -> TinyWorld:
 
 
 def all_questions(world: TinyWorld) -> list[Question]:
-    return [*world.questions("train"), *(question for question, _ in world.demonstrations()), *world.questions("test")]
+    held_out = [*world.questions("dev"), *world.questions("test")]
+    return [*world.questions("train"), *(question for question, _ in world.demonstrations()), *held_out]
 
 
 def labels(world: TinyWorld, part: Part) -> set[str]:
@@ -58,6 +65,16 @@ def answer_by_reading(question: Question) -> str:
     return question.candidates[0 if first_is_earlier == bool(words & EARLIER_WORDS) else 1].label
 
 
+def pieces(world: TinyWorld) -> Iterator[object]:
+    """What there is to see of a world, the parts that are made soonest first."""
+    for split in ("test", "dev", "train"):
+        questions = world.questions(split)
+        yield len(questions)
+        for question in questions:
+            yield question, [world.graph.materials(candidate.id) for candidate in question.candidates]
+    yield [question for question, _ in world.demonstrations()]
+
+
 def fingerprint(world: TinyWorld) -> tuple:
     questions = all_questions(world)
     keys = {evidence.subject_id for question in questions[:150] for evidence in question.evidences}
@@ -66,8 +83,11 @@ def fingerprint(world: TinyWorld) -> tuple:
 
 def test_it_is_a_task_over_a_graph(world: TinyWorld) -> None:
     task: Task = world  # a type checker compares it with the protocol
-    assert (task.name, task.rule, task.environment.kind) == ("tiny_world", "two_wiki", "graph")
-    assert all(environment is task.environment for _, environment in task.demonstrations())
+    assert (task.name, task.rule, task.environment_kind) == ("tiny_world", "two_wiki", "graph")
+    assert isinstance(task, FromScratchTask)
+    environment = task.environment(task.questions("dev")[0])
+    assert environment.kind == task.environment_kind
+    assert all(one is environment for _, one in task.demonstrations())
 
 
 def test_same_configuration_gives_the_same_world(world: TinyWorld) -> None:
@@ -79,6 +99,7 @@ def test_same_configuration_gives_the_same_world(world: TinyWorld) -> None:
     [
         {"train_questions": 301},
         {"demonstrations": 201},
+        {"dev_questions": 101},
         {"test_questions": 151},
         {"facts_per_entity": 7},
         {"distractor_names": 0.6},
@@ -90,17 +111,19 @@ def test_same_configuration_gives_the_same_world(world: TinyWorld) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_every_field_changes_something(world: TinyWorld, change: dict[str, float]) -> None:
-    assert fingerprint(build(dataclasses.replace(CONFIG, **change))) != fingerprint(world)
+    pairs = zip(pieces(build(dataclasses.replace(CONFIG, **change))), pieces(world), strict=False)
+    assert any(one != other for one, other in pairs)
 
 
 def test_every_field_is_perturbed_above() -> None:
     changed = {next(iter(case)) for case in test_every_field_changes_something.pytestmark[0].args[1]}
-    assert changed == {field.name for field in dataclasses.fields(TinyWorldConfig)}
+    assert changed | {"kind"} == {field.name for field in dataclasses.fields(TinyWorldConfig)}
 
 
-def test_training_size_leaves_the_test_questions_alone(world: TinyWorld) -> None:
+def test_training_size_leaves_the_held_out_questions_alone(world: TinyWorld) -> None:
     larger = build(dataclasses.replace(CONFIG, train_questions=3000, demonstrations=900))
-    assert list(larger.questions("test")) == list(world.questions("test"))
+    for split in ("dev", "test"):
+        assert list(larger.questions(split)) == list(world.questions(split))
 
 
 def test_fewer_questions_are_a_beginning_of_more(world: TinyWorld) -> None:
@@ -114,16 +137,17 @@ def test_names_are_unique_and_no_part_shares_one(world: TinyWorld) -> None:
 
 
 @pytest.mark.parametrize("distractor_names", [0.0, 1.0])
-@pytest.mark.parametrize("part", ["demonstration", "test"])
-def test_every_word_of_a_name_occurs_in_training(distractor_names: float, part: Part) -> None:
+def test_every_word_of_a_name_occurs_in_training(distractor_names: float) -> None:
     world = build(dataclasses.replace(CONFIG, train_questions=1, distractor_names=distractor_names))
     train_words = {word for label in labels(world, "train") for word in label.split()}
-    assert {word for label in labels(world, part) for word in label.split()} <= train_words
+    for part in ("demonstration", "dev", "test"):
+        assert {word for label in labels(world, part) for word in label.split()} <= train_words
 
 
 def test_parts_share_all_pairs_of_words() -> None:
     assert sorted(percent for owned in SHARES.values() for percent in owned) == list(range(100))
-    assert set(LEARNING_SHARES) == set(range(100)) - set(SHARES["test"])
+    assert set(LEARNING_SHARES) == set(SHARES["train"]) | set(SHARES["demonstration"])
+    assert all(SHARES.values())
 
 
 def test_copies_ask_the_same_of_other_names(world: TinyWorld) -> None:
@@ -134,7 +158,7 @@ def test_copies_ask_the_same_of_other_names(world: TinyWorld) -> None:
         for at in range(0, len(demonstrations), len(demonstrations) // 3)
     )
     assert originals == [question for question, _ in world.demonstrations()]
-    tests = set(labels(world, "test"))
+    held_out = labels(world, "dev") | labels(world, "test")
     shared = 0
     for question, *others in zip(originals, first, second, strict=True):
         names = {candidate.label for candidate in question.candidates}
@@ -142,7 +166,7 @@ def test_copies_ask_the_same_of_other_names(world: TinyWorld) -> None:
             assert [e.relation for e in other.evidences] == [e.relation for e in question.evidences]
             assert (other.kind, copied.template_of(other)) == (question.kind, copied.template_of(question))
             shared += not names.isdisjoint(candidate.label for candidate in other.candidates)
-            assert tests.isdisjoint(e.subject for e in other.evidences)
+            assert held_out.isdisjoint(e.subject for e in other.evidences)
             assert all(copied.graph.materials(candidate.id) for candidate in other.candidates)
             if question.answers[0] in ("yes", "no"):
                 assert other.answers == question.answers
@@ -222,9 +246,7 @@ def test_search_returns_two_to_facts_per_entity_triples_gold_not_always_first(wo
     first_places, sizes = [], set()
     for question in world.questions("train"):
         for evidence in question.evidences:
-            found = asyncio.run(
-                world.environment.search("anything", Entity(id=evidence.subject_id, label=evidence.subject))
-            )
+            found = asyncio.run(world.graph.search("anything", Entity(id=evidence.subject_id, label=evidence.subject)))
             sizes.add(len(found))
             first_places.append(found[0].text == f"{evidence.subject}, {evidence.relation}, {evidence.object}")
     assert sizes == set(range(2, CONFIG.facts_per_entity + 1))
@@ -253,12 +275,13 @@ def test_nobody_has_an_unknown_key(world: TinyWorld) -> None:
 
 def test_searching_without_an_entity_is_refused(world: TinyWorld) -> None:
     with pytest.raises(ValueError, match="names the entity"):
-        asyncio.run(world.environment.search("Who?", None))
+        asyncio.run(world.graph.search("Who?", None))
 
 
 def test_missing_facts_are_gone_from_both_ends_and_the_questions_stay(world: TinyWorld) -> None:
     poorer = build(dataclasses.replace(CONFIG, missing_facts=0.3))
-    assert list(poorer.questions("test")) == list(world.questions("test"))
+    own, others = ([dataclasses.replace(q, gold_passages=()) for q in of.questions("test")] for of in (poorer, world))
+    assert own == others, "but for their passages, which say what the graph says"
     lost, kept = 0, 0
     for question in world.questions("test"):
         for evidence in question.evidences:
@@ -370,13 +393,15 @@ def test_passages_say_what_the_graph_says(world: TinyWorld) -> None:
     for question in world.questions("test"):
         for evidence in question.evidences:
             assert f"The {evidence.relation} of {evidence.subject} is {evidence.object}." in passages[evidence.subject]
-        assert set(question.gold_passages) == {evidence.subject for evidence in question.evidences}
+        assert {p.title for p in question.gold_passages} == {evidence.subject for evidence in question.evidences}
+        assert all(passage.text == passages[passage.title] for passage in question.gold_passages)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"train_questions": 0}, "train_questions"),
+        ({"dev_questions": 0}, "dev_questions"),
         ({"facts_per_entity": 3}, "facts_per_entity"),
         ({"distractor_names": 1.5}, "distractor_names"),
         ({"missing_facts": -0.1}, "missing_facts"),
@@ -395,7 +420,7 @@ def test_a_world_without_enough_questions_says_so() -> None:
         build(dataclasses.replace(CONFIG, test_questions=60_000, facts_per_entity=4)).questions("test")
 
 
-@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.settings(max_examples=8, deadline=None)
 @hypothesis.given(
     facts_per_entity=st.integers(4, 13),
     distractor_names=st.floats(0, 1),
@@ -408,6 +433,7 @@ def test_any_world_is_answerable_and_disjoint(
     config = TinyWorldConfig(
         train_questions=60,
         demonstrations=60,
+        dev_questions=60,
         test_questions=60,
         facts_per_entity=facts_per_entity,
         distractor_names=distractor_names,

@@ -88,6 +88,7 @@ def config(data_dir, **changes) -> TwoWikiConfig:
         "environment": "graph",
         "data_dir": str(data_dir),
         "hold_out_percent": 15,
+        "dev_questions": 300,
         "test_questions": 300,
         "top_k": 10,
     } | changes
@@ -144,7 +145,16 @@ def play(question, environment) -> bool:
 
 
 def all_questions(task):
-    return [*task.questions("train"), *task.questions("test")]
+    return [question for split in ("train", "dev", "test") for question in task.questions(split)]
+
+
+def held_out(task):
+    return [*task.questions("dev"), *task.questions("test")]
+
+
+def world_of(task):
+    """All questions are answered in one."""
+    return task.environment(all_questions(task)[0])
 
 
 # --- a small folder in the official format ---
@@ -161,22 +171,22 @@ def test_candidates_are_the_topics_the_question_names_and_never_bridge_or_answer
 
 def test_every_gold_chain_can_be_walked(folder):
     task = two_wiki.build(config(folder))
-    assert all(play(question, task.environment) for question in all_questions(task))
+    assert all(play(question, world_of(task)) for question in all_questions(task))
 
 
 def test_a_bridge_is_shown_under_the_name_it_was_found_by(folder):
     task = two_wiki.build(config(folder))
     question = next(question for question in all_questions(task) if question.id == "a1")
-    (found,) = search(task.environment, "Who is the father?", question.candidates[0])
+    (found,) = search(world_of(task), "Who is the father?", question.candidates[0])
     assert found.text == "Faisal bin Abdullah, father, King Abdullah"
     assert found.entities == (question.candidates[0], Entity(id="Q2", label="King Abdullah"))
-    texts = [material.text for material in search(task.environment, "When did he die?", found.entities[1])]
+    texts = [material.text for material in search(world_of(task), "When did he die?", found.entities[1])]
     assert texts == ["King Abdullah, date of death, 23 January 2015", "Faisal bin Abdullah, father, King Abdullah"]
 
 
 def test_a_date_is_no_entity(folder):
     task = two_wiki.build(config(folder))
-    materials = search(task.environment, "date of death", Entity(id="Q2", label="King Abdullah"))
+    materials = search(world_of(task), "date of death", Entity(id="Q2", label="King Abdullah"))
     assert [len(material.entities) for material in materials] == [1, 2]
 
 
@@ -212,7 +222,7 @@ def test_text_questions_are_those_whose_passages_the_corpus_has(folder):
     assert set(questions) == {"d4", "b2"}
     assert questions["d4"].answers == ("Roy Del Ruth", "Del Ruth")
     assert questions["d4"].candidates == ()
-    (found,) = search(task.environment, "Who died in 1961?", None)
+    (found,) = search(world_of(task), "Who died in 1961?", None)
     assert (found.title, found.text) == ("Roy Del Ruth", "Roy Del Ruth: He died in 1961.")
 
 
@@ -225,7 +235,7 @@ def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeyp
     model = find_embedder(embedder, "e5").load()
     scores = model.embed(["Taxi!\nA film by Roy Del Ruth.", "Roy Del Ruth\nHe died in 1961."], "passage")
     expected = ["Taxi!", "Roy Del Ruth"][int((scores @ model.embed(["Who died?"], "query")[0]).argmax())]
-    assert [found.title for found in search(task.environment, "Who died?", None)] == [expected]
+    assert [found.title for found in search(world_of(task), "Who died?", None)] == [expected]
 
 
 def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, tmp_path):
@@ -241,12 +251,12 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
     vectors = model.embed(["Taxi!\nA film by Roy Del Ruth.", "Roy Del Ruth\nHe died in 1961."], "passage")
     for asked in ("Who died in 1961?", "Who made Taxi!?"):
         expected = ["Taxi!", "Roy Del Ruth"][int((vectors @ model.embed([asked], "query")[0]).argmax())]
-        assert [found.title for found in search(task.environment, asked, None)] == [expected]
+        assert [found.title for found in search(world_of(task), asked, None)] == [expected]
     again = two_wiki.build(config(folder, **chosen))
-    search(again.environment, "Who died in 1961?", None)
-    assert again.environment.retriever.statistics.cached == 1
+    search(world_of(again), "Who died in 1961?", None)
+    assert world_of(again).retriever.statistics.cached == 1
     by_words = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
-    assert [found.title for found in search(by_words.environment, "Who died in 1961?", None)] == ["Roy Del Ruth"]
+    assert [found.title for found in search(world_of(by_words), "Who died in 1961?", None)] == ["Roy Del Ruth"]
     assert {question.id for question in all_questions(by_words)} == {question.id for question in all_questions(task)}
     for changes, said in (
         ({"index": None}, r"retriever is dense and index is None: make an index .*mujica_jax\.index build"),
@@ -273,9 +283,9 @@ def test_passages_are_searched_at_the_service_that_is_named(folder):
                 functools.partial(two_wiki.build, config(folder, environment="text", top_k=1, index=address))
             )
             here = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
-            assert asked.environment.retriever.version == here.environment.retriever.index.version
+            assert world_of(asked).retriever.version == world_of(here).retriever.index.version
             for question in ("Who died in 1961?", "A film by Roy Del Ruth", "nothing of it"):
-                assert search(asked.environment, question, None) == search(here.environment, question, None)
+                assert search(world_of(asked), question, None) == search(world_of(here), question, None)
             assert {question.id for question in all_questions(asked)} == {
                 question.id for question in all_questions(here)
             }
@@ -327,7 +337,8 @@ def test_a_malformed_question_is_refused_with_its_line(folder, changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"hold_out_percent": 0}, {"hold_out_percent": 100}, {"top_k": 0}, {"test_questions": 0}]
+    "changes",
+    [{"hold_out_percent": 0}, {"hold_out_percent": 100}, {"top_k": 0}, {"dev_questions": 0}, {"test_questions": 0}],
 )
 def test_settings_without_meaning_are_refused(folder, changes):
     with pytest.raises(UserError, match=f"{next(iter(changes))} is {next(iter(changes.values()))}"):
@@ -371,9 +382,9 @@ def test_a_crowded_entity_shows_what_the_embedder_finds_nearest(folder, tmp_path
         file.write("\n".join(rows) + "\n")
     changes = {"retriever": "dense", "embedder": str(embedder), "top_k": 3}
     task = two_wiki.build(config(folder, **changes))
-    found = [material.text for material in search(task.environment, "word7", Entity(id="Q1", label="Ann"))]
+    found = [material.text for material in search(world_of(task), "word7", Entity(id="Q1", label="Ann"))]
     by_words = two_wiki.build(config(folder, top_k=100))
-    texts = [material.text for material in search(by_words.environment, "word7", Entity(id="Q1", label="Ann"))]
+    texts = [material.text for material in search(world_of(by_words), "word7", Entity(id="Q1", label="Ann"))]
     assert len(texts) >= 12
     model = find_embedder(str(embedder)).load()
     scores = model.embed(texts, "passage") @ model.embed(["word7"], "query")[0]
@@ -410,18 +421,20 @@ def copies(demonstrations):
 
 @needs_data
 def test_splits_share_no_question_and_keep_their_order(real):
-    train, test = (real.questions(split) for split in ("train", "test"))
-    assert len(train) > 2500
-    assert len(test) == 300
-    assert not {question.id for question in train} & {question.id for question in test}
-    assert not any(two_wiki.is_held_out(question.id, 15) for question in train)
-    again = two_wiki.build(config(TWO_WIKI, test_questions=50))
-    assert again.questions("test") == test[:50]
+    sizes = {split: len(real.questions(split)) for split in ("train", "dev", "test")}
+    assert sizes["train"] > 2500
+    assert 150 < sizes["dev"] <= 300 and 150 < sizes["test"] <= 300
+    ids = {split: {question.id for question in real.questions(split)} for split in sizes}
+    assert len(set.union(*ids.values())) == sum(sizes.values())
+    assert all(two_wiki.split_of(id, 15) == split for split, found in ids.items() for id in found)
+    again = two_wiki.build(config(TWO_WIKI, dev_questions=40, test_questions=50))
+    assert again.questions("test") == real.questions("test")[:50]
+    assert again.questions("dev") == real.questions("dev")[:40]
 
 
 @needs_data
 def test_every_real_gold_chain_can_be_walked(real):
-    assert [question.text for question in all_questions(real) if not play(question, real.environment)] == []
+    assert [question.text for question in all_questions(real) if not play(question, world_of(real))] == []
 
 
 @needs_data
@@ -469,8 +482,8 @@ def test_copies_hold_no_word_of_held_out_names(real, copies):
     def words(texts):
         return set(re.findall(r"[^\W\d_]+", " ".join(texts).casefold()))
 
-    names = words(entity.label for question in real.questions("test") for entity in question.candidates)
-    secret = names - words(real.tokenizer_text()) - KEPT_WORDS
+    names = words(entity.label for question in held_out(real) for entity in question.candidates)
+    secret = names - words(real.tokenizer_text()) - KEPT_WORDS - {"serbia"}  # a country that copies make up themselves
     assert len(secret) > 100
     for copy, environment in copies:
         shown = words([copy.text, *(triple.text for triple in environment.graph.triples)])
@@ -481,7 +494,7 @@ def test_copies_hold_no_word_of_held_out_names(real, copies):
 def test_tokenizer_text_holds_nothing_that_only_held_out_questions_use(real):
     text = set(real.tokenizer_text())
     train_triples = {evidence for question in real.questions("train") for evidence in question.evidences}
-    for question in real.questions("test"):
+    for question in held_out(real):
         assert question.text not in text
         for evidence in question.evidences:
             if evidence not in train_triples:
@@ -516,9 +529,9 @@ def test_dates_of_a_copy_keep_birth_before_death(copies):
 @needs_data
 def test_text_task_on_the_real_corpus():
     task = two_wiki.build(config(TWO_WIKI, environment="text", top_k=5))
-    assert len(task.questions("train")) + len(task.questions("test")) == 685
+    assert len(all_questions(task)) == 685
     assert len(task.demonstrations()) > 150
-    assert len(search(task.environment, task.questions("train")[0].text, None)) == 5
+    assert len(search(world_of(task), task.questions("train")[0].text, None)) == 5
 
 
 def test_names_hold_no_double_quote_and_no_double_space(folder):
@@ -535,20 +548,20 @@ def test_names_hold_no_double_quote_and_no_double_space(folder):
     task = two_wiki.build(config(folder))
     (question,) = all_questions(task)
     assert question.candidates[0].label == "'Weird Al' Yankovic"
-    assert play(question, task.environment)
+    assert play(question, world_of(task))
 
 
 @needs_data
-def test_reading_documents_are_endless_repeatable_and_without_held_out_names(real):
+def test_pretraining_documents_are_endless_repeatable_and_without_held_out_names(real):
     def read(seed):
-        return list(itertools.islice(real.reading_documents(seed), 3000))
+        return list(itertools.islice(real.pretraining_documents(seed), 3000))
 
     def words(texts):
         return set(re.findall(r"[^\W\d_]+", " ".join(texts).casefold()))
 
     documents = read(seed=0)
     assert documents == read(seed=0) != read(seed=1)
-    names = words(entity.label for question in real.questions("test") for entity in question.candidates)
+    names = words(entity.label for question in held_out(real) for entity in question.candidates)
     shown = (
         words(real.tokenizer_text()) | KEPT_WORDS | {"none", "materials", "years", "the", "in", "order", "and", "of"}
     )

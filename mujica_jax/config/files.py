@@ -97,23 +97,27 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
         if name not in known:
             raise UserError(f"{kind.__name__} has no field {name}: {nearest(name, sorted(known))}")
     try:
-        return kind(**{name: _value(hints[name], value) for name, value in values.items()})
+        return kind(**{name: _value(f"{kind.__name__}.{name}", hints[name], value) for name, value in values.items()})
     except TypeError as error:
         raise UserError(f"{kind.__name__} cannot be read back: {error}") from error
 
 
-def _value(hint: Any, value: Any) -> Any:
+def _value(name: str, hint: Any, value: Any) -> Any:
     options = _options(hint)
     if isinstance(value, list) and any(typing.get_origin(option) is tuple for option in options):
         return tuple(value)
-    if not isinstance(value, Mapping):
-        return value
     sections = [option for option in options if _is_section(option)]
+    if isinstance(value, Mapping) != bool(sections):
+        fields = " or ".join(f"the fields of {section.__name__}" for section in sections)
+        raise UserError(f"{name} is {value} and must be {f'an object with {fields}' if sections else 'a single value'}")
+    if not sections:
+        return value
     kinds = {_kind_of(section): section for section in sections}
-    if "kind" in value:
-        if value["kind"] not in kinds:
-            raise UserError(f"there is no kind {value['kind']}: {nearest(str(value['kind']), kinds.keys())}")
-        return from_dict(kinds[value["kind"]], value)
+    if "kind" in value and "" not in kinds:
+        kind = str(value["kind"])
+        if kind not in kinds:
+            raise UserError(f"there is no kind {kind}: {nearest(kind, kinds.keys())}")
+        return from_dict(kinds[kind], value)
     # Written before kinds were: the section that shares most fields, which names those that do not fit.
     return from_dict(max(sections, key=lambda section: len(_fields(section) & set(value))), value)
 
@@ -181,8 +185,11 @@ def _take_flag(words: list[str], flag: str) -> str | None:
     value = None
     for place in reversed(range(len(words))):
         if words[place].startswith(f"{flag}="):
-            value = value or words.pop(place).partition("=")[2]
+            given = words.pop(place).partition("=")[2]
         elif words[place] == flag and place + 1 < len(words):
-            value = value or words[place + 1]
+            given = words[place + 1]
             del words[place : place + 2]
+        else:
+            continue
+        value = given if value is None else value
     return value

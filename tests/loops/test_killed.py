@@ -29,17 +29,17 @@ def test_killed_again_and_again_it_ends_as_if_it_had_not_been(undisturbed, tmp_p
     ends = killed(
         directory,
         {
-            "phase": "reading: learning",
+            "phase": "pretraining: learning",
             "update": 9,
             "stretch": 7,
-            "saved": "learning/reading/*/COMMITTED",
+            "saved": "learning/pretraining/*/COMMITTED",
             "rows": str(first),
         },
         {"phase": "warm-up: learning", "update": 40, "rows": str(second)},
         {"phase": "round 1: sampling", "update": 2},
         {"phase": "round 2: evaluating, greedy", "update": 5},
     )
-    assert "reading: learning: 20/20 steps" in ends[1].output
+    assert "pretraining: learning: 20/20 steps" in ends[1].output
     assert json_lines(first)[:7] + json_lines(second)[:13] == undisturbed.rows[:20]
     assert len({tuple(rows) for rows in undisturbed.rows[:20]}) == 20
     output = rest(directory)

@@ -12,7 +12,7 @@ from whole_runs import CONFIG, ENVIRONMENT, EVAL, ROOT, SECONDS, Ended, disturbe
 
 MOST_SECONDS = 30.0  # from the signal to the end of the process
 # What the default tests look at.
-THIN = ("reading: learning", "round 1: sampling", "committing policy 1", "round 2: evaluating, greedy")
+THIN = ("pretraining: learning", "round 1: sampling", "committing policy 1", "round 2: evaluating, greedy")
 
 
 def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:

@@ -26,18 +26,18 @@ from whole_runs import (
     outcome,
 )
 
-from mujica_jax.report import Phase
+from mujica_jax.report import PhaseRow
 
 
 def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
     value = json.loads((undisturbed.directory / "summary.json").read_text())
-    assert set(value) == {"task", "method", "seed", "phases", "seconds"}
+    assert set(value) == {"task", "method", "reward", "split", "seed", "phases", "seconds"}
     assert (value["task"], value["method"], value["seed"]) == ("tiny_world", "mygo", 0)
     assert [phase["name"] for phase in value["phases"]] == ["warm-up", "control", "round 1", "round 2"]
     promised = "name em f1 em_sampled f1_sampled questions trajectories accepted seconds".split()
     for phase in value["phases"]:
         assert set(phase) >= set(promised)
-        assert Phase(**phase).questions == 12
+        assert PhaseRow(**phase).questions == 12
     table = closing(undisturbed.output).splitlines()
     assert [line[:7] for line in table if line.startswith(("warm", "control", "round"))] == [
         phase["name"] for phase in value["phases"]
@@ -101,10 +101,10 @@ def test_a_finished_run_prints_its_table_again_and_changes_nothing(undisturbed):
 @pytest.mark.slow
 def test_eval_repeats_what_the_run_found(copy):
     printed = finished([*EVAL, "--checkpoint", str(copy)])
-    result = json.loads((copy / "eval" / "tiny_world-graph.json").read_text())
+    result = json.loads((copy / "eval" / "tiny_world-graph-dev.json").read_text())
     own = json.loads((copy / "eval" / "round-2.json").read_text())
     assert (result["policy"], result["greedy"], result["sampled"]) == (2, own["greedy"], own["sampled"])
-    lines = json_lines(copy / "eval" / "tiny_world-graph.predictions.jsonl")
+    lines = json_lines(copy / "eval" / "tiny_world-graph-dev.predictions.jsonl")
     earlier = json_lines(copy / "eval" / "round-2.predictions.jsonl")
     compared = ("id", "prediction", "stop_reason", "searches")
     assert [[line[key] for key in compared] for line in lines] == [[line[key] for key in compared] for line in earlier]
@@ -130,8 +130,8 @@ def test_a_policy_that_was_trained_on_a_graph_is_evaluated_on_passages(undisturb
     of_run = ["--checkpoint", str(undisturbed.directory), "--policy", "0", "--out", str(tmp_path / "results")]
     on_text = ["--task.environment", "text", "--task.data-dir", str(data), "--eval.questions", "1000", "--seed", "5"]
     output = finished([*EVAL, str(TWO_WIKI_CONFIG), *of_run, *on_text])
-    result = json.loads((tmp_path / "results" / "two_wiki-text.json").read_text())
-    predictions = json_lines(tmp_path / "results" / "two_wiki-text.predictions.jsonl")
+    result = json.loads((tmp_path / "results" / "two_wiki-text-dev.json").read_text())
+    predictions = json_lines(tmp_path / "results" / "two_wiki-text-dev.predictions.jsonl")
     assert [result[key] for key in ("task", "environment", "policy", "seed")] == ["two_wiki", "text", 0, 5]
     assert 0 < result["greedy"]["questions"] == len(predictions) <= 20
     assert f"all {len(predictions)} held-out questions are evaluated; eval.questions is 1000" in output

@@ -1,0 +1,109 @@
+"""Sections of several kinds: how a command line and a config.json choose one, and that each kind leads to its code."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from mujica_jax.config.files import command_line, from_dict, implementation, load_config
+from mujica_jax.config.schema import AgentConfig, Config, MethodConfig, TaskConfig, TinyWorldConfig, TwoWikiConfig
+from mujica_jax.errors import UserError
+
+KINDS = [kind for union in (TaskConfig, AgentConfig, MethodConfig) for kind in getattr(union, "__args__", (union,))]
+GIVEN = ["--task.environment", "graph", "--task.data-dir", "data", "--task.hold-out-percent", "20", "--task.top-k", "3"]
+
+
+def json_of(config: Config) -> dict:
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+@pytest.fixture
+def tiny_world() -> Config:
+    return load_config("tiny_world")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_leads_to_its_code(kind):
+    assert callable(implementation(kind))
+    (field,) = (field for field in dataclasses.fields(kind) if field.name == "kind")
+    assert re.fullmatch(r"[a-z0-9_]+", field.default)
+
+
+# The command line
+
+
+def test_another_kind_keeps_the_fields_that_both_have(tiny_world):
+    for flag in (["--task.kind", "two_wiki"], ["--task.kind=two_wiki"], ["--task.kind=web", "--task.kind=two_wiki"]):
+        config = command_line([*flag, *GIVEN, "--task.test-questions", "7"], default="tiny_world")
+        assert config == dataclasses.replace(tiny_world, task=config.task)
+        assert isinstance(config.task, TwoWikiConfig)
+        assert (config.task.environment, config.task.top_k, config.task.retriever) == ("graph", 3, "bm25")
+        assert config.task.dev_questions == tiny_world.task.dev_questions
+        assert (config.task.test_questions, config.task.augmented_copies) == (7, 1)
+
+
+def test_another_kind_asks_for_the_fields_that_are_missing(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line(["--task.kind", "two_wiki", "--task.environment", "text"], default="tiny_world")
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    for flag in ("data-dir", "hold-out-percent", "top-k"):
+        assert f"--task.{flag}" in said.out + said.err
+    assert "--task.dev-questions" not in said.out + said.err
+
+
+def test_the_own_kind_changes_nothing(tiny_world):
+    assert command_line(["--task.kind", "tiny_world"], default="tiny_world") == tiny_world
+
+
+@pytest.mark.parametrize("words", [["--task.facts-per-entity", "5"], ["--task.facts_per_entity=5"]])
+def test_a_field_of_another_kind_is_answered_with_the_kind_that_has_it(words):
+    with pytest.raises(UserError) as refused:
+        command_line(words, default="two_wiki_kg_nano")
+    assert str(refused.value) == (
+        "--task.facts_per_entity is a field of task.kind tiny_world, and task.kind is two_wiki: leave it out, or add "
+        "--task.kind tiny_world"
+    )
+
+
+# config.json
+
+
+def test_the_kind_chooses_the_class_whatever_else_is_wrong(tiny_world):
+    """Most fields here are those of the other class."""
+    values = json_of(tiny_world)
+    with pytest.raises(UserError, match=r"TwoWikiConfig has no field train_questions"):
+        from_dict(Config, values | {"task": values["task"] | {"kind": "two_wiki"}})
+    with pytest.raises(UserError, match=r"TwoWikiConfig cannot be read back: .*'environment'"):
+        from_dict(Config, values | {"task": {"kind": "two_wiki", "dev_questions": 3}})
+    with pytest.raises(UserError, match=r"TinyWorldConfig has no field paraphrase: did you mean paraphrases\?"):
+        from_dict(Config, values | {"task": values["task"] | {"paraphrase": 3}})
+
+
+def test_a_config_json_without_kinds_is_read_by_the_fields_it_has(tiny_world):
+    for name, kind in (("tiny_world", TinyWorldConfig), ("two_wiki_kg_nano", TwoWikiConfig)):
+        config = load_config(name)
+        values = json_of(config)
+        for section in ("task", "agent", "method"):
+            del values[section]["kind"]
+        assert from_dict(Config, values) == config and isinstance(config.task, kind)
+        del values["task"]["dev_questions"]
+        with pytest.raises(UserError, match=rf"{kind.__name__} cannot be read back: .*'dev_questions'"):
+            from_dict(Config, values)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"task": {"kind": "two_wikki"}}, "there is no kind two_wikki: did you mean two_wiki?"),
+        ({"task": {"kind": ["two_wiki"]}}, "there is no kind ['two_wiki']"),
+        ({"engine": {"kind": "fast"}}, "EngineConfig has no field kind"),
+        ({"engine": 3}, "Config.engine is 3 and must be an object with the fields of EngineConfig"),
+        ({"seed": {"a": 3}}, "Config.seed is {'a': 3} and must be a single value"),
+    ],
+)
+def test_a_config_json_that_was_changed_by_hand_is_explained(tiny_world, changed, sentence):
+    with pytest.raises(UserError) as refused:
+        from_dict(Config, json_of(tiny_world) | changed)
+    assert sentence in str(refused.value)
