@@ -188,11 +188,11 @@ def query(given: argparse.Namespace) -> None:
 
 
 def serve(given: argparse.Namespace) -> None:
+    from mujica_jax.config.cache_folders import cache_folder
     from mujica_jax.retrieval.retriever import IndexRetriever
     from mujica_jax.retrieval.search_cache import SearchCache
     from mujica_jax.retrieval.service import address_of, make_app, open_port, serve_until_told
     from mujica_jax.retrieval.text.index import read_kind
-    from mujica_jax.runtime.cache_folders import cache_folder
 
     if given.most_waiting < 1:
         raise UserError(f"--most-waiting is {given.most_waiting}: give at least 1, or nobody is answered")

@@ -2,9 +2,9 @@
 
 import pytest
 
+from mujica_jax.config import cache_folders
+from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
-from mujica_jax.runtime import cache_folders
-from mujica_jax.runtime.cache_folders import cache_folder
 
 
 def test_where_caches_lie(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mujica_jax.runtime.cache_folders import cache_folder
+from mujica_jax.config.cache_folders import cache_folder
 
 # Parameters of JAX's own function.
 READ = ("backend", "executable_devices", "host_callbacks", "module_name", "cache_key")

@@ -20,8 +20,8 @@ from io import FileIO
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import StoreError, UserError
-from mujica_jax.runtime.cache_folders import cache_folder
 from mujica_jax.storage import local
 from mujica_jax.storage.io_statistics import IoStatistics
 from mujica_jax.storage.local import as_user_error

@@ -16,6 +16,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable
 
 from mujica_jax import __version__
+from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
 from mujica_jax.http.client import HttpClient, TransientError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
@@ -30,7 +31,6 @@ from mujica_jax.retrieval.errors import (
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph, Read
 from mujica_jax.retrieval.search_cache import SearchCache
-from mujica_jax.runtime.cache_folders import cache_folder
 
 SCHEME = "sparql+"  # before http:// or https://: what tells such an address from that of a service of passages
 EXAMPLE = "sparql+https://HOST/sparql"

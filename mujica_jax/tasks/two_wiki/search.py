@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.client import open_remote
@@ -15,7 +16,6 @@ from mujica_jax.retrieval.text.corpus import Passage, read_corpus
 from mujica_jax.retrieval.text.dense import nearest
 from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.retrieval.text.index import Index, open_index, read_kind
-from mujica_jax.runtime.cache_folders import cache_folder
 from mujica_jax.tasks.environment import Ranking
 from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, data_files
 
