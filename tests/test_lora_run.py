@@ -62,7 +62,7 @@ def learnt(run):
 
 def learn(run: Run):
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
-    return run.learn("some phase", run.initial_state, lambda: rows, steps=3, peak=0.1, floor=0.01)
+    return run.learn("some phase", run.initial_state, lambda: rows, steps=3, peak=0.1, end_value=0.01)
 
 
 def test_the_policy_that_is_written_is_the_merged_one(run, learnt, config, tmp_path):
