@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -37,10 +38,10 @@ class RecordedRows(PackedRows):
 
     read: list[list[int]] = dataclasses.field(default_factory=list)
 
-    def batch(self, rows: np.ndarray | slice) -> Batch:
+    def batch(self, rows: np.ndarray | slice, columns: Sequence[str] = ()) -> Batch:
         assert isinstance(rows, np.ndarray)
         self.read.append(rows.tolist())
-        return super().batch(rows)
+        return super().batch(rows, columns)
 
 
 def main(directory: str, processes: int, process: int, port: int, steps: int, deadline: int, pause: float = 0) -> None:
