@@ -225,11 +225,11 @@ def decoder() -> Decoder:
 
 
 def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
-    class Told(engines.ResidentEngine):
+    class Told(engines.ContiguousEngine):
         def __init__(self, decoder: Decoder, **options: Any) -> None:
             self.options = options
 
-    monkeypatch.setattr(engines, "ResidentEngine", Told)
+    monkeypatch.setattr(engines, "ContiguousEngine", Told)
     monkeypatch.setattr(engines, "_mesh", lambda engine: engine.tensor)
     monkeypatch.setattr(parts, "BatchedGenerator", lambda engine, **options: (engine.options, options))
     tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,), token_bytes=None)

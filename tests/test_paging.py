@@ -31,7 +31,6 @@ class Running:
     prompt: tuple[int, ...]
     capacity_tokens: int
     written: tuple[int, ...]  # tokens whose keys and values are in memory
-    valid: bool = True  # nothing was forgotten since it began
 
 
 class PagesMachine(RuleBasedStateMachine):
@@ -102,10 +101,9 @@ class PagesMachine(RuleBasedStateMachine):
             assert self.memory[one.table[n // self.size]][n % self.size] == one.written[: n + 1], "overwritten"
         self.pages.release(one.block_table, tokens_of(*one.written))
         self.learn(one)
-        if one.valid:
-            known = self.known_of_tree()
-            found = max((alike(held, one.written) for held in known.values()), default=0)
-            assert found == len(one.written), "what was computed can be found"
+        known = self.known_of_tree()
+        found = max((alike(held, one.written) for held in known.values()), default=0)
+        assert found == len(one.written), "what was computed can be found"
 
     @precondition(lambda self: self.running)
     @rule(of=st.integers(0, 99))
@@ -122,20 +120,12 @@ class PagesMachine(RuleBasedStateMachine):
         assert not any(set(private) & {*other.table, *other.block_table.pages} for other in self.running)
         self.pages.release(one.block_table, tokens_of())
 
-    @rule()
-    def reset_cache(self):
-        self.pages.reset_cache()
-        for one in self.running:
-            one.valid = False
-        assert self.pages.cached() == []
-
     @invariant()
     def every_page_is_in_one_place(self):
         if not hasattr(self, "pages"):
             return
         self.unlearn()
-        stale = {id(node): node.page for one in self.running for node in one.block_table.shared if node.parent is None}
-        places = collections.Counter([*self.pages._free, *self.pages.cached(), *stale.values()])
+        places = collections.Counter([*self.pages._free, *self.pages.cached()])
         for one in self.running:
             places.update([*one.block_table.pages[len(one.block_table.shared) :], *one.block_table.duplicates])
         assert places == collections.Counter(range(self.pages.count))
@@ -156,8 +146,6 @@ class PagesMachine(RuleBasedStateMachine):
         for one in self.running:
             self.pages.release(one.block_table, tokens_of())
         assert self.pages.free + len(self.pages.cached()) == self.pages.count
-        self.pages.reset_cache()
-        assert self.pages.free == self.pages.count
 
     def write(self, one: Running, tokens: tuple[int, ...]) -> None:
         """Through the table that the request was started with; only where nobody else reads."""
@@ -291,17 +279,7 @@ def test_a_request_that_is_too_large_at_present_evicts_nothing():
     pages.release(running, tokens_of())
 
 
-def test_what_running_requests_hold_is_given_back_after_it_was_forgotten():
-    pages = BlockAllocator(4, page_tokens=2)
-    computed(pages, 1, 1)
-    running = allocated(pages, 1, 1, 2)
-    pages.reset_cache()
-    assert pages.free == 4 - len(running.pages) and pages.cached() == []
-    pages.release(running, tokens_of(1, 1, 2))
-    assert pages.free == 4 and pages.cached() == [], "and what it computed is not valid either"
-
-
-def test_the_book_of_what_may_be_evicted_does_not_grow_with_the_number_of_requests():
+def test_the_eviction_queue_does_not_grow_with_the_number_of_requests():
     pages = BlockAllocator(4, page_tokens=2)
     for _ in range(2000):
         pages.release(allocated(pages, 1, 2, 3), tokens_of(1, 2))

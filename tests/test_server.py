@@ -15,6 +15,7 @@ import pytest
 from countable_engine import CountableEngine
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from tiny_engine import make_engine, random_tokens
+from traffic import assert_nothing_is_held
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters, serve_metrics
@@ -105,13 +106,6 @@ def eventually(condition: Any) -> bool:
             return True
         time.sleep(0.005)
     return False
-
-
-def assert_nothing_is_held(generator: BatchedGenerator) -> None:
-    pages = generator._pages
-    assert not generator._running and not generator._waiting
-    assert pages.free + len(pages.cached()) == pages.count
-    assert all(node.users == 0 for node in pages._nodes())
 
 
 def test_an_answer_streams_in_parts_and_is_what_the_generator_gives():

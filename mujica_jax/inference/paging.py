@@ -1,12 +1,13 @@
-"""Which page of the KV memory holds which tokens: page tables, reference counts, and a tree of prefixes that requests share.
+"""Which page of the KV cache holds which tokens: block tables, reference counts, and a radix tree of shared prefixes.
 
-Memory is cut into pages of `page_tokens` tokens. A request leases as many as its longest possible sequence needs; what its prompt shares
-with earlier sequences it finds in the tree, page by page, and does not compute again. The tree's nodes are pages: inner ones are full, a
-leaf may be partly filled. A page that several sequences read is never written: whoever goes on from the middle of one gets a copy
-(copy on write), unless it is a partly filled leaf that is continued where it ends and that nobody else reads; then it is taken over.
+Memory is cut into pages of `page_tokens` tokens. A request's block table has as many as its longest possible sequence needs; those
+of the prefix that its prompt shares with earlier sequences come from the tree and are not computed again. The tree's nodes are pages:
+inner ones are full, a leaf may be partly filled. A page that several sequences read is never written: a sequence that goes on from the
+middle of one gets a copy (copy on write), unless it is a partly filled leaf that is continued where it ends and that no other sequence
+reads; then it is taken over.
 
-Pages that no running request uses stay in the tree until memory is needed; then the leaves that were used longest ago go first. Numbers
-only: the arrays are the engine's, and when requests come and go is the generator's.
+Pages that no running request uses stay in the tree until memory is needed; then the least recently used leaves are evicted. Numbers
+only: the arrays are the engine's, and when requests come and go is the scheduler's.
 """
 
 import bisect
@@ -39,9 +40,8 @@ class BlockTable:
 
     pages: list[int]
     shared: list[RadixNode]  # the tree's nodes among them, from the front
-    cached_tokens: int  # tokens whose keys and values lay in memory when the table was taken
+    cached_tokens: int  # tokens whose keys and values were in memory when it was allocated
     copied: tuple[int, int] | None  # (from, to): a page to copy before anything is computed for anyone
-    generation: int  # how often the tree had been forgotten
     duplicates: list[int] = dataclasses.field(
         default_factory=list
     )  # pages that the tree has as well; the engine's table still names them
@@ -62,7 +62,6 @@ class BlockAllocator:
         ] = []  # heap of (last used, number, leaf); entries may be out of date
         self._eviction_order = itertools.count()
         self._clock = 0
-        self._generation = 0
 
     @property
     def free(self) -> int:
@@ -102,16 +101,14 @@ class BlockAllocator:
             self._unpin(tail)
             copied = (tail.page, new[0])
         cached_tokens = len(path) * self.page_tokens + tail_tokens
-        return BlockTable([node.page for node in path] + new, path, cached_tokens, copied, self._generation)
+        return BlockTable([node.page for node in path] + new, path, cached_tokens, copied)
 
     def cached_pages(self, prompt: Int[np.ndarray, " prompt"]) -> int:
-        """Full pages that a table of this prompt would find; nothing is used or kept by asking."""
+        """Full pages that a block table of this prompt would begin with; asking pins nothing."""
         return len(self._match(prompt[:-1])[0])
 
     def share(self, table: BlockTable, tokens: Int[np.ndarray, " tokens"]) -> None:
         """The table's pages hold these tokens now: let others read the full ones."""
-        if table.generation != self._generation:
-            return
         self._clock += 1
         node, size = (table.shared[-1] if table.shared else self._root), self.page_tokens
         for index in range(len(table.shared), len(tokens) // size):
@@ -131,7 +128,7 @@ class BlockAllocator:
         self.share(table, tokens)
         kept = len(table.shared)
         rest = tokens[kept * self.page_tokens :]
-        if table.generation == self._generation and 0 < len(rest) < self.page_tokens:
+        if 0 < len(rest) < self.page_tokens:
             kept += self._keep_tail(table.shared[-1] if table.shared else self._root, rest, table.pages[kept])
         self._free.extend(table.pages[kept:])
         self._free.extend(table.duplicates)
@@ -143,21 +140,8 @@ class BlockAllocator:
         """What the table's pages hold is not fit to be read: those that nobody else reads leave the tree. Returns the pages that are
         the request's alone, to be emptied before it is released."""
         while table.shared and table.shared[-1].users == 1 and not table.shared[-1].children:
-            node = table.shared.pop()
-            if node.parent is not None:
-                self._detach(node)
+            self._detach(table.shared.pop())
         return table.pages[len(table.shared) :] + table.duplicates
-
-    def reset_cache(self) -> None:
-        """What the pages hold is not valid any more. Running requests keep theirs until they are released."""
-        self._generation += 1
-        for node in self._nodes():
-            if node.users == 0:
-                self._free.append(node.page)
-            node.parent = None
-        self._root = _root()
-        self._idle = 0
-        self._eviction_queue.clear()
 
     def cached(self) -> list[int]:
         """The pages of the tree."""
@@ -211,9 +195,6 @@ class BlockAllocator:
     def _unpin(self, node: RadixNode) -> None:
         node.users -= 1
         if node.users == 0:
-            if node.parent is None:  # forgotten meanwhile
-                self._free.append(node.page)
-                return
             self._idle += 1
             if not node.children:
                 self._queue_eviction(node)

@@ -130,8 +130,7 @@ class Engine(abc.ABC):
         return self._weights
 
     def set_weights(self, weights: nnx.State) -> None:
-        """Replace the policy; returns when its weights are on the engine's devices. What the memory holds is stale afterwards: the caller
-        forgets it."""
+        """Replace the policy and reset the cache; returns when the weights are on the engine's devices."""
         self._use(weights)
         jax.block_until_ready(self._weights)
         self.reset_cache()
