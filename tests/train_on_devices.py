@@ -50,7 +50,7 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
         coordinator = f"localhost:{port}"
         distributed.start(
             DistributedConfig(coordinator=coordinator, processes=processes, process=process, deadline_seconds=deadline),
-            Preemption(),
+            Preemption().on_notice,
         )
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 8 // processes)
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, **AXES))
@@ -87,11 +87,11 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
 
 
 def guarded() -> None:
-    """What `train.main` does with errors of JAX: give the watch the time to say who is lost."""
+    """What `train.main` does with errors: give the heartbeat the time to say which process is lost."""
     try:
         main(sys.argv[1], *map(int, sys.argv[2:7]), *map(float, sys.argv[7:]))
-    except jax.errors.JaxRuntimeError:
-        distributed.wait_for_heartbeat()
+    except Exception:
+        distributed.abort_with_traceback()
         raise
 
 
