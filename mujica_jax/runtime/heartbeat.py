@@ -63,21 +63,22 @@ class Heartbeat:
         """Ends this process if it aborts because process 0 is lost; any other abort goes on."""
         if self._status is not None:
             os._exit(self._status)
-        if not self._store_answers():
+        if not self._stopped.is_set() and not self._store_answers():
             self._end([0])
 
     def _store_answers(self) -> bool:
         from jax.errors import JaxRuntimeError
 
-        answered = threading.Event()
+        answers = []
 
-        def ask() -> None:  # in a thread of its own, as JAX's client may hold a lock while it aborts
+        def ask() -> None:
             with contextlib.suppress(JaxRuntimeError):
-                self._client.key_value_dir_get("heartbeat/")
-                answered.set()
+                answers.append(self._client.key_value_dir_get("heartbeat/"))
 
-        threading.Thread(target=ask, daemon=True).start()
-        return answered.wait(min(MAX_SECONDS_TO_ANSWER, self._deadline / 10))
+        asking = threading.Thread(target=ask, daemon=True)  # JAX's client may hold a lock while it aborts
+        asking.start()
+        asking.join(min(MAX_SECONDS_TO_ANSWER, self._deadline / 10))
+        return bool(answers)
 
     def _end(self, lost: Sequence[int]) -> None:
         if self._stopped.is_set():

@@ -106,7 +106,7 @@ def test_one_host_that_is_killed_ends_the_other_and_one_or_two_go_on(alone, tmp_
     kill = {"signal": "SIGKILL", "phase": "round 1: first attempts, the share of this host", "update": 1}
     first, second = job(directory, 2, "--distributed.deadline-seconds", "20", disturbance=kill)
     assert second.status == -9
-    assert f"process 1 on {socket.gethostname()} has not been heard of for" in first.messages
+    assert f"process 1 on {socket.gethostname()} is lost" in first.messages
     assert first.status not in (0, 2)
     (only,) = job(directory, 1, disturbance={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1})
     assert only.status == -9 and "warm-up: learning" not in only.output, only.messages
