@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -247,7 +248,7 @@ def job(service, monkeypatch) -> distributed.Job:
         hosts=("a", "b", "c"), process=1, barrier_seconds=5, client=service, heartbeat=beating(service, 1)
     )
     monkeypatch.setattr(distributed, "_job", seen)
-    monkeypatch.setattr(distributed, "_exit_after", lambda seconds, status: None)
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: None)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return seen
 
@@ -283,6 +284,11 @@ def test_a_process_that_ends_tells_the_others_why(job, service, is_late):
     with pytest.raises(Exit, match=r"^2$"):
         distributed.abort("the disk is full", 2)
     assert json.loads(service.store[SHUTDOWN]) == [1, [2, "the disk is full"]]
+
+
+def test_all_processes_finish_together(job):
+    with pytest.raises(Exit, match=r"^0$"):
+        distributed.finish()
 
 
 def test_a_process_ends_as_another_one_did(job, service, capsys):

@@ -163,19 +163,14 @@ def primary_first(name: str, work: Callable[[], Result]) -> Result:
 
 
 def finish() -> None:
-    """The end of a job that went well, for all processes together."""
-    if _job.heartbeat is None:
-        return
-    barrier("the end")
-    _job.heartbeat.stop()
-    import jax
+    """The end of a job that went well: ends all processes together with status 0. Returns only if there are no others.
 
-    late = _exit_after(SHUTDOWN_SECONDS, 0)
-    if is_primary():  # the store ends with this process: the others disconnect before
-        while len(_job.client.get_live_nodes(list(range(processes())))) > 1:
-            pass
-    jax.distributed.shutdown()
-    late.cancel()
+    An orderly end of the interpreter would meet threads that wait in JAX's client, and crash.
+    """
+    if processes() > 1:
+        barrier("the end")
+        with _job.ending:
+            _exit_together(0)
 
 
 def announce_preemption(signal: int) -> None:
@@ -250,19 +245,14 @@ def _exit_together(status: int) -> None:
     _job.heartbeat.stop(status)
     sys.stdout.flush()
     sys.stderr.flush()
-    _exit_after(SHUTDOWN_SECONDS, status)  # where process 0 hangs, so does the barrier
+    at_the_latest = threading.Timer(SHUTDOWN_SECONDS, os._exit, (status,))  # where process 0 hangs, so does the barrier
+    at_the_latest.daemon = True
+    at_the_latest.start()
     with contextlib.suppress(JaxRuntimeError):
         _job.client.wait_at_barrier(SHUTDOWN, _milliseconds(SHUTDOWN_BARRIER_SECONDS))
     if is_primary():
         time.sleep(1.0)
-    os._exit(status)  # an orderly end would wait for the others
-
-
-def _exit_after(seconds: float, status: int) -> threading.Timer:
-    timer = threading.Timer(seconds, os._exit, (status,))
-    timer.daemon = True
-    timer.start()
-    return timer
+    os._exit(status)
 
 
 @contextlib.contextmanager
