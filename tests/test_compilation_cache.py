@@ -1,4 +1,6 @@
-"""What is kept of compiled programs: a second start finds it, and half a file, as a kill leaves it, is compiled again."""
+"""What is kept of compiled programs: a second start finds it, and half a file, as a kill leaves it, is compiled
+again.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""Rendezvous, heartbeat, notices, and what one process makes of a job. Jobs of several: `test_devices.py`, `loops/test_hosts.py`."""
+"""Rendezvous, heartbeat, notices, and what one process makes of a job. Jobs of several: `test_devices.py`,
+`loops/test_hosts.py`.
+"""
 
 import contextlib
 import json
@@ -54,7 +56,8 @@ def test_the_rendezvous_tells_all_processes_the_names_of_all():
 
 def test_the_rendezvous_names_the_missing_processes():
     answer = (
-        "processes 1, 3 of 4 did not come to distributed.coordinator ADDRESS within 1 s: start all of them at the same time, "
+        "processes 1, 3 of 4 did not come to distributed.coordinator ADDRESS within 1 s: start all of them at the same "
+        "time, "
         "and let their machines reach that address"
     )
     assert called((4, 0), (4, 2), deadline=1.0) == [answer, answer]
@@ -331,7 +334,8 @@ def test_a_job_of_one_process_waits_for_nobody_and_keeps_all_the_work():
 
 def test_a_job_of_one_process_imports_nothing():
     program = (
-        "import sys\nfrom mujica_jax.runtime import distributed\nfrom mujica_jax.config.schema import DistributedConfig\n"
+        "import sys\nfrom mujica_jax.runtime import distributed\nfrom mujica_jax.config.schema import "
+        "DistributedConfig\n"
         "distributed.start(DistributedConfig(), print); distributed.barrier('x'); distributed.finish()\n"
         "print([name for name in ('jax', 'mujica_jax.runtime.heartbeat') if name in sys.modules])"
     )

@@ -1,15 +1,15 @@
 """Several processes, usually one a host, that train as one job.
 
-A job starts before anything else of JAX is used: on a TPU pod from what the pod says of itself, elsewhere from an explicit coordinator
-(`DistributedConfig`). Then the processes run the same program and agree at three kinds of places:
+A job starts before anything else of JAX is used: on a TPU pod from what the pod says of itself, elsewhere from an
+explicit coordinator (`DistributedConfig`). Then the processes run the same program and agree at three kinds of places:
 
     barrier(name)               all wait for all, at most `barrier_seconds`; a process that does not come is named
-    broadcast(name, decide)     process 0 decides, all get its answer: where a clock or a disk decides and all must do the same
+    broadcast(name, decide)     process 0 decides, all get its answer: where a clock or a disk decides for all
     primary_first(name, work)   process 0 does the work first; what it created once, the others find
 
-A lost process is named within `deadline_seconds` (`heartbeat`), one that ends by itself leaves a shutdown notice (`abort`). All of it goes
-through JAX's coordination service: `multihost_utils` has collectives for the same, which wait for ever and name nobody. With one process
-all of this is nothing: no import, no thread, no wait.
+A lost process is named within `deadline_seconds` (`heartbeat`), one that ends by itself leaves a shutdown notice
+(`abort`). All of it goes through JAX's coordination service: `multihost_utils` has collectives for the same, which wait
+for ever and name nobody. With one process all of this is nothing: no import, no thread, no wait.
 """
 
 import contextlib
@@ -188,7 +188,9 @@ def abort(sentence: str, status: int) -> None:
 
 
 def abort_with_traceback() -> None:
-    """As `abort`, by the error that is being handled, unless it only shows that another process has ended or is lost."""
+    """As `abort`, by the error that is being handled, unless it only shows that another process has ended or is
+    lost.
+    """
     if processes() > 1:
         with _job.ending:  # never free again if another thread ends this process: a shutdown notice came
             pass
@@ -198,7 +200,9 @@ def abort_with_traceback() -> None:
 
 
 def _place(config: DistributedConfig) -> tuple[str, int, int] | None:
-    """Coordinator, number of processes, and this process's. JAX is asked for those of a pod only where there is a TPU."""
+    """Coordinator, number of processes, and this process's. JAX is asked for those of a pod only where there is a
+    TPU.
+    """
     if config.coordinator is not None:
         return config.coordinator, config.processes, config.process
     asked_for = os.environ.get("JAX_PLATFORMS", "tpu")
@@ -243,8 +247,9 @@ def _exit_together(status: int) -> None:
 
     assert _job.heartbeat is not None, "the job was started"
     _job.heartbeat.stop(status)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the reader may be gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     at_the_latest = threading.Timer(SHUTDOWN_SECONDS, os._exit, (status,))  # where process 0 hangs, so does the barrier
     at_the_latest.daemon = True
     at_the_latest.start()

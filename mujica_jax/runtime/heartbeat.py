@@ -1,12 +1,15 @@
-"""Do the other processes of the job live? JAX's coordination service knows; this process says which one is lost, and ends.
+"""Do the other processes of the job live? JAX's coordination service knows; this process says which one is lost, and
+ends.
 
-JAX sends the heartbeats, from threads that no Python holds up. Left to itself it would abort every process with a page about its
-service, so the job is started as recoverable: then a lost process ends no other one, and `get_live_nodes` no longer lists it.
+JAX sends the heartbeats, from threads that no Python holds up. Left to itself it would abort every process with a page
+about its service, so the job is started as recoverable: then a lost process ends no other one, and `get_live_nodes` no
+longer lists it.
 
     a thread     asks `get_live_nodes` again and again; it returns when every living process has asked too
-    SIGABRT      the service lives in process 0, and a client that has lost it still aborts its process: the handler says so
+    SIGABRT      the service lives in process 0, and a client that has lost it still aborts: the handler says so
 
-A process that waits in a collective for a lost one would wait for ever. Ending in the middle is allowed: what was saved is whole.
+A process that waits in a collective for a lost one would wait for ever. Ending in the middle is allowed: what was saved
+is whole.
 """
 
 import contextlib

@@ -1,19 +1,21 @@
-"""Asked to end: SIGTERM, Ctrl-C or a multi-host job's preemption notice, heard at any time and polled by the loops of every phase.
+"""Asked to end: SIGTERM, Ctrl-C or a multi-host job's preemption notice, heard at any time and polled by the loops of
+every phase.
 
-A signal raises nothing, least of all inside a library. A thread hears it, even while the main thread is inside a compiler and runs no
-Python, and the next loop that polls ends the program: it saves what it has to save and raises `Preempted`, which an entry point turns
-into one sentence and an exit status.
+A signal raises nothing, least of all inside a library. A thread hears it, even while the main thread is inside a
+compiler and runs no Python, and the next loop that polls ends the program: it saves what it has to save and raises
+`Preempted`, which an entry point turns into one sentence and an exit status.
 
-    SIGTERM   status 0. Where no loop has polled within GRACE_SECONDS (a long compilation or load, neither can be interrupted), the
-              process ends there and then.
+    SIGTERM   status 0. If no loop has polled within GRACE_SECONDS (a long compilation or load, neither can be
+              interrupted), the process ends there and then.
     Ctrl-C    status 130; a second one ends the process at once.
 
-Before the first phase there is nothing to save, so either ends the process at once. Ending anywhere is allowed because all that a
-program writes survives SIGKILL at any moment.
+Before the first phase there is nothing to save, so either ends the process at once. Ending anywhere is allowed because
+all that a program writes survives SIGKILL at any moment.
 
-In a job of several processes the one that is asked tells the others. A training step takes all of them, so process 0 decides before each
-one whether to stop, and all get its answer; outside of training each ends where it polls next. (JAX's own agreement,
-`multihost_utils.reached_preemption_sync_point`, is for training steps alone and keeps SIGTERM to itself.)
+In a job of several processes the one that is asked tells the others. A training step takes all of them, so process 0
+decides before each one whether to stop, and all get its answer; outside of training each ends where it polls next.
+(JAX's own agreement, `multihost_utils.reached_preemption_sync_point`, is for training steps alone and keeps SIGTERM to
+itself.)
 """
 
 import os
@@ -45,7 +47,9 @@ class Preemption:
     def __init__(
         self, *, kept: str = KEPT, end: Callable[[int], Any] = os._exit, grace_seconds: float | None = None
     ) -> None:
-        """`kept` says what an end in the middle of a phase leaves, unless the phase says otherwise; `end` ends the process."""
+        """`kept` says what an end in the middle of a phase leaves, unless the phase says otherwise; `end` ends the
+        process.
+        """
         self.phase: str | None = None  # None: nothing has begun
         self.then = ""  # what the user can do next; behind every closing sentence
         self.status = 0

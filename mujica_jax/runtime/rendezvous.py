@@ -1,8 +1,9 @@
 """Before the processes of a job start JAX together: are all of them here, and were all started for the same job?
 
-JAX's own start aborts the process when another one is missing, without its name. So process 0 first listens at the coordinator's address
-itself: each other process connects and sends one line of JSON (its number, the number of processes, its host's name), and the answer is
-the names of all hosts, or one sentence about what is wrong. Then the port is free for JAX. Called by `distributed.start`; needs no JAX.
+JAX's own start aborts the process when another one is missing, without its name. So process 0 first listens at the
+coordinator's address itself: each other process connects and sends one line of JSON (its number, the number of
+processes, its host's name), and the answer is the names of all hosts, or one sentence about what is wrong. Then the
+port is free for JAX. Called by `distributed.start`; needs no JAX.
 """
 
 import contextlib
@@ -21,7 +22,9 @@ CALLER_SECONDS = 5.0  # for one caller's line: one that connects and says nothin
 def rendezvous(
     coordinator: str, processes: int, process: int, *, host: str, deadline_seconds: float
 ) -> tuple[str, ...]:
-    """The host names of all processes, by number. Raises UserError in all of them if one is missing or was started for another job."""
+    """The host names of all processes, by number. Raises UserError in all of them if one is missing or was started for
+    another job.
+    """
     address = _split(coordinator)
     until = time.monotonic() + deadline_seconds
     if process > 0:
@@ -30,14 +33,16 @@ def rendezvous(
         if answer is None:
             raise UserError(
                 f"process {process} on {host} did not reach process 0 at distributed.coordinator {coordinator} within "
-                f"{deadline_seconds:g} s: start process 0 there with the same address, and let this machine reach that port"
+                f"{deadline_seconds:g} s: start process 0 there with the same address, and let this machine reach that "
+                "port"
             )
     else:
         try:
             server = socket.create_server(("", address[1]), backlog=processes)
         except OSError as error:
             raise UserError(
-                f"process 0 cannot listen at port {address[1]} of distributed.coordinator {coordinator} ({error.strerror}): "
+                f"process 0 cannot listen at port {address[1]} of distributed.coordinator {coordinator} "
+                f"({error.strerror}): "
                 "choose a port that is free on this machine"
             ) from error
         late = f"did not come to distributed.coordinator {coordinator} within {deadline_seconds:g} s"
@@ -51,7 +56,8 @@ def _split(coordinator: str) -> tuple[str, int]:
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(
-            f"distributed.coordinator is {coordinator} and must be the host of process 0 and a free port there, as in 10.0.0.2:8476"
+            f"distributed.coordinator is {coordinator} and must be the host of process 0 and a free port there, as in "
+            "10.0.0.2:8476"
         )
     return host, int(port)
 
@@ -91,11 +97,15 @@ def _conflict(said: dict[str, Any], names: dict[int, str], processes: int) -> st
     number, count, host = said["process"], said["processes"], said["host"]
     if count != processes:
         return (
-            f"process {number} on {host} was started with distributed.processes {count} and process 0 on {names[0]} with {processes}: "
+            f"process {number} on {host} was started with distributed.processes {count} and process 0 on {names[0]} "
+            f"with {processes}: "
             "give all of them the same number"
         )
     if number in names:
-        return f"distributed.process is {number} on {names[number]} and on {host}: number the {processes} processes from 0, each once"
+        return (
+            f"distributed.process is {number} on {names[number]} and on {host}: number the {processes} processes "
+            "from 0, each once"
+        )
     return None
 
 
