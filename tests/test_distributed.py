@@ -234,11 +234,9 @@ def test_any_other_abort_goes_on(service, capsys):
 
 def test_after_the_end_no_process_is_lost(service, capsys):
     beats = beating(service, 2)
-    beats.stop()
+    beats.stop(3)
     beats.watch()
     service.is_gone = True
-    beats.on_abort()
-    beats.stop(3)
     with pytest.raises(Exit, match=r"^3$"):
         beats.on_abort()
     assert capsys.readouterr().err == ""

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from mujica_jax.runtime.heartbeat import Heartbeat
 
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")  # one of them exists where a TPU is
-HEARTBEAT_FRACTION = (
-    0.7  # of the deadline, for JAX's own timeout: it comes late by up to a sixth, and is then looked into
-)
+HEARTBEAT_FRACTION = 0.6  # of the deadline: JAX's own timeout may come a quarter late, and is then looked into
 PREEMPTED, SHUTDOWN = "notice/preempted", "notice/shutdown"  # keys in the job's store; the first notice of each counts
 DAY_SECONDS = 86_400.0
 SHUTDOWN_BARRIER_SECONDS = 6.0  # a lost process never comes
@@ -188,9 +186,7 @@ def abort(sentence: str, status: int) -> None:
 
 
 def abort_with_traceback() -> None:
-    """As `abort`, by the error that is being handled, unless it only shows that another process has ended or is
-    lost.
-    """
+    """As `abort`, by the error that is handled, unless it only shows that another process has ended or is lost."""
     if processes() > 1:
         with _job.ending:  # never free again if another thread ends this process: a shutdown notice came
             pass
@@ -200,9 +196,7 @@ def abort_with_traceback() -> None:
 
 
 def _place(config: DistributedConfig) -> tuple[str, int, int] | None:
-    """Coordinator, number of processes, and this process's. JAX is asked for those of a pod only where there is a
-    TPU.
-    """
+    """Coordinator, number of processes, and this one's. JAX is asked for those of a pod only where there is a TPU."""
     if config.coordinator is not None:
         return config.coordinator, config.processes, config.process
     asked_for = os.environ.get("JAX_PLATFORMS", "tpu")

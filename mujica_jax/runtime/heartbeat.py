@@ -1,5 +1,4 @@
-"""Do the other processes of the job live? JAX's coordination service knows; this process says which one is lost, and
-ends.
+"""Do the other processes of the job live? JAX's service knows; this process says which one is lost, and ends.
 
 JAX sends the heartbeats, from threads that no Python holds up. Left to itself it would abort every process with a page
 about its service, so the job is started as recoverable: then a lost process ends no other one, and `get_live_nodes` no
@@ -44,8 +43,8 @@ class Heartbeat:
             library.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
         threading.Thread(target=self.watch, name="heartbeat", daemon=True).start()
 
-    def stop(self, status: int | None = None) -> None:
-        """From here on other processes may end. `status`: this one is about to end with it, whatever comes."""
+    def stop(self, status: int) -> None:
+        """From here on other processes may end, and this one is about to end with that status, whatever comes."""
         self._status = status
         self._stopped.set()
 
@@ -66,7 +65,7 @@ class Heartbeat:
         """Ends this process if it aborts because process 0 is lost; any other abort goes on."""
         if self._status is not None:
             os._exit(self._status)
-        if not self._stopped.is_set() and not self._store_answers():
+        if not self._store_answers():
             self._end([0])
 
     def _store_answers(self) -> bool:
