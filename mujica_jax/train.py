@@ -8,7 +8,6 @@ Without a configuration file it trains the tiny world. The same --run directory 
 import shlex
 import sys
 import time
-import traceback
 
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import command_line
@@ -29,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             config = command_line(words, default=DEFAULT_CONFIG)
             check(config)
-            distributed.start(config.distributed, preemption)
+            distributed.start(config.distributed, preemption.on_notice)
             directory = config.run or distributed.broadcast("run directory", lambda: _new_directory(config.name))
             again = words if _names_run(words) else [*words, "--run", directory]
             preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
@@ -43,12 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"\n{ended}", file=sys.stderr)
             distributed.abort(str(ended), preemption.status)
             return preemption.status
-        except Exception as error:
-            if distributed.processes() > 1:
-                distributed.wait_for_shutdown_notice(error)
-                traceback.print_exc()
-                distributed.wait_for_heartbeat()
-                distributed.abort("an error of the program, which its output shows", 1)
+        except Exception:
+            distributed.abort_with_traceback()
             raise
     return 0
 

@@ -1,6 +1,10 @@
-"""Roll call, watch and what one process makes of a job. Jobs of several processes: `test_devices.py`, `loops/test_hosts.py`."""
+"""Rendezvous, heartbeat, notices, and what one process makes of a job. Jobs of several: `test_devices.py`,
+`loops/test_hosts.py`.
+"""
 
 import contextlib
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -10,16 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from mujica_jax import train
 from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods import setup as start
-from mujica_jax.runtime import distributed
-from mujica_jax.runtime.heartbeat import LOST, MAX_SECONDS_FOR_ALL_TO_KNOW, Heartbeat
-from mujica_jax.runtime.preemption import Preemption
-from mujica_jax.runtime.preemption_sync import PreemptionSync
-from mujica_jax.runtime.rendezvous import listens, rendezvous
+from mujica_jax.runtime import distributed, heartbeat
+from mujica_jax.runtime.distributed import PREEMPTED, SHUTDOWN, HostMissing
+from mujica_jax.runtime.heartbeat import LOST, Heartbeat
+from mujica_jax.runtime.rendezvous import rendezvous
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 10.0
@@ -46,28 +50,27 @@ def called(*callers: tuple[int, int], deadline: float = 5.0, host: str = "host {
         return list(threads.map(call, callers))
 
 
-def test_the_roll_call_tells_everybody_everybodys_name():
+def test_the_rendezvous_tells_all_processes_the_names_of_all():
     assert called((3, 0), (3, 1), (3, 2)) == [("host 0", "host 1", "host 2")] * 3
 
 
-def test_the_roll_call_names_who_does_not_come():
+def test_the_rendezvous_names_the_missing_processes():
     answer = (
-        "processes 1, 3 of 4 did not come to distributed.coordinator ADDRESS within 1 s: start all of them at the same time, "
+        "processes 1, 3 of 4 did not come to distributed.coordinator ADDRESS within 1 s: start all of them at the same "
+        "time, "
         "and let their machines reach that address"
     )
     assert called((4, 0), (4, 2), deadline=1.0) == [answer, answer]
 
 
-def test_a_coordinator_that_nobody_serves_is_one_sentence_within_the_deadline():
-    began = time.monotonic()
+def test_a_coordinator_that_no_process_serves_is_one_sentence():
     (answer,) = called((2, 1), deadline=1.0)
-    assert time.monotonic() - began < 10
     assert str(answer).startswith(
         "process 1 on host 1 did not reach process 0 at distributed.coordinator ADDRESS within 1 s"
     )
 
 
-def test_the_roll_call_refuses_other_counts_and_numbers_that_come_twice():
+def test_the_rendezvous_refuses_other_counts_and_numbers_that_come_twice():
     answers = called((2, 0), (3, 1))
     assert answers[0] == answers[1]
     assert "process 1 on host 1 was started with distributed.processes 3 and process 0 on host 0 with 2" in str(
@@ -78,15 +81,18 @@ def test_the_roll_call_refuses_other_counts_and_numbers_that_come_twice():
     assert "distributed.process is 1 on host 1 and on host 1" in str(answers[0])
 
 
-def test_the_roll_call_listens_to_no_strangers():
+def test_the_rendezvous_listens_to_no_strangers():
     port = free_port()
+
+    def connected() -> socket.socket:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                return socket.create_connection(("localhost", port))
+
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(rendezvous, f"localhost:{port}", 2, 0, host="a", deadline_seconds=20.0)
-        until = time.monotonic() + 5
-        while not listens(("localhost", port), 1.0) and time.monotonic() < until:
-            time.sleep(0.01)
         for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[]\n", b"[" * 100_000 + b"\n"):
-            with socket.create_connection(("localhost", port)) as stranger:
+            with connected() as stranger:
                 stranger.sendall(said)
         second = threads.submit(rendezvous, f"localhost:{port}", 2, 1, host="b", deadline_seconds=20.0)
         assert first.result() == second.result() == ("a", "b")
@@ -135,162 +141,186 @@ def test_a_job_that_is_half_described_is_one_sentence(flags, sentence, capsys):
     assert line.startswith(f"error: {sentence}")
 
 
-class Others:
-    """The store of a job of three processes as process `me` sees it, on a clock of its own."""
-
-    def __init__(self, monkeypatch, me: int, *, gone: bool = False) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.silent: set[int] = set()
-        self.left: dict[int, tuple[int, str]] = {}
-        self.confirmed: set[int] = set()
-        self.all_know = True
-        self.counts = dict.fromkeys(range(3), 0)
-        self.watch = Heartbeat(
-            ("a", "b", "c"),
-            me,
-            deadline_seconds=DEADLINE,
-            exchange=self.exchange,
-            shutdown_notices=lambda: self.left,
-            confirm=lambda: self.confirmed.add(me),
-            all_know=lambda: self.all_know,
-            preemption_sync=PreemptionSync(3, read=lambda what: {}, write=lambda what, value: None),
-            store_is_gone=lambda: gone,
-        )
-
-    def exchange(self, count: int) -> dict[int, int]:
-        if 0 in self.silent:
-            raise ConnectionError("the store lives in process 0")
-        self.counts |= {process: count for process in self.counts if process not in self.silent}
-        return dict(self.counts)
-
-    def until_a_verdict(self, most_seconds: float) -> tuple[float, tuple[int, str] | None]:
-        """Seconds on the clock until the watch has something to say."""
-        began, count = self.now, 0
-        while self.now - began < most_seconds:
-            self.now += self.watch.interval_seconds
-            count += 1
-            with contextlib.suppress(ConnectionError):
-                self.watch.beat(int(self.now * 1000))
-            if (verdict := self.watch.verdict()) is not None:
-                return self.now - began, verdict
-        return most_seconds, None
+class Exit(BaseException):
+    """In the place of the end of the process."""
 
 
-def test_the_watch_is_content_with_processes_that_beat(monkeypatch):
-    assert Others(monkeypatch, 1).until_a_verdict(10 * DEADLINE)[1] is None
+class Service:
+    """JAX's coordination service, as a client of it sees it."""
+
+    def __init__(self) -> None:
+        self.store: dict[str, str] = {}
+        self.living: list[
+            set[int]
+        ] = []  # what `get_live_nodes` returns, one call after the other; then process 0 is gone
+        self.is_late = self.is_gone = False
+
+    def key_value_set(self, key: str, value: str) -> None:
+        if key in self.store:
+            raise JaxRuntimeError(f"ALREADY_EXISTS: {key}")
+        self.store[key] = value
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        if self.is_gone:
+            raise JaxRuntimeError("UNAVAILABLE: Socket closed")
+        return [(key, value) for key, value in self.store.items() if key.startswith(folder)]
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        self._wait()
+        return self.store[key]
+
+    def wait_at_barrier(self, key: str, timeout_in_ms: int) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.is_late or self.is_gone:
+            raise JaxRuntimeError("DEADLINE_EXCEEDED: too late" if self.is_late else "UNAVAILABLE: Socket closed")
+
+    def get_live_nodes(self, processes: list[int]) -> set[int]:
+        assert processes == [0, 1, 2]
+        if not self.living:
+            raise JaxRuntimeError("UNAVAILABLE: Socket closed")
+        return self.living.pop(0)
 
 
-@pytest.mark.parametrize("me", [0, 1])
-def test_the_watch_names_who_is_silent_before_the_deadline(monkeypatch, me):
-    others = Others(monkeypatch, me)
-    assert others.until_a_verdict(3)[1] is None
-    others.silent = {2}
-    seconds, verdict = others.until_a_verdict(DEADLINE)
-    assert DEADLINE / 2 < seconds < DEADLINE
-    assert verdict is not None
-    assert verdict[0] == LOST
-    assert verdict[1].startswith("process 2 on c has not been heard of for")
-    assert f"so process {me} on {'ab'[me]} ends too" in verdict[1]
+@pytest.fixture
+def service(monkeypatch) -> Service:
+    def exit_now(status: int) -> None:
+        raise Exit(status)
+
+    monkeypatch.setattr(os, "_exit", exit_now)
+    monkeypatch.setattr(heartbeat, "SECONDS_BETWEEN", 0.0)
+    return Service()
 
 
-def test_the_watch_names_several(monkeypatch):
-    others = Others(monkeypatch, 0)
-    others.silent = {1, 2}
-    _, verdict = others.until_a_verdict(DEADLINE)
-    assert verdict is not None and verdict[1].startswith("process 1 on b and process 2 on c have not been heard of for")
+def beating(service: Service, process: int) -> Heartbeat:
+    return Heartbeat(service, ("a", "b", "c"), process, deadline_seconds=DEADLINE)
 
 
-@pytest.mark.parametrize(("gone", "least", "most"), [(False, DEADLINE / 2, DEADLINE), (True, 0, DEADLINE / 3)])
-def test_the_watch_names_the_process_that_holds_the_store(monkeypatch, gone, least, most):
-    """At once where it is certain, after the silence where it only does not answer."""
-    others = Others(monkeypatch, 2, gone=gone)
-    others.silent = {0}
-    seconds, verdict = others.until_a_verdict(DEADLINE)
-    assert least < seconds < most
-    assert verdict is not None and verdict[0] == LOST
-    assert verdict[1].startswith("process 0 on a is gone" if gone else "process 0 on a has not been heard of for")
+def test_the_heartbeat_is_content_with_processes_that_live(service):
+    service.living = [{0, 1, 2}] * 10
+    beating(service, 1).watch()
+    assert not service.living
 
 
-def test_the_watch_passes_on_how_another_one_ended(monkeypatch):
-    others = Others(monkeypatch, 0)
-    others.left = {0: (2, "its own sentence")}
-    assert others.until_a_verdict(3)[1] is None
-    others.left[1] = (2, "the disk is full")
-    assert others.until_a_verdict(3)[1] == (2, "process 1 on b ended: the disk is full")
+@pytest.mark.parametrize(
+    ("me", "living", "lost"),
+    [
+        (0, {0, 1}, "process 2 on c is lost"),
+        (1, {0, 1}, "process 2 on c is lost"),
+        (0, {0}, "process 1 on b and process 2 on c are lost"),
+    ],
+)
+def test_the_heartbeat_names_the_processes_that_are_lost(service, capsys, me, living, lost):
+    service.living = [{0, 1, 2}, living]
+    with pytest.raises(Exit, match=rf"^{LOST}$"):
+        beating(service, me).watch()
+    said = capsys.readouterr().err
+    assert said.startswith(f"\n{lost}, without a heartbeat for up to 10 s (distributed.deadline_seconds)")
+    assert f"so process {me} on {'ab'[me]} ends too: what was saved is in the run directory" in said
 
 
-def test_a_process_confirms_that_it_has_read_of_an_end_and_ends(monkeypatch):
-    others = Others(monkeypatch, 1)
-    assert others.until_a_verdict(3)[1] is None and not others.confirmed
-    others.left = {2: (0, "preempted")}
-    others.all_know = False  # for process 0 alone to wait for
-    seconds, verdict = others.until_a_verdict(DEADLINE)
-    assert verdict == (0, "process 2 on c ended: preempted") and seconds == others.watch.interval_seconds
-    assert others.confirmed == {1}
+def test_an_abort_of_jax_is_the_loss_of_process_0_if_its_store_does_not_answer(service, capsys):
+    service.is_gone = True
+    with pytest.raises(Exit, match=rf"^{LOST}$"):
+        beating(service, 2).on_abort()
+    assert capsys.readouterr().err.startswith("\nprocess 0 on a is lost")
 
 
-def test_the_process_that_holds_the_store_ends_when_all_know_and_had_time_to_end(monkeypatch):
-    others = Others(monkeypatch, 0)
-    others.left, others.all_know = {1: (0, "preempted")}, False
-    assert others.until_a_verdict(3)[1] is None
-    others.all_know = True
-    others.watch.beat(1)
-    assert others.watch.verdict() is None
-    assert others.until_a_verdict(3) == (others.watch.seconds_to_end, (0, "process 1 on b ended: preempted"))
+def test_any_other_abort_goes_on(service, capsys):
+    beating(service, 2).on_abort()
+    assert capsys.readouterr().err == ""
 
 
-def test_the_process_that_holds_the_store_does_not_wait_for_one_that_is_lost(monkeypatch):
-    others = Others(monkeypatch, 0)
-    others.left, others.all_know, others.silent = {1: (0, "preempted")}, False, {2}
-    seconds, verdict = others.until_a_verdict(DEADLINE)
-    assert verdict == (0, "process 1 on b ended: preempted")
-    assert seconds <= MAX_SECONDS_FOR_ALL_TO_KNOW + 2 * others.watch.interval_seconds
+def test_after_the_end_no_process_is_lost(service, capsys):
+    beats = beating(service, 2)
+    beats.stop(3)
+    beats.watch()
+    service.is_gone = True
+    with pytest.raises(Exit, match=r"^3$"):
+        beats.on_abort()
+    assert capsys.readouterr().err == ""
 
 
-def test_an_end_that_cannot_be_confirmed_is_one_all_the_same(monkeypatch):
-    others = Others(monkeypatch, 1)
-
-    def fails() -> None:
-        raise ConnectionError("the store is gone")
-
-    others.watch._confirm = fails
-    others.left = {2: (0, "preempted")}
-    assert others.until_a_verdict(DEADLINE)[1] == (0, "process 2 on c ended: preempted")
-
-
-def test_the_watch_ends_the_process_once_and_says_why(capsys):
-    ended = threading.Event()
-    statuses = []
-
-    def end(status: int) -> None:
-        statuses.append(status)
-        ended.set()
-
-    watch = Heartbeat(
-        ("a", "b"),
-        0,
-        deadline_seconds=1.0,
-        exchange=lambda count: {0: count, 1: 0},
-        shutdown_notices=dict,
-        confirm=lambda: None,
-        all_know=lambda: True,
-        preemption_sync=PreemptionSync(2, read=lambda what: {}, write=lambda what, value: None),
-        store_is_gone=lambda: False,
-        end=end,
+@pytest.fixture
+def job(service, monkeypatch) -> distributed.Job:
+    """Of three processes, as the second one sees it."""
+    seen = distributed.Job(
+        hosts=("a", "b", "c"), process=1, barrier_seconds=5, client=service, heartbeat=beating(service, 1)
     )
-    for thread in watch._threads:  # without `start`, which changes what SIGABRT does to this process
-        thread.start()
-    assert ended.wait(5)
-    watch.stop()
-    for thread in watch._threads:
-        thread.join(5)
-    assert statuses == [LOST]
-    assert "process 1 on b has not been heard of" in capsys.readouterr().err
+    monkeypatch.setattr(distributed, "_job", seen)
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    return seen
+
+
+def test_a_barrier_is_bounded_and_names_who_does_not_come(job, service):
+    distributed.barrier("the first")
+    service.store["arrived/2 round 1/0"] = "a"
+    service.is_late = True
+    sentence = (
+        r"process 2 on c did not come to 'round 1' within 5 s \(distributed.barrier_seconds\), where process 1 on b"
+    )
+    with pytest.raises(HostMissing, match=sentence):
+        distributed.barrier("round 1")
+
+
+def test_what_process_0_decides_is_the_same_everywhere_and_bounded(job, service):
+    service.store["broadcast/1 a policy"] = "[true, 3]"
+    assert distributed.broadcast("a policy", lambda: None) == [True, 3]
+    service.is_late = True
+    with pytest.raises(HostMissing, match="process 0 on a did not come to 'a policy' within 5 s"):
+        distributed.broadcast("a policy", lambda: None)
+
+
+def test_other_errors_of_the_service_stay_what_they_are(job, service):
+    service.is_gone = True
+    with pytest.raises(JaxRuntimeError, match="UNAVAILABLE"):
+        distributed.barrier("anything")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_process_that_ends_tells_the_others_why(job, service, is_late):
+    service.is_late = is_late  # a process that is lost reads nothing: the others end all the same
+    with pytest.raises(Exit, match=r"^2$"):
+        distributed.abort("the disk is full", 2)
+    assert json.loads(service.store[SHUTDOWN]) == [1, [2, "the disk is full"]]
+
+
+def test_all_processes_finish_together(job):
+    with pytest.raises(Exit, match=r"^0$"):
+        distributed.finish()
+
+
+def test_a_process_ends_as_another_one_did(job, service, capsys):
+    service.store[SHUTDOWN] = json.dumps([2, [130, "interrupted"]])
+    with pytest.raises(Exit, match=r"^130$"):
+        distributed._wait_for_notice(SHUTDOWN, distributed._on_shutdown)
+    assert capsys.readouterr().err == "\nprocess 2 on c ended: interrupted\n"
+
+
+def test_the_first_notice_counts_and_its_sender_does_not_hear_it(job, service):
+    heard = []
+    distributed._announce(PREEMPTED, 15)
+    distributed._announce(PREEMPTED, 2)
+    distributed._wait_for_notice(PREEMPTED, lambda sender, what: heard.append((sender, what)))
+    job.process = 0
+    distributed._wait_for_notice(PREEMPTED, lambda sender, what: heard.append((sender, what)))
+    assert heard == [(1, 15)]
+
+
+def test_an_error_of_the_program_is_shown_and_ends_the_others(job, service, capsys):
+    with pytest.raises(Exit, match=r"^1$"):
+        try:
+            raise KeyError("a mistake")
+        except KeyError:
+            distributed.abort_with_traceback()
+    assert "KeyError: 'a mistake'" in capsys.readouterr().err
+    assert "an error of the program" in service.store[SHUTDOWN]
 
 
 def test_a_job_of_one_process_waits_for_nobody_and_keeps_all_the_work():
-    distributed.start(DistributedConfig(), Preemption())
+    distributed.start(DistributedConfig(), print)
     distributed.barrier("anything")
     assert distributed.broadcast("anything", lambda: [1, 2]) == [1, 2]
     assert distributed.primary_first("anything", lambda: 3) == 3
@@ -302,9 +332,9 @@ def test_a_job_of_one_process_waits_for_nobody_and_keeps_all_the_work():
 
 def test_a_job_of_one_process_imports_nothing():
     program = (
-        "import sys\nfrom mujica_jax.runtime import distributed\nfrom mujica_jax.config.schema import DistributedConfig\n"
-        "from mujica_jax.runtime.preemption import Preemption\n"
-        "distributed.start(DistributedConfig(), Preemption()); distributed.barrier('x'); distributed.finish()\n"
+        "import sys\nfrom mujica_jax.runtime import distributed\nfrom mujica_jax.config.schema import "
+        "DistributedConfig\n"
+        "distributed.start(DistributedConfig(), print); distributed.barrier('x'); distributed.finish()\n"
         "print([name for name in ('jax', 'mujica_jax.runtime.heartbeat') if name in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -328,10 +358,17 @@ def test_a_pod_of_several_workers_is_recognised(monkeypatch, tmp_path):
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.delenv("MEGASCALE_NUM_SLICES", raising=False)
-    assert distributed._pod_processes() == 1, "no TPU here"
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "1")
+    monkeypatch.setenv("MEGASCALE_SLICE_ID", "0")
+    monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "10.0.0.1")
+    monkeypatch.setenv("TPU_WORKER_ID", "2")
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "9000")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: name)
+    assert distributed._place(DistributedConfig()) is None, "no TPU here"
     device.touch()
+    assert distributed._place(DistributedConfig()) == ("10.0.0.1:9000", 4, 2)
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
-    assert distributed._pod_processes() == 8
+    monkeypatch.setenv("MEGASCALE_SLICE_ID", "1")
+    assert distributed._place(DistributedConfig()) == ("10.0.0.1:9000", 8, 6)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert distributed._pod_processes() == 1
+    assert distributed._place(DistributedConfig()) is None

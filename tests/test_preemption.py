@@ -1,7 +1,6 @@
 """Asked to end: heard from anywhere, told to whoever polls, and carried out by force where nobody does."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preempted, Preemption
-from mujica_jax.runtime.preemption_sync import ASKED, BEGUN, PreemptionSync
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 60.0  # far more than anything here takes
@@ -44,7 +43,7 @@ from mujica_jax.runtime.preemption import Preempted, Preemption
 process, where = int(sys.argv[1]), sys.argv[3]
 with Preemption() as preemption:
     job = DistributedConfig(coordinator=sys.argv[2], processes=2, process=process, deadline_seconds=30)
-    distributed.start(job, preemption)
+    distributed.start(job, preemption.on_notice)
     preemption.enter("round 1: " + where)
     if process == 1 and where != "learning":
         os.kill(os.getpid(), signal.SIGTERM)
@@ -72,16 +71,15 @@ THREE_PROCESSES = """
 import os, signal, sys, time
 from mujica_jax.runtime import distributed
 from mujica_jax.config.schema import DistributedConfig
-from mujica_jax.runtime.heartbeat import Heartbeat
 from mujica_jax.runtime.preemption import Preempted, Preemption
 
 process, leaver = int(sys.argv[1]), int(sys.argv[3])
-beat = Heartbeat.beat
+hear = distributed._on_shutdown
 if process == 2:
-    Heartbeat.beat = lambda watch, count: (time.sleep(4.0), beat(watch, count))
+    distributed._on_shutdown = lambda sender, notice: (time.sleep(4.0), hear(sender, notice))
 with Preemption() as preemption:
     job = DistributedConfig(coordinator=sys.argv[2], processes=3, process=process, deadline_seconds=30)
-    distributed.start(job, preemption)
+    distributed.start(job, preemption.on_notice)
     preemption.enter("round 1: waiting")
     distributed.barrier("the beginning")
     if process == leaver:
@@ -223,138 +221,61 @@ def test_a_compilation_cannot_be_interrupted_and_is_ended():
     assert messages.strip().endswith("preempted in warm-up: learning; what was finished is kept; go on")
 
 
-class Processes:
-    """Those of a job, each with its part of the joint stop, and the store that they share."""
+class Others:
+    """What the other processes of the job are told, and what process 0 answers."""
 
-    def __init__(self, count: int) -> None:
-        self.store: dict[str, dict[int, int]] = {ASKED: {}, BEGUN: {}}
-        self.heard: dict[int, list[int]] = {number: [] for number in range(count)}
-        self.stops = [self.part(number, count) for number in range(count)]
-
-    def part(self, number: int, count: int) -> PreemptionSync:
-        def write(what: str, value: int) -> None:
-            self.store[what][number] = value
-
-        stop = PreemptionSync(count, read=lambda what: dict(self.store[what]), write=write)
-        stop.tell(self.heard[number].append)
-        return stop
+    def __init__(self, monkeypatch) -> None:
+        self.announced: list[int] = []
+        self.left: list[tuple[str, int]] = []
+        self.answer: list[object] | None = None  # None: this is process 0
+        monkeypatch.setattr(distributed, "announce_preemption", self.announced.append)
+        monkeypatch.setattr(distributed, "abort", lambda sentence, status: self.left.append((sentence, status)))
+        monkeypatch.setattr(distributed, "broadcast", lambda name, decide: self.answer or decide())
 
 
-def test_nobody_stops_and_nobody_waits_where_nobody_was_asked():
-    (stop,) = Processes(1).stops
-    for _ in range(5):
-        assert not stop.at_step()
-        stop.beat()
-    assert not stop.is_near
+@pytest.fixture
+def others(monkeypatch) -> Others:
+    return Others(monkeypatch)
 
 
-def test_all_stop_before_the_step_behind_the_furthest():
-    processes = Processes(3)
-    first, second, third = processes.stops
-    for stop, steps in ((first, 5), (second, 7), (third, 6)):
-        assert not any(stop.at_step() for _ in range(steps))
-    second.ask(signal.SIGTERM)
-    for stop in (second, first, third):
-        stop.beat()
-        assert stop.is_near == (stop is not third)
-    assert processes.heard == {0: [signal.SIGTERM], 1: [], 2: [signal.SIGTERM]}
-    for stop, steps in ((first, 2), (second, 0), (third, 1)):
-        stop.beat()
-        assert [stop.at_step() for _ in range(steps + 1)] == [False] * steps + [True]
-        assert stop.at_step(), "and it stays so"
-
-
-def test_no_step_begins_while_the_others_are_asked_where_they_are():
-    processes = Processes(2)
-    first, second = processes.stops
-    first.ask(signal.SIGTERM)
-    first.beat()
-    answered = []
-    waiting = threading.Thread(target=lambda: answered.append(first.at_step()))
-    waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive() and not answered
-    second.beat()
-    first.beat()
-    waiting.join(SECONDS)
-    assert answered == [True] == [second.at_step()]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_threads_that_step_and_beat_as_they_like_stop_at_the_same_step(seed):
-    count = 4
-    processes = Processes(count)
-    begun, ended = [0] * count, threading.Event()
-    together = threading.Barrier(count)  # a step takes all of them
-
-    def train(number: int) -> None:
-        while not processes.stops[number].at_step():
-            begun[number] += 1
-            together.wait(SECONDS)
-
-    def watch(number: int) -> None:
-        chance = random.Random(seed * count + number)
-        while not ended.wait(chance.random() / 200):
-            processes.stops[number].beat()
-
-    training = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(count)]
-    watching = [threading.Thread(target=watch, args=(number,), daemon=True) for number in range(count)]
-    for thread in training + watching:
-        thread.start()
-    time.sleep(0.02)
-    for number in range(seed % count + 1):
-        processes.stops[number].ask(signal.SIGTERM)
-    for thread in training:
-        thread.join(SECONDS)
-    ended.set()
-    assert len(set(begun)) == 1 and begun[0] > 0
-
-
-def test_a_store_that_fails_for_a_while_only_delays_the_stop():
-    processes = Processes(1)
-    (stop,) = processes.stops
-    kept, processes.store = processes.store, {}
-    stop.ask(signal.SIGTERM)
-    with pytest.raises(KeyError):
-        stop.beat()
-    processes.store = kept
-    stop.beat()
-    assert stop.at_step()
-
-
-def test_a_notice_of_another_process_is_heard_as_a_signal(preemption, ends):
-    processes = Processes(2)
-    left = []
-    preemption.join(processes.stops[0], lambda sentence, status: left.append((sentence, status)))
+def test_the_others_are_told_of_a_signal(preemption, others):
     preemption.enter("warm-up: learning")
-    processes.stops[1].ask(signal.SIGTERM)
-    for stop in reversed(processes.stops):
-        stop.beat()
+    signal.raise_signal(signal.SIGTERM)
+    assert until(lambda: preemption.requested) and others.announced == [signal.SIGTERM]
+
+
+def test_a_notice_of_another_process_is_heard_as_a_signal_and_not_told_again(preemption, ends, others):
+    preemption.enter("warm-up: learning")
+    preemption.on_notice(signal.SIGTERM)
     assert until(lambda: preemption.requested)
-    processes.stops[0].beat()
-    assert preemption.at_step() and (preemption.status, ends, left) == (0, [], [])
+    assert preemption.at_step() and (preemption.status, ends, others.left, others.announced) == (0, [], [], [])
 
 
-def test_an_interrupt_in_one_process_interrupts_all_and_is_no_second_one(preemption, ends):
-    processes = Processes(2)
-    preemption.join(processes.stops[0], lambda sentence, status: None)
+def test_process_0_decides_before_which_step_all_stop(preemption, others):
     preemption.enter("warm-up: learning")
+    others.answer = [False, 0]
+    signal.raise_signal(signal.SIGTERM)
+    assert until(lambda: preemption._asked) and not preemption.at_step(), "the others do not stop here"
+    others.answer = [True, 130]
+    assert preemption.at_step() and preemption.status == 130
+
+
+def test_an_interrupt_in_all_processes_at_once_is_no_second_one(preemption, ends, others, capsys):
+    """As a terminal sends it: each hears its own, and those of the others."""
+    preemption.enter("warm-up: learning")
+    preemption.on_notice(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
-    assert until(lambda: processes.stops[0].is_near)
-    for stop in processes.stops * 3:
-        stop.beat()
-    assert processes.heard == {0: [], 1: [signal.SIGINT]}  # `join` hears in place of the first
-    assert preemption.at_step() and (preemption.status, ends) == (130, [])
+    preemption.on_notice(signal.SIGINT)
+    assert until(lambda: others.announced == [signal.SIGINT])
+    assert preemption.requested and (preemption.status, ends) == (130, [])
 
 
-def test_whoever_is_ended_in_the_middle_tells_the_others(ends):
-    left = []
+def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
     with Preemption(end=ends.append, grace_seconds=0.05) as preemption:
-        preemption.join(Processes(1).stops[0], lambda sentence, status: left.append((sentence, status)))
         preemption.enter("round 1: sampling", kept="shards are kept")
         signal.raise_signal(signal.SIGTERM)
         assert until(lambda: bool(ends))
-    assert left == [("preempted in round 1: sampling; shards are kept", 0)]
+    assert others.left == [("preempted in round 1: sampling; shards are kept", 0)]
 
 
 @pytest.mark.slow
@@ -363,13 +284,11 @@ def test_the_processes_of_a_run_end_together(free_port, where):
     """By one SIGTERM to one of them: in training before the same step, elsewhere where each is."""
     address = f"localhost:{free_port}"
     running = [program(TWO_PROCESSES, str(process), address, where) for process in range(2)]
-    began = time.monotonic()
     try:
         said = [process.communicate(timeout=SECONDS) for process in running]
     finally:
         for process in running:
             process.kill()
-    assert time.monotonic() - began < SECONDS / 2
     assert [process.returncode for process in running] == [0, 0], said
     (first, reasons), (second, _) = said
     if where == "learning":

@@ -2,9 +2,9 @@
 
     python train_on_devices.py DIRECTORY PROCESSES PROCESS PORT STEPS DEADLINE_SECONDS [SECONDS_A_STEP]
 
-Each process writes DIRECTORY/PROCESS.json: the losses, and which packed rows it read. The last state is saved as a checkpoint, and its
-policy as a Hugging Face directory; DIRECTORY/PROCESS-engine-N.npz holds the policy as an engine over N devices of this process gets it.
-With SECONDS_A_STEP it is slow enough to be killed between two steps.
+Each process writes DIRECTORY/PROCESS.json: the losses, and which packed rows it read. The last state is saved as a
+checkpoint, and its policy as a Hugging Face directory; DIRECTORY/PROCESS-engine-N.npz holds the policy as an engine
+over N devices of this process gets it. With SECONDS_A_STEP it is slow enough to be killed between two steps.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
         coordinator = f"localhost:{port}"
         distributed.start(
             DistributedConfig(coordinator=coordinator, processes=processes, process=process, deadline_seconds=deadline),
-            Preemption(),
+            Preemption().on_notice,
         )
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 8 // processes)
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, **AXES))
@@ -88,11 +88,11 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
 
 
 def guarded() -> None:
-    """What `train.main` does with errors of JAX: give the watch the time to say who is lost."""
+    """What `train.main` does with errors: give the heartbeat the time to say which process is lost."""
     try:
         main(sys.argv[1], *map(int, sys.argv[2:7]), *map(float, sys.argv[7:]))
-    except jax.errors.JaxRuntimeError:
-        distributed.wait_for_heartbeat()
+    except Exception:
+        distributed.abort_with_traceback()
         raise
 
 

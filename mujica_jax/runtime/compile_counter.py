@@ -1,7 +1,7 @@
 """How many programs this process has compiled and how long that took, as JAX itself reports it.
 
-`compile_counter()` counts from its first call on; a program that is read from the cache on disk counts as one. Under steady work the
-number stands still: one that grows means that shapes, types or static arguments change.
+`compile_counter()` counts from its first call on; a program that is read from the cache on disk counts as one. Under
+steady work the number stands still: one that grows means that shapes, types or static arguments change.
 """
 
 import collections
@@ -29,7 +29,9 @@ class CompileCounter:
         self._lock = threading.Lock()
 
     def add(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
-        """A span of time that JAX has measured. Spans are nested, as a traced function calls others: each second counts once."""
+        """A span of time that JAX has measured. Spans are nested, as a traced function calls others: each second counts
+        once.
+        """
         if event not in STAGES:
             return
         with self._lock:

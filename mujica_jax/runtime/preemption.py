@@ -1,15 +1,21 @@
-"""Asked to end: SIGTERM, Ctrl-C or a multi-host job's preemption notice, heard at any time and polled by the loops of every phase.
+"""Asked to end: SIGTERM, Ctrl-C or a multi-host job's preemption notice, heard at any time and polled by the loops of
+every phase.
 
-A signal raises nothing, least of all inside a library. A thread hears it, even while the main thread is inside a compiler and runs no
-Python, and the next loop that polls ends the program: it saves what it has to save and raises `Preempted`, which an entry point turns
-into one sentence and an exit status.
+A signal raises nothing, least of all inside a library. A thread hears it, even while the main thread is inside a
+compiler and runs no Python, and the next loop that polls ends the program: it saves what it has to save and raises
+`Preempted`, which an entry point turns into one sentence and an exit status.
 
-    SIGTERM   status 0. Where no loop has polled within GRACE_SECONDS (a long compilation or load, neither can be interrupted), the
-              process ends there and then.
+    SIGTERM   status 0. If no loop has polled within GRACE_SECONDS (a long compilation or load, neither can be
+              interrupted), the process ends there and then.
     Ctrl-C    status 130; a second one ends the process at once.
 
-Before the first phase there is nothing to save, so either ends the process at once. Ending anywhere is allowed because all that a
-program writes survives SIGKILL at any moment (`trajectories.objects`, `learning.checkpoints`).
+Before the first phase there is nothing to save, so either ends the process at once. Ending anywhere is allowed because
+all that a program writes survives SIGKILL at any moment.
+
+In a job of several processes the one that is asked tells the others. A training step takes all of them, so process 0
+decides before each one whether to stop, and all get its answer; outside of training each ends where it polls next.
+(JAX's own agreement, `multihost_utils.reached_preemption_sync_point`, is for training steps alone and keeps SIGTERM to
+itself.)
 """
 
 import os
@@ -22,12 +28,13 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from mujica_jax.runtime.preemption_sync import PreemptionSync
+from mujica_jax.runtime import distributed
 
 GRACE_SECONDS = 20.0  # platforms kill 30 s after the notice at the earliest; what is left is for printing one line
 KEPT = "what was finished is kept"
 INTERRUPTED = 130  # exit status of a shell's Ctrl-C
 END = 0  # no signal's number: ends the thread that listens
+ELSEWHERE = 128  # added to the number of a signal that came to another process
 
 
 class Preempted(Exception):
@@ -35,16 +42,14 @@ class Preempted(Exception):
 
 
 class Preemption:
-    """Whether this process was asked to end. A context manager: signals are heard inside it.
-
-    In a job of several processes (`join`) whoever is asked tells the others: all stop before the same training step, and outside of
-    training each where it polls next.
-    """
+    """Whether this process was asked to end. A context manager: signals are heard inside it."""
 
     def __init__(
         self, *, kept: str = KEPT, end: Callable[[int], Any] = os._exit, grace_seconds: float | None = None
     ) -> None:
-        """`kept` says what an end in the middle of a phase leaves, unless the phase says otherwise; `end` ends the process."""
+        """`kept` says what an end in the middle of a phase leaves, unless the phase says otherwise; `end` ends the
+        process.
+        """
         self.phase: str | None = None  # None: nothing has begun
         self.then = ""  # what the user can do next; behind every closing sentence
         self.status = 0
@@ -52,19 +57,13 @@ class Preemption:
         self._end = end
         self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
         self._asked = self._answered = False
+        self._interrupts = 0
         self._handlers: dict[int, Any] = {}
-        self._joint: PreemptionSync | None = None
-        self._leave: Callable[[str, int], Any] = lambda sentence, status: None
 
-    def join(self, joint: PreemptionSync, leave: Callable[[str, int], Any]) -> None:
-        """From now on this process is one of several; `leave(sentence, status)` tells the others that it ends in the middle."""
-        self._joint, self._leave = joint, leave
-        joint.tell(self.notice)
-
-    def notice(self, number: int) -> None:
-        """The process is asked to end as by the signal of this number, which came to another process of the job."""
+    def on_notice(self, number: int) -> None:
+        """Another process of the job was asked to end, by the signal of this number: so is this one."""
         if self._handlers:
-            os.write(self._writing, bytes([number]))
+            os.write(self._writing, bytes([number + ELSEWHERE]))
         else:
             self._asked = True
 
@@ -75,12 +74,11 @@ class Preemption:
         return self._answered
 
     def at_step(self) -> bool:
-        """As `requested`, polled once before every training step. The processes of a job are told the same step."""
-        if self._joint is None:
-            return self.requested
-        if not self._joint.at_step():
+        """As `requested`, polled once before every training step. All processes of a job get the same answer."""
+        asked, status = distributed.broadcast("a training step", lambda: [self._asked, self.status])
+        if not asked:
             return False
-        self._asked = True
+        self._asked, self.status = True, status
         return self.requested
 
     def enter(self, phase: str, *, kept: str | None = None) -> None:
@@ -130,34 +128,36 @@ class Preemption:
                     self._end_now()
                 deadline = None
                 continue
-            for number in os.read(self._reading, 64):
+            for byte in os.read(self._reading, 64):
+                number, here = byte % ELSEWHERE, byte < ELSEWHERE
                 if number == END:
                     return
-                if number == signal.SIGINT:
-                    self._interrupted()
+                if number == signal.SIGINT and (here or not self._asked):
+                    self._interrupted(here)
                 elif number == signal.SIGTERM and not self._asked:
                     deadline = time.monotonic() + self._grace_seconds
-                    self._ask(number)
+                    self._ask(number, here)
 
-    def _interrupted(self) -> None:
-        if self._asked and self.status == INTERRUPTED:
+    def _interrupted(self, here: bool) -> None:
+        self.status = INTERRUPTED
+        self._interrupts += here
+        if self._interrupts > 1:
             self._end_now()
         else:
-            self.status = INTERRUPTED
-            self._ask(signal.SIGINT)
+            self._ask(signal.SIGINT, here)
             print("\nending at the next safe point; Ctrl-C again ends at once", file=sys.stderr, flush=True)
 
-    def _ask(self, number: int) -> None:
+    def _ask(self, number: int, here: bool) -> None:
         if self.phase is None:
             self._end_now()
         self._asked = True
-        if self._joint is not None:
-            self._joint.ask(number)
+        if here:
+            distributed.announce_preemption(number)
 
     def _end_now(self) -> None:
         sentence = self._sentence(self._kept)
         print(f"\n{sentence}", file=sys.stderr, flush=True)
-        self._leave(sentence, self.status)
+        distributed.abort(sentence, self.status)
         self._end(self.status)
 
     def _sentence(self, kept: str) -> str:

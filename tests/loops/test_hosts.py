@@ -1,4 +1,6 @@
-"""Whole runs by a job of two processes: it ends as one process on the same mesh does, and where one host fails the others say so."""
+"""Whole runs by a job of two processes: it ends as one process on the same mesh does, and where one host fails the
+others say so.
+"""
 
 import contextlib
 import json
@@ -15,7 +17,8 @@ from whole_runs import CONFIG, DISTURBED, ENVIRONMENT, ROOT, SECONDS, Ended, jso
 
 from mujica_jax.trajectories import shards
 
-# Two devices: a sum of two numbers does not depend on who adds them, so that losses, and all that follows from them, are equal to the bit.
+# Two devices: a sum of two numbers does not depend on who adds them, so that losses, and all that follows from them,
+# are equal to the bit.
 MESH = ("--trainer.fsdp", "2")
 
 MOST_SECONDS = 30.0  # from the signal to the end of the process that got it
@@ -35,7 +38,9 @@ def free_port() -> int:
 def jobs(
     directory: Path, processes: int, *disturbances: tuple[int, dict[str, Any]], flags: Sequence[str] = ()
 ) -> list[list[Ended]]:
-    """How the processes of each job ended, one job after the other. Of each, one process may be disturbed (`disturbed_train.py`)."""
+    """How the processes of each job ended, one job after the other. Of each, one process may be disturbed
+    (`disturbed_train.py`).
+    """
     starts: list[list[dict[str, Any]]] = [[] for _ in range(processes)]
     for which, disturbance in disturbances:
         words = [str(CONFIG), "--run", str(directory), *MESH, "--distributed.deadline-seconds", "60", *flags]
@@ -73,7 +78,9 @@ def job(
 
 
 def numbers(directory: Path) -> dict:
-    """The outcome, with what was said in the evaluations: their log-probabilities are rounded as the questions are dealt out."""
+    """The outcome, with what was said in the evaluations: their log-probabilities are rounded as the questions are
+    dealt out.
+    """
     found = outcome(directory)
     del found["evaluations"]
     files = sorted((directory / "eval").glob("*.parquet"))
@@ -106,7 +113,7 @@ def test_one_host_that_is_killed_ends_the_other_and_one_or_two_go_on(alone, tmp_
     kill = {"signal": "SIGKILL", "phase": "round 1: first attempts, the share of this host", "update": 1}
     first, second = job(directory, 2, "--distributed.deadline-seconds", "20", disturbance=kill)
     assert second.status == -9
-    assert f"process 1 on {socket.gethostname()} has not been heard of for" in first.messages
+    assert f"process 1 on {socket.gethostname()} is lost" in first.messages
     assert first.status not in (0, 2)
     (only,) = job(directory, 1, disturbance={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1})
     assert only.status == -9 and "warm-up: learning" not in only.output, only.messages
