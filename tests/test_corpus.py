@@ -154,7 +154,7 @@ def test_wiki_18_has_the_title_in_quotes(tmp_path):
 
 def test_an_array_is_read_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_records, "READ_CHARACTERS", 7)
-    monkeypatch.setattr(corpus_records, "LARGEST_RECORD_CHARACTERS", 100)
+    monkeypatch.setattr(corpus_records, "MAX_RECORD_CHARACTERS", 100)
     path = tmp_path / "corpus.json"
     path.write_text("\n" + json.dumps([CAT, 12345, DOG, [1, {"a": None}]], indent=1))
     assert list(read_records(path)) == [(3, CAT), (7, 12345), (8, DOG), (12, [1, {"a": None}])]
@@ -241,7 +241,7 @@ def test_an_id_of_many_digits_is_an_id(tmp_path):
 def test_an_array_in_the_array_is_refused_without_being_read_whole(tmp_path, monkeypatch):
     """However its records are cut: what counts is where it began, not where the text breaks off."""
     monkeypatch.setattr(corpus_records, "READ_CHARACTERS", 50)
-    monkeypatch.setattr(corpus_records, "LARGEST_RECORD_CHARACTERS", 400)
+    monkeypatch.setattr(corpus_records, "MAX_RECORD_CHARACTERS", 400)
     path = tmp_path / "corpus.json"
     path.write_text(json.dumps([[CAT] * 1000], indent=1))
     with open_text(path) as file:

@@ -30,7 +30,7 @@ def folder(tmp_path_factory) -> Path:
         index.main(["build", "--corpus", str(root / "corpus.jsonl"), "--kind", "bm25", "--out", str(root / "bm25")])
         == 0
     )
-    dense = ["--kind", "accelerator", "--embedder", str(root / "tiny"), "--out", str(root / "dense")]
+    dense = ["--kind", "exact", "--embedder", str(root / "tiny"), "--out", str(root / "dense")]
     assert index.main(["build", "--corpus", str(root / "corpus.jsonl"), *dense]) == 0
     return root
 
@@ -79,7 +79,7 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     assert "--embedder is x and an index of kind bm25 does not read it" in refused(
         capsys, *build, "--kind", "bm25", "--embedder", "x"
     )
-    assert "--tokenizer is default" in refused(capsys, *build, "--kind", "accelerator", "--tokenizer", "default")
+    assert "--tokenizer is default" in refused(capsys, *build, "--kind", "exact", "--tokenizer", "default")
     assert "nowhere.json cannot be read" in refused(
         capsys, "build", "--corpus", "nowhere.json", "--kind", "bm25", "--out", str(tmp_path / "out")
     )
@@ -97,9 +97,9 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
 
 def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, tmp_path):
     built, taken = tmp_path / "built", tmp_path / "taken"
-    made = ["--corpus", str(folder / "corpus.jsonl"), "--kind", "accelerator", "--embedder", str(folder / "tiny")]
+    made = ["--corpus", str(folder / "corpus.jsonl"), "--kind", "exact", "--embedder", str(folder / "tiny")]
     assert index.main(["build", *made, "--prefixes", "e5", "--out", str(built)]) == 0
-    assert index.main(["build", "--embeddings", str(built), "--kind", "accelerator", "--out", str(taken)]) == 0
+    assert index.main(["build", "--embeddings", str(built), "--kind", "exact", "--out", str(taken)]) == 0
     asked = ("query", "--k", "3", "word5", "--index")
     found = printed(capsys, *asked, str(built))
     for named in ([], ["--prefixes", "e5"], ["--embedder", str(folder / "tiny")]):
@@ -114,7 +114,7 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
 
 
 def test_an_embedder_that_was_named_from_another_folder_is_found(folder, capsys, tmp_path, monkeypatch):
-    made = ["build", "--corpus", str(folder / "corpus.jsonl"), "--kind", "accelerator", "--out", str(tmp_path / "out")]
+    made = ["build", "--corpus", str(folder / "corpus.jsonl"), "--kind", "exact", "--out", str(tmp_path / "out")]
     monkeypatch.chdir(folder)
     assert index.main([*made, "--embedder", "tiny"]) == 0
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,7 @@ def test_an_embedder_that_was_named_from_another_folder_is_found(folder, capsys,
 
 def test_a_query_of_a_small_index_needs_no_k(capsys, tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", 2)
-    for kind, embedder in (("bm25", []), ("accelerator", ["--embedder", str(tiny_embedder(tmp_path / "tiny"))])):
+    for kind, embedder in (("bm25", []), ("exact", ["--embedder", str(tiny_embedder(tmp_path / "tiny"))])):
         out = str(tmp_path / kind)
         assert index.main(["build", "--corpus", str(corpus), "--kind", kind, *embedder, "--out", out]) == 0
         assert len(printed(capsys, "query", "--index", out, "title 0 1")) == 2

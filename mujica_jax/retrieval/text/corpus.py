@@ -18,6 +18,8 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus_records import FORMATS, check_text, records_of
 from mujica_jax.retrieval.text.passage_ids import PassageIds
 
+Hits = list[tuple[int, float]]  # positions of passages and their scores, best first
+
 _repr = reprlib.Repr()  # of a value of any size, in one short line
 _repr.maxlevel, _repr.maxdict, _repr.maxlist, _repr.maxstring, _repr.maxother = 2, 2, 2, 60, 60
 
