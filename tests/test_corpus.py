@@ -13,7 +13,7 @@ from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text import corpus, corpus_records
-from mujica_jax.retrieval.text.corpus import Passage, Skipped, read_corpus, stream_corpus
+from mujica_jax.retrieval.text.corpus import Passage, PassageIds, Skipped, read_corpus, stream_corpus
 from mujica_jax.retrieval.text.corpus_records import open_text, read_records
 
 CAT = {"title": "Cat", "text": "Cats purr."}
@@ -275,6 +275,16 @@ def test_what_only_looks_like_an_archive_or_is_damaged_is_one_sentence(tmp_path)
     path.write_bytes(whole)
     with pytest.raises(UserError, match=r"damaged\.jsonl\.gz cannot be read"):
         read_corpus([path])
+
+
+@given(st.lists(st.one_of(st.integers(0, 40).map(str), st.sampled_from(["00", "x", "", "²"])), max_size=60))
+def test_passage_ids_say_what_a_set_says(identifiers):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "MERGED_IDS", 7)
+        ids, known = PassageIds(), set()
+        for identifier in identifiers:
+            assert ids.add(identifier) == (identifier not in known)
+            known.add(identifier)
 
 
 @needs_data

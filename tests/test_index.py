@@ -67,6 +67,20 @@ def test_a_query_prints_its_passages_best_first(folder, capsys, kind):
     assert [hit["score"] for hit in found] == sorted((hit["score"] for hit in found), reverse=True)
 
 
+def test_a_query_is_a_list_on_a_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert index.main(["query", "--index", str(folder / "bm25"), "--k", "2", "title 7 word5"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("  1. title ") and "score" in first
+    assert rest[0].startswith("     ") and any(line.startswith("  2. title ") for line in rest)
+
+
+def test_the_former_name_of_a_kind_is_answered_with_the_new_one(capsys):
+    with pytest.raises(SystemExit):
+        index.main(["build", "--kind", "accelerator", "--corpus", "x", "--out", "y"])
+    assert "there is no kind accelerator: did you mean exact?" in capsys.readouterr().err
+
+
 def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     dense = str(folder / "dense")
     asked = ("recall", "--index", dense, "--questions", str(folder / "questions.jsonl"))
