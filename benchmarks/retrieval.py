@@ -33,12 +33,12 @@ import numpy as np
 from clustered_vectors import DIMENSION, K, make_vectors, recall
 
 PEERS = Path(__file__).parent / "peers"
-OURS, THEIRS = ("scann", "accelerator"), ("faiss-flat", "faiss-hnsw", "hnswlib")
-EVERY_ROW = ("accelerator", "faiss-flat")
+OURS, THEIRS = ("scann", "exact"), ("faiss-flat", "faiss-hnsw", "hnswlib")
+EVERY_ROW = ("exact", "faiss-flat")
 CANDIDATES = (32, 64, 128, 256, 512, 768, 1024)
 SETTINGS: dict[str, Sequence[float | None]] = {
     "scann": (None, 0.05, 0.1, 0.15, 0.2, 0.3),
-    "accelerator": (None,),
+    "exact": (None,),
     "faiss-flat": (None,),
     "faiss-hnsw": CANDIDATES,
     "hnswlib": CANDIDATES,
@@ -161,11 +161,11 @@ def engine(given: argparse.Namespace) -> None:
     else:
         import jax
 
-        from mujica_jax.retrieval.text.exact import AcceleratorSearch
+        from mujica_jax.retrieval.text.exact import ExactSearch
 
         jax.devices()
         before = anonymous_bytes()
-        loaded = AcceleratorSearch(embeddings)
+        loaded = ExactSearch(embeddings)
     loading = True
     for line in sys.stdin:
         asked = json.loads(line)

@@ -89,7 +89,7 @@ def main() -> int:
     corpus, folder = given.work / "corpus.jsonl", given.work / "exact"
     more_questions = [[record["question"] for record in read(given.data / file)] for file in MORE_QUESTIONS]
     write_corpus(given.data, corpus, sentences=given.sentences)
-    made = ["build", "--corpus", str(corpus), "--kind", "accelerator", "--embedder", given.embedder]
+    made = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", given.embedder]
     if status := index.main([*made, "--out", str(folder)]):
         return status
     passages = PassageFile(folder / "passages.arrow")

@@ -1,6 +1,6 @@
 """2WikiMultihopQA over passages, with Qwen2.5-7B on 32 chips (v5e:4x8).
 
-    python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind accelerator --out INDEX
+    python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind exact --out INDEX
     python -m mujica_jax.train configs/two_wiki_text_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX
 
 The training step compiles for this topology and fits, and so does the engine on four of its chips, for Qwen2.5-7B has four heads of keys

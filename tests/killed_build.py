@@ -1,6 +1,6 @@
 """A build of an index that is killed by SIGKILL at a chosen moment.
 
-    kill_at("embeddings.write_json", 2, ["build", ...])      before the second call of mujica_jax.retrieval.text.embeddings.write_json
+    kill_at("text.embeddings.write_json", 2, ["build", ...])      before the second call of mujica_jax.retrieval.text.embeddings.write_json
 
 As a program it is the build: it says when the moment has come and waits there for its end. Chunks are small ones.
 """
@@ -45,8 +45,8 @@ def kill_at(function: str, call: int, arguments: Sequence[str]) -> None:
 
 def main() -> int:
     function, call, *arguments = sys.argv[1:]
-    first, *places, name = function.split(".")
-    owner: Any = importlib.import_module(f"mujica_jax.retrieval.{first}")
+    folder, first, *places, name = function.split(".")
+    owner: Any = importlib.import_module(f"mujica_jax.retrieval.{folder}.{first}")
     for place in places:
         owner = getattr(owner, place)
     original, calls = getattr(owner, name), 0

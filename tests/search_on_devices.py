@@ -5,14 +5,14 @@ import json
 import jax
 import numpy as np
 
-from mujica_jax.retrieval.text import exact as accelerator
+from mujica_jax.retrieval.text import exact
 from mujica_jax.retrieval.text.dense import best_rows
 from mujica_jax.retrieval.text.embeddings import compressed
 
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
-    accelerator.BLOCK_ROWS = 128
+    exact.BLOCK_ROWS = 128
     draw = np.random.default_rng(1)
     vectors, queries = (draw.normal(size=(rows, 24)).astype(np.float32) for rows in (2003, 6))
     searches, differing, largest, on_each = 0, 0, 0.0, 0
@@ -20,7 +20,7 @@ def main() -> None:
         embeddings = compressed(vectors, storage)
         expected_scores, expected = best_rows(queries, embeddings.float32(), 9)
         for recall_target in (None, 0.95):
-            search = accelerator.AcceleratorSearch(embeddings, recall_target=recall_target)
+            search = exact.ExactSearch(embeddings, recall_target=recall_target)
             scores, positions = search.search(queries, 9)
             differing += int((positions != expected).sum())
             largest = max(largest, float(np.abs(scores - expected_scores).max()))

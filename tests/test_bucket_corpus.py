@@ -99,7 +99,9 @@ def test_it_is_built_and_another_content_is_another_corpus(bucket, tmp_path):
     bucket.put("mine", "folder/corpus.jsonl.gz", gzip.compress(LINES[:-1] + b" "))
     with pytest.raises(UserError, match="was begun with corpus"):
         indexes.build(
-            tmp_path / "index", indexes.Recipe(kind="bm25", corpus=("gs://mine/folder/corpus.jsonl.gz",)), reporter=None
+            tmp_path / "index",
+            indexes.IndexSpec(kind="bm25", corpus=("gs://mine/folder/corpus.jsonl.gz",)),
+            reporter=None,
         )
 
 

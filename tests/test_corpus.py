@@ -13,7 +13,7 @@ from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text import corpus, corpus_records
-from mujica_jax.retrieval.text.corpus import Passage, Skipped, read_corpus, stream_corpus
+from mujica_jax.retrieval.text.corpus import Passage, PassageIds, Skipped, read_corpus, stream_corpus
 from mujica_jax.retrieval.text.corpus_records import open_text, read_records
 
 CAT = {"title": "Cat", "text": "Cats purr."}
@@ -154,7 +154,7 @@ def test_wiki_18_has_the_title_in_quotes(tmp_path):
 
 def test_an_array_is_read_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_records, "READ_CHARACTERS", 7)
-    monkeypatch.setattr(corpus_records, "LARGEST_RECORD_CHARACTERS", 100)
+    monkeypatch.setattr(corpus_records, "MAX_RECORD_CHARACTERS", 100)
     path = tmp_path / "corpus.json"
     path.write_text("\n" + json.dumps([CAT, 12345, DOG, [1, {"a": None}]], indent=1))
     assert list(read_records(path)) == [(3, CAT), (7, 12345), (8, DOG), (12, [1, {"a": None}])]
@@ -241,7 +241,7 @@ def test_an_id_of_many_digits_is_an_id(tmp_path):
 def test_an_array_in_the_array_is_refused_without_being_read_whole(tmp_path, monkeypatch):
     """However its records are cut: what counts is where it began, not where the text breaks off."""
     monkeypatch.setattr(corpus_records, "READ_CHARACTERS", 50)
-    monkeypatch.setattr(corpus_records, "LARGEST_RECORD_CHARACTERS", 400)
+    monkeypatch.setattr(corpus_records, "MAX_RECORD_CHARACTERS", 400)
     path = tmp_path / "corpus.json"
     path.write_text(json.dumps([[CAT] * 1000], indent=1))
     with open_text(path) as file:
@@ -275,6 +275,16 @@ def test_what_only_looks_like_an_archive_or_is_damaged_is_one_sentence(tmp_path)
     path.write_bytes(whole)
     with pytest.raises(UserError, match=r"damaged\.jsonl\.gz cannot be read"):
         read_corpus([path])
+
+
+@given(st.lists(st.one_of(st.integers(0, 40).map(str), st.sampled_from(["00", "x", "", "²"])), max_size=60))
+def test_passage_ids_say_what_a_set_says(identifiers):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "MERGED_IDS", 7)
+        ids, known = PassageIds(), set()
+        for identifier in identifiers:
+            assert ids.add(identifier) == (identifier not in known)
+            known.add(identifier)
 
 
 @needs_data

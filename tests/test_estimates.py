@@ -10,7 +10,7 @@ import pytest
 from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
-from mujica_jax.retrieval.text import estimates
+from mujica_jax.retrieval import estimates
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ def words(folder: Path, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "extra"), [("bm25", []), ("accelerator", []), ("accelerator", ["--storage", "int8"]), ("scann", [])]
+    ("kind", "extra"), [("bm25", []), ("exact", []), ("exact", ["--storage", "int8"]), ("scann", [])]
 )
 def test_the_disk_is_as_full_as_estimated(folder, capsys, kind, extra):
     if kind == "scann":
@@ -73,8 +73,8 @@ import dataclasses, sys
 from pathlib import Path
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage, stream_corpus
-from mujica_jax.retrieval.text.estimates import count_and_sample, estimate
-from mujica_jax.retrieval.text.index import Recipe
+from mujica_jax.retrieval.estimates import WORDS_SAMPLE, estimate_sample
+from mujica_jax.retrieval.text.index import IndexSpec
 from mujica_jax.retrieval.text.passages import PassageFile, write_passages
 
 def kibibytes(name):
@@ -84,8 +84,7 @@ def kibibytes(name):
 corpus, out, tokeniser = sys.argv[1:]
 write_passages(stream_corpus([corpus]), Path(out))
 passages = PassageFile(Path(out))
-sample, count = count_and_sample(passages, None)
-estimated = estimate(Recipe(kind="bm25", tokeniser=tokeniser), sample, count)
+estimated = estimate_sample(IndexSpec(kind="bm25", tokeniser=tokeniser), passages[:WORDS_SAMPLE], len(passages))
 Path("/proc/self/clear_refs").write_text("5")
 before = kibibytes("VmRSS")
 Bm25Index(passages, tokeniser)
@@ -110,10 +109,10 @@ def test_an_index_of_words_takes_as_much_memory_as_estimated(tmp_path, tokeniser
 
 def test_a_number_of_passages_takes_the_place_of_counting(folder, capsys):
     for passages in (1_000, 1_000_000):
-        assert index.main(["estimate", *words(folder, "accelerator"), "--passages", str(passages)]) == 0
+        assert index.main(["estimate", *words(folder, "exact"), "--passages", str(passages)]) == 0
     small, large = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert large["disk_bytes"]["embeddings"] == 1000 * small["disk_bytes"]["embeddings"] == 1_000_000 * 64 * 2
-    assert index.main(["estimate", *words(folder, "accelerator"), "--passages", "0"]) == 2
+    assert index.main(["estimate", *words(folder, "exact"), "--passages", "0"]) == 2
     (folder / "empty.json").write_text("[]")
     assert index.main(["estimate", "--corpus", str(folder / "empty.json"), "--kind", "bm25"]) == 2
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mujica_jax.retrieval.text import exact as accelerator
+from mujica_jax.retrieval.text import exact
 from mujica_jax.retrieval.text.dense import best_rows
 from mujica_jax.retrieval.text.embeddings import Embeddings, compressed
-from mujica_jax.retrieval.text.exact import AcceleratorSearch, layout
+from mujica_jax.retrieval.text.exact import ExactSearch, layout
 
 ROOT = Path(__file__).resolve().parent.parent
 DRAW = np.random.default_rng(0)
@@ -22,7 +22,7 @@ QUERIES = DRAW.normal(size=(5, 24)).astype(np.float32)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(accelerator, "BLOCK_ROWS", 128)
+    monkeypatch.setattr(exact, "BLOCK_ROWS", 128)
 
 
 @pytest.mark.parametrize("recall_target", [None, 0.9])
@@ -30,7 +30,7 @@ def small_blocks(monkeypatch):
 def test_what_numpy_finds(storage, recall_target):
     """On a CPU approximate search is exact; what it costs a TPU in recall cannot be seen here."""
     embeddings = compressed(VECTORS, storage)
-    scores, positions = AcceleratorSearch(embeddings, recall_target=recall_target).search(QUERIES, 7)
+    scores, positions = ExactSearch(embeddings, recall_target=recall_target).search(QUERIES, 7)
     expected_scores, expected = best_rows(QUERIES, embeddings.float32(), 7)
     np.testing.assert_array_equal(positions, expected)
     np.testing.assert_allclose(scores, expected_scores, rtol=1e-5, atol=1e-5)
@@ -39,34 +39,34 @@ def test_what_numpy_finds(storage, recall_target):
 @pytest.mark.parametrize("rows", [1, 2, 127, 128, 129, 300])
 def test_padding_is_never_found(rows):
     embeddings = compressed(-np.abs(VECTORS[:rows]), "bfloat16")  # every score is below the zero of a padded row
-    scores, positions = AcceleratorSearch(embeddings).search(np.abs(QUERIES), rows)
+    scores, positions = ExactSearch(embeddings).search(np.abs(QUERIES), rows)
     np.testing.assert_array_equal(np.sort(positions, axis=1), np.tile(np.arange(rows), (5, 1)))
     assert np.isfinite(scores).all()
 
 
 def test_ties_are_in_the_order_of_the_corpus():
     embeddings = compressed(np.ones((400, 24), np.float32), "bfloat16")
-    _, positions = AcceleratorSearch(embeddings).search(QUERIES, 300)
+    _, positions = ExactSearch(embeddings).search(QUERIES, 300)
     np.testing.assert_array_equal(positions, np.tile(np.arange(300), (5, 1)))
 
 
 def test_more_queries_than_a_call_takes(monkeypatch):
-    monkeypatch.setattr(accelerator, "MOST_QUERIES", 4)
+    monkeypatch.setattr(exact, "MAX_QUERIES", 4)
     queries = DRAW.normal(size=(11, 24)).astype(np.float32)
     embeddings = Embeddings(compressed(VECTORS, "bfloat16").vectors)
-    _, positions = AcceleratorSearch(embeddings).search(queries, 3)
+    _, positions = ExactSearch(embeddings).search(queries, 3)
     np.testing.assert_array_equal(positions, best_rows(queries, embeddings.float32(), 3)[1])
 
 
 def test_a_new_k_is_seldom_a_new_program():
     embeddings = Embeddings(compressed(VECTORS[:300], "bfloat16").vectors)
-    search = AcceleratorSearch(embeddings)
-    before = accelerator.search_program.cache_info().currsize
+    search = ExactSearch(embeddings)
+    before = exact.search_program.cache_info().currsize
     for k in (33, 34, 50, 63, 64):
         scores, positions = search.search(QUERIES, k)
         assert scores.shape == positions.shape == (5, k)
         np.testing.assert_array_equal(positions, best_rows(QUERIES, embeddings.float32(), k)[1])
-    assert accelerator.search_program.cache_info().currsize == before + 1
+    assert exact.search_program.cache_info().currsize == before + 1
 
 
 @pytest.mark.parametrize(("rows", "devices"), [(1, 1), (1, 8), (128 * 8, 8), (128 * 8 + 1, 8), (10_000, 3)])

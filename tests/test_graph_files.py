@@ -8,7 +8,7 @@ from little_graph import LINES, WD, WDT, write_dump
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph import files as graph_files
-from mujica_jax.retrieval.graph.index import GraphRecipe, Loaded, graph_in_memory, load
+from mujica_jax.retrieval.graph.index import GraphSpec, Loaded, graph_in_memory, load
 
 TABLE = "subject\trelation\tobject\tsubject_qid\tobject_qid\nIlse Vand\tborn in\tGhent\tQ2\tQ3\n"
 
@@ -37,7 +37,7 @@ def test_a_quoted_triple_in_another_one_never_reaches_the_parser(tmp_path, depth
             graph_in_memory(dump)
         counts = Loaded()
         store = pyoxigraph.Store()
-        assert list(load(store, GraphRecipe(files=(str(dump),), skip=True), counts))
+        assert list(load(store, GraphSpec(files=(str(dump),), skip=True), counts))
         assert (counts.skipped, counts.triples) == (1, 8)
 
 

@@ -19,12 +19,12 @@ from test_bucket_corpus import every
 from test_indexes import Silent
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import manifest as index_files
+from mujica_jax.retrieval import manifest as manifests
+from mujica_jax.retrieval.estimates import estimate_graph
 from mujica_jax.retrieval.graph import files as graph_files
 from mujica_jax.retrieval.graph import index as graph_index
-from mujica_jax.retrieval.graph.estimates import estimate_graph
 from mujica_jax.retrieval.graph.files import Choice, pieces
-from mujica_jax.retrieval.graph.index import GraphRecipe, build, graph_in_memory, open_graph
+from mujica_jax.retrieval.graph.index import GraphSpec, build, graph_in_memory, open_graph
 from mujica_jax.retrieval.text import corpus_files
 from mujica_jax.retrieval.text import index as indexes
 
@@ -33,9 +33,9 @@ HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
 TABLE = HEADER + "".join(f"Film {n}\tdirector\tAnn {n % 7}\tQ{n + 100}\t\n" for n in range(300))
 
 
-def recipe(*files: Path | str, **changes) -> GraphRecipe:
+def spec(*files: Path | str, **changes) -> GraphSpec:
     skip = changes.pop("skip", False)
-    return GraphRecipe(files=tuple(map(str, files)), choice=Choice(**changes), skip=skip)
+    return GraphSpec(files=tuple(map(str, files)), choice=Choice(**changes), skip=skip)
 
 
 def everything(graph) -> set[str]:
@@ -49,7 +49,7 @@ def named(graph, key: str) -> list[tuple[str, str, str]]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("graph")
-    build(root / "index", recipe(write_dump(root / "dump.nt")), Silent())
+    build(root / "index", spec(write_dump(root / "dump.nt")), Silent())
     return root / "index"
 
 
@@ -63,7 +63,7 @@ def test_a_dump_is_found_again(tmp_path, name):
     content = write_dump(tmp_path / "plain").read_bytes()
     compressed = {".gz": gzip.compress, ".bz2": bz2.compress}.get(Path(name).suffix, bytes)(content)
     (tmp_path / name).write_bytes(compressed)
-    manifest, there = build(tmp_path / "index", recipe(tmp_path / name), Silent())
+    manifest, there = build(tmp_path / "index", spec(tmp_path / name), Silent())
     assert (manifest["kind"], manifest["triples"], there) == ("graph", 8, False)
     graph = open_graph(tmp_path / "index")
     assert graph.version == manifest["version"]
@@ -95,7 +95,7 @@ def test_a_dump_in_a_bucket_is_read_as_from_the_disk(tmp_path, monkeypatch, name
     bucket.put("mine", f"folder/{name}", write_dump(tmp_path / name).read_bytes())
     if fault is not None:
         bucket.faults = every(3, fault)
-    manifest, _ = build(tmp_path / "index", recipe(f"gs://mine/folder/{name}"), Silent())
+    manifest, _ = build(tmp_path / "index", spec(f"gs://mine/folder/{name}"), Silent())
     assert manifest["triples"] == 8
     assert everything(open_graph(tmp_path / "index")) == everything(graph_in_memory(tmp_path / name))
     assert sum(request.query.get("alt") == "media" for request in bucket.requests) > 2, "in ranges, not as a whole"
@@ -167,14 +167,14 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, size):
 def test_a_bad_file_is_one_sentence(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=said):
-        build(tmp_path / "index", recipe(tmp_path / name), Silent())
+        build(tmp_path / "index", spec(tmp_path / name), Silent())
     with pytest.raises(UserError, match=r"is half-built|there is no index"):
         open_graph(tmp_path / "index")
 
 
 def test_other_refusals(tmp_path, built):
     with pytest.raises(UserError, match=r"nowhere\.nt cannot be read"):
-        build(tmp_path / "index", recipe(tmp_path / "nowhere.nt"), Silent())
+        build(tmp_path / "index", spec(tmp_path / "nowhere.nt"), Silent())
     with pytest.raises(UserError, match="'P' is no property: write it as P57"):
         Choice(properties=("P",))
     with pytest.raises(UserError, match="'en_US' is no language tag"):
@@ -182,13 +182,13 @@ def test_other_refusals(tmp_path, built):
     with pytest.raises(UserError, match="no language is given"):
         Choice(languages=())
     with pytest.raises(UserError, match="there is no triple in it among the properties P9999"):
-        build(tmp_path / "none", recipe(write_dump(tmp_path / "dump.nt"), properties=("P9999",)), Silent())
+        build(tmp_path / "none", spec(write_dump(tmp_path / "dump.nt"), properties=("P9999",)), Silent())
     with pytest.raises(UserError, match="is of kind graph and holds no passages"):
         indexes.open_index(built)
     with pytest.raises(UserError, match="is of kind graph and has no embeddings"):
-        indexes.Recipe(kind="scann", source=str(built)).plan()
+        indexes.IndexSpec(kind="scann", source=str(built)).plan()
     (tmp_path / "corpus.json").write_text('[{"title": "a", "text": "b"}]')
-    words = indexes.Recipe(kind="bm25", corpus=(str(tmp_path / "corpus.json"),))
+    words = indexes.IndexSpec(kind="bm25", corpus=(str(tmp_path / "corpus.json"),))
     indexes.build(tmp_path / "words", words, Silent())
     with pytest.raises(UserError, match="is of kind bm25 and no graph"):
         open_graph(tmp_path / "words")
@@ -197,17 +197,17 @@ def test_other_refusals(tmp_path, built):
 def test_a_mended_file_goes_into_the_same_directory(tmp_path):
     (tmp_path / "a.nt").write_bytes(b"hello\n")
     with pytest.raises(UserError, match="line 1: no triple"):
-        build(tmp_path / "index", recipe(tmp_path / "a.nt"), Silent())
+        build(tmp_path / "index", spec(tmp_path / "a.nt"), Silent())
     write_dump(tmp_path / "a.nt")
     with pytest.raises(UserError, match="was begun with corpus"):
-        build(tmp_path / "index", recipe(tmp_path / "a.nt"), Silent())
+        build(tmp_path / "index", spec(tmp_path / "a.nt"), Silent())
 
 
 def test_bad_lines_are_left_out_and_counted_where_that_is_asked_for(tmp_path):
     content = [*LINES[:20], "hello", *LINES[20:], f'<{LINES[0][1:]} "x', fact("Q1", "P57", '"\\q"')]
     (tmp_path / "dump.nt").write_text("\n".join(content))
     (tmp_path / "more.tsv").write_text(HEADER + "A\tb\nA\tfather\tB\t\t\n")
-    manifest, _ = build(tmp_path / "index", recipe(tmp_path / "dump.nt", tmp_path / "more.tsv", skip=True), Silent())
+    manifest, _ = build(tmp_path / "index", spec(tmp_path / "dump.nt", tmp_path / "more.tsv", skip=True), Silent())
     assert (manifest["triples"], manifest["skipped"]) == (9, 4)
     assert "dump.nt, line 21: no triple" in manifest["first_skipped"]
     graph = open_graph(tmp_path / "index")
@@ -241,17 +241,17 @@ def test_opening_and_asking_changes_nothing(copy):
 
 def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy, tmp_path):
     dump = write_dump(tmp_path / "dump.nt")
-    _, there = build(copy, recipe(dump), Silent())
+    _, there = build(copy, spec(dump), Silent())
     assert there
     with pytest.raises(UserError, match=r"was begun with languages .*'en', 'mul'.* and this build has \['de'\]"):
-        build(copy, recipe(dump, languages=("de",)), Silent())
+        build(copy, spec(dump, languages=("de",)), Silent())
 
 
 def test_progress_that_says_nothing_is_named(copy, tmp_path):
     (copy / "manifest.json").unlink()
     (copy / "loaded.json").write_text('{"place": 3}')
     with pytest.raises(UserError, match=r"loaded\.json says nothing of how far the graph is"):
-        build(copy, recipe(write_dump(tmp_path / "dump.nt")), Silent())
+        build(copy, spec(write_dump(tmp_path / "dump.nt")), Silent())
     with pytest.raises(UserError, match="is half-built"):
         open_graph(copy)
 
@@ -341,7 +341,7 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
         with pytest.raises(UserError, match="is half-built"):
             open_graph(folder)
     killed(folder, many, "nowhere", None)
-    manifest = index_files.read_manifest(folder)
+    manifest = manifests.read_manifest(folder)
     assert not [path for name in ("bulk-*", "LOG.old.*") for path in (folder / "graph").glob(name)]
     graph, whole = open_graph(folder), graph_in_memory(*many)
     assert everything(graph) == everything(whole)
@@ -354,7 +354,7 @@ def test_a_load_goes_on_from_every_chunk(tmp_path, many, monkeypatch):
     monkeypatch.setattr(graph_index, "CHUNK_BYTES", 12_000)
     monkeypatch.setattr(graph_index, "TABLE_CHUNK_BYTES", 4000)
     monkeypatch.setattr(graph_files, "READ_BYTES", 2000)
-    write, written = index_files.write_json, []
+    write, written = manifests.write_json, []
 
     def writing(path: Path, value) -> None:
         if path.name == graph_index.PROGRESS and value["stage"] != "done":
@@ -366,10 +366,10 @@ def test_a_load_goes_on_from_every_chunk(tmp_path, many, monkeypatch):
             raise KeyboardInterrupt
         write(path, value)
 
-    monkeypatch.setattr(index_files, "write_json", writing)
+    monkeypatch.setattr(graph_index, "write_json", writing)
     for _ in range(300):
         try:
-            manifest, _ = build(tmp_path / "index", recipe(*many), Silent())
+            manifest, _ = build(tmp_path / "index", spec(*many), Silent())
             break
         except KeyboardInterrupt:
             continue
@@ -380,12 +380,12 @@ def test_a_load_goes_on_from_every_chunk(tmp_path, many, monkeypatch):
 
 def test_an_estimate_is_near_what_is_built(tmp_path, many):
     dump, _ = many
-    manifest, _ = build(tmp_path / "index", recipe(dump), Silent())
-    whole = estimate_graph(recipe(dump))
-    assert (whole.triples, whole.names) == (manifest["triples"], manifest["names"])
+    manifest, _ = build(tmp_path / "index", spec(dump), Silent())
+    whole = estimate_graph(spec(dump))
+    assert (whole.items["triples"], whole.items["names"]) == (manifest["triples"], manifest["names"])
     lines = [line for n in range(20_000) for line in (label(f"Q{n + 1}", "x"), fact(f"Q{n + 1}", "P1", f"Q{n + 2}"))]
     large = write_dump(tmp_path / "large.nt", lines)
-    part = estimate_graph(recipe(large), sample_bytes=2**20)
-    assert 15_000 < part.triples < 30_000 and part.disk_bytes["graph"] > 0 and part.seconds["loading"] > 0
+    part = estimate_graph(spec(large), sample_bytes=2**20)
+    assert 15_000 < part.items["triples"] < 30_000 and part.disk_bytes["graph"] > 0 and part.seconds["loading"] > 0
     with pytest.raises(UserError, match="there is no triple in what was read"):
-        estimate_graph(recipe(large, properties=("P9",)))
+        estimate_graph(spec(large, properties=("P9",)))

@@ -30,7 +30,7 @@ def folder(tmp_path_factory) -> Path:
         index.main(["build", "--corpus", str(root / "corpus.jsonl"), "--kind", "bm25", "--out", str(root / "bm25")])
         == 0
     )
-    dense = ["--kind", "accelerator", "--embedder", str(root / "tiny"), "--out", str(root / "dense")]
+    dense = ["--kind", "exact", "--embedder", str(root / "tiny"), "--out", str(root / "dense")]
     assert index.main(["build", "--corpus", str(root / "corpus.jsonl"), *dense]) == 0
     return root
 
@@ -67,6 +67,20 @@ def test_a_query_prints_its_passages_best_first(folder, capsys, kind):
     assert [hit["score"] for hit in found] == sorted((hit["score"] for hit in found), reverse=True)
 
 
+def test_a_query_is_a_list_on_a_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert index.main(["query", "--index", str(folder / "bm25"), "--k", "2", "title 7 word5"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("  1. title ") and "score" in first
+    assert rest[0].startswith("     ") and any(line.startswith("  2. title ") for line in rest)
+
+
+def test_the_former_name_of_a_kind_is_answered_with_the_new_one(capsys):
+    with pytest.raises(SystemExit):
+        index.main(["build", "--kind", "accelerator", "--corpus", "x", "--out", "y"])
+    assert "there is no kind accelerator: did you mean exact?" in capsys.readouterr().err
+
+
 def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     dense = str(folder / "dense")
     asked = ("recall", "--index", dense, "--questions", str(folder / "questions.jsonl"))
@@ -79,7 +93,7 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     assert "--embedder is x and an index of kind bm25 does not read it" in refused(
         capsys, *build, "--kind", "bm25", "--embedder", "x"
     )
-    assert "--tokenizer is default" in refused(capsys, *build, "--kind", "accelerator", "--tokenizer", "default")
+    assert "--tokenizer is default" in refused(capsys, *build, "--kind", "exact", "--tokenizer", "default")
     assert "nowhere.json cannot be read" in refused(
         capsys, "build", "--corpus", "nowhere.json", "--kind", "bm25", "--out", str(tmp_path / "out")
     )
@@ -97,9 +111,9 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
 
 def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, tmp_path):
     built, taken = tmp_path / "built", tmp_path / "taken"
-    made = ["--corpus", str(folder / "corpus.jsonl"), "--kind", "accelerator", "--embedder", str(folder / "tiny")]
+    made = ["--corpus", str(folder / "corpus.jsonl"), "--kind", "exact", "--embedder", str(folder / "tiny")]
     assert index.main(["build", *made, "--prefixes", "e5", "--out", str(built)]) == 0
-    assert index.main(["build", "--embeddings", str(built), "--kind", "accelerator", "--out", str(taken)]) == 0
+    assert index.main(["build", "--embeddings", str(built), "--kind", "exact", "--out", str(taken)]) == 0
     asked = ("query", "--k", "3", "word5", "--index")
     found = printed(capsys, *asked, str(built))
     for named in ([], ["--prefixes", "e5"], ["--embedder", str(folder / "tiny")]):
@@ -114,7 +128,7 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
 
 
 def test_an_embedder_that_was_named_from_another_folder_is_found(folder, capsys, tmp_path, monkeypatch):
-    made = ["build", "--corpus", str(folder / "corpus.jsonl"), "--kind", "accelerator", "--out", str(tmp_path / "out")]
+    made = ["build", "--corpus", str(folder / "corpus.jsonl"), "--kind", "exact", "--out", str(tmp_path / "out")]
     monkeypatch.chdir(folder)
     assert index.main([*made, "--embedder", "tiny"]) == 0
     monkeypatch.chdir(tmp_path)
@@ -123,7 +137,7 @@ def test_an_embedder_that_was_named_from_another_folder_is_found(folder, capsys,
 
 def test_a_query_of_a_small_index_needs_no_k(capsys, tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", 2)
-    for kind, embedder in (("bm25", []), ("accelerator", ["--embedder", str(tiny_embedder(tmp_path / "tiny"))])):
+    for kind, embedder in (("bm25", []), ("exact", ["--embedder", str(tiny_embedder(tmp_path / "tiny"))])):
         out = str(tmp_path / kind)
         assert index.main(["build", "--corpus", str(corpus), "--kind", kind, *embedder, "--out", out]) == 0
         assert len(printed(capsys, "query", "--index", out, "title 0 1")) == 2

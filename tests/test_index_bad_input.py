@@ -27,7 +27,7 @@ def folder(tmp_path_factory) -> Path:
         tiny_embedder(root / name, **changes)
     build = ["build", "--corpus", str(corpus), "--out"]
     assert index.main([*build, str(root / "words"), "--kind", "bm25"]) == 0
-    dense = [*build, str(root / "dense"), "--kind", "accelerator", "--embedder", str(root / "tiny")]
+    dense = [*build, str(root / "dense"), "--kind", "exact", "--embedder", str(root / "tiny")]
     assert index.main(dense) == 0
     return root
 
@@ -65,7 +65,7 @@ MISTAKES = {
     f"{SERVE} --port PORT": "127.0.0.1:PORT cannot be opened (Address already in use): choose another --host or --port",
     f"{SERVE} --port 99999": "127.0.0.1:99999 cannot be opened",
     f"{SERVE} --host nowhere.invalid": "nowhere.invalid:8600 cannot be opened",
-    f"{SERVE} --most-waiting 0": "--most-waiting is 0: give at least 1",
+    f"{SERVE} --max-waiting 0": "--max-waiting is 0: give at least 1",
     f"{SERVE} --deadline-seconds -1": "--deadline-seconds is -1: give a number of seconds above 0",
     f"{SERVE} --deadline-seconds nan": "--deadline-seconds is nan",
 }

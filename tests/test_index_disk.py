@@ -10,7 +10,7 @@ import pytest
 from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
-from mujica_jax.retrieval import manifest as index_files
+from mujica_jax.retrieval import manifest as manifests
 from mujica_jax.retrieval.text import index as indexes
 
 PASSAGES = 1100  # so many that ScaNN learns partitions
@@ -27,7 +27,7 @@ def folder(tmp_path_factory) -> Path:
     (root / "words.jsonl").write_text(json.dumps({"title": "all", "text": vocabulary}))
     header = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
     (root / "graph.tsv").write_text(header + "".join(f"Film {n}\tdirector\tAnn\tQ{n}\tQ0\n" for n in range(1, 3000)))
-    assert index.main(command(root, "accelerator", root / "dense")) == 0
+    assert index.main(command(root, "exact", root / "dense")) == 0
     assert index.main(command(root, "bm25", root / "bm25")) == 0
     return root
 
@@ -36,9 +36,9 @@ def command(root: Path, kind: str, out: Path) -> list[str]:
     made = ["build", "--kind", kind, "--out", str(out)]
     if kind == "scann":
         return [*made, "--embeddings", str(root / "dense")]
-    if kind == "accelerator":
+    if kind == "exact":
         made += ["--embedder", str(root / "tiny")]
-    corpus = {"graph": "graph.tsv", "bm25": "words.jsonl", "accelerator": "short.jsonl"}[kind]
+    corpus = {"graph": "graph.tsv", "bm25": "words.jsonl", "exact": "short.jsonl"}[kind]
     return [*made, "--corpus", str(root / corpus)]
 
 
@@ -62,7 +62,7 @@ def limited():
     [
         ("bm25", 4_000, ()),
         ("bm25", 14_000, ("passages.arrow",)),
-        ("accelerator", 100_000, ("passages.arrow",)),
+        ("exact", 100_000, ("passages.arrow",)),
         ("scann", 10_000, ("passages.arrow", "embeddings.bfloat16")),
         ("graph", 100_000, ("plan.json",)),
     ],
@@ -83,7 +83,7 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
     assert not (out / "manifest.json").exists()
     assert index.main(words) == 0
     assert kind == "graph" or kept == {name: (out / name).stat().st_ino for name in done}, "what was done is not again"
-    index_files.read_manifest(out)
+    manifests.read_manifest(out)
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -142,19 +142,19 @@ def test_the_version_is_that_of_the_content(folder, tmp_path):
     """Where an embedder lies, how it was named and how long a build took are none of it."""
     versions = set()
     for about in ({"seconds": 1, "embedder": "/a", "prefixes": None}, {"seconds": 2, "embedder": "/b"}):
-        versions.add(index_files.commit(tmp_path, {"kind": "accelerator", **about})["version"])
+        versions.add(manifests.commit(tmp_path, {"kind": "exact", **about})["version"])
     assert len(versions) == 1
-    versions.add(index_files.commit(tmp_path, {"kind": "scann"})["version"])
+    versions.add(manifests.commit(tmp_path, {"kind": "scann"})["version"])
     assert len(versions) == 2
     (tmp_path / "file").write_text("another content")
-    versions.add(index_files.commit(tmp_path, {"kind": "scann"})["version"])
+    versions.add(manifests.commit(tmp_path, {"kind": "scann"})["version"])
     assert len(versions) == 3
 
 
 def test_an_embedder_that_lies_elsewhere_by_now_is_the_same_build(folder, tmp_path, capsys):
     out = Path(shutil.copytree(folder / "dense", tmp_path / "out"))
     shutil.copytree(folder / "tiny", tmp_path / "moved")
-    words = [*command(folder, "accelerator", out), "--embedder", str(tmp_path / "moved")]
+    words = [*command(folder, "exact", out), "--embedder", str(tmp_path / "moved")]
     assert index.main(words) == 0 and "was there already" in capsys.readouterr().err
     plan = json.loads((out / "plan.json").read_text())
     assert plan.pop("prefixes") is None

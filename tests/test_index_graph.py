@@ -1,6 +1,7 @@
 """Graphs on the command line: build, ask, estimate; mistakes are one sentence and status 2."""
 
 import json
+import sys
 from pathlib import Path
 
 import pyoxigraph
@@ -32,6 +33,14 @@ def test_an_entity_prints_its_triples(folder, capsys, name):
     assert shown(capsys, "query", "--index", str(folder / "index"), name, "--k", "2") == DIRECTOR[:2]
     (first, *_) = printed(capsys, "query", "--index", str(folder / "index"), name)
     assert (first["subject_id"], first["object_id"], first["literal"]) == ("Q2", "Q3", False)
+
+
+def test_on_a_terminal_triples_are_a_list_and_a_graph_is_served_by_its_store(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert index.main(["query", "--index", str(folder / "index"), "Q2"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "  1. Ilse Vand | place of birth | Ghent"
+    said = refused(capsys, "serve", "--index", str(folder / "index"))
+    assert f"oxigraph serve-read-only --location {folder}/index/graph --bind 127.0.0.1:8600" in said
 
 
 def test_a_name_of_several_entities_says_so(folder, capsys):

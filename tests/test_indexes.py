@@ -12,7 +12,7 @@ from killed_build import kill_at, small_chunks
 from tiny_embedder import WORDS, tiny_embedder, write_corpus
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import manifest as index_files
+from mujica_jax.retrieval import manifest as manifests
 from mujica_jax.retrieval.text import embeddings as embeddings_module
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.corpus import read_corpus
@@ -54,15 +54,15 @@ def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", PASSAGES)
 
 
-def recipe(corpus: Path, embedder: Path, **changes) -> indexes.Recipe:
-    fields = {"kind": "accelerator", "corpus": (str(corpus),), "embedder": find_embedder(str(embedder))} | changes
-    return indexes.Recipe(**fields)
+def spec(corpus: Path, embedder: Path, **changes) -> indexes.IndexSpec:
+    fields = {"kind": "exact", "corpus": (str(corpus),), "embedder": find_embedder(str(embedder))} | changes
+    return indexes.IndexSpec(**fields)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, corpus, embedder) -> Path:
     folder = tmp_path_factory.mktemp("index") / "dense"
-    indexes.build(folder, recipe(corpus, embedder), Silent())
+    indexes.build(folder, spec(corpus, embedder), Silent())
     return folder
 
 
@@ -74,7 +74,7 @@ def copy(built, tmp_path) -> Path:
 @pytest.mark.parametrize("storage", ["bfloat16", "int8"])
 def test_a_dense_index_finds_what_numpy_finds(tmp_path, corpus, embedder, storage):
     reporter = Silent()
-    manifest, there = indexes.build(tmp_path / "index", recipe(corpus, embedder, storage=storage), reporter)
+    manifest, there = indexes.build(tmp_path / "index", spec(corpus, embedder, storage=storage), reporter)
     assert (manifest["passages"], there) == (PASSAGES, False)
     assert reporter.told["embedding"][-1] == PASSAGES
     index = indexes.open_index(tmp_path / "index")
@@ -89,8 +89,8 @@ def test_a_dense_index_finds_what_numpy_finds(tmp_path, corpus, embedder, storag
 
 @pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
 def test_bm25_from_the_disk_finds_what_bm25_in_memory_finds(tmp_path, corpus, tokeniser):
-    recipe = indexes.Recipe(kind="bm25", corpus=(str(corpus),), tokeniser=tokeniser)
-    indexes.build(tmp_path / "index", recipe, Silent())
+    spec = indexes.IndexSpec(kind="bm25", corpus=(str(corpus),), tokeniser=tokeniser)
+    indexes.build(tmp_path / "index", spec, Silent())
     index = indexes.open_index(tmp_path / "index")
     memory = indexes.Bm25Index(read_corpus([corpus]), tokeniser)
     assert index.search(QUERIES, 5) == memory.search(QUERIES, 5)
@@ -99,7 +99,7 @@ def test_bm25_from_the_disk_finds_what_bm25_in_memory_finds(tmp_path, corpus, to
 
 def test_a_corpus_without_words_is_an_index_that_finds_nothing(tmp_path):
     (tmp_path / "corpus.json").write_text('[{"title": "!", "text": "?"}]')
-    indexes.build(tmp_path / "index", indexes.Recipe(kind="bm25", corpus=(str(tmp_path / "corpus.json"),)), Silent())
+    indexes.build(tmp_path / "index", indexes.IndexSpec(kind="bm25", corpus=(str(tmp_path / "corpus.json"),)), Silent())
     assert indexes.open_index(tmp_path / "index").search(["cat"], 1) == [[]]
 
 
@@ -112,19 +112,19 @@ def test_eight_bits_are_near_and_a_row_of_zeros_stays_one():
 
 
 def test_the_same_build_again_finds_the_index_there(copy, corpus, embedder):
-    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.name != index_files.LOCK}
-    manifest, there = indexes.build(copy, recipe(corpus, embedder), Silent())
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.name != manifests.LOCK}
+    manifest, there = indexes.build(copy, spec(corpus, embedder), Silent())
     assert there and manifest["passages"] == PASSAGES
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def test_another_build_into_the_same_directory_is_refused(copy, corpus, embedder):
     with pytest.raises(UserError, match=r"was begun with storage 'bfloat16' and this build has 'int8'"):
-        indexes.build(copy, recipe(corpus, embedder, storage="int8"), Silent())
+        indexes.build(copy, spec(corpus, embedder, storage="int8"), Silent())
     (copy / "elsewhere").mkdir()
     (copy / "elsewhere" / "letter.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds letter\.txt and no index"):
-        indexes.build(copy / "elsewhere", recipe(corpus, embedder), Silent())
+        indexes.build(copy / "elsewhere", spec(corpus, embedder), Silent())
 
 
 @pytest.mark.parametrize("file", ["embeddings.bfloat16", "passages.arrow", "encoded.json"])
@@ -175,9 +175,9 @@ def test_more_results_than_passages_are_refused(built):
 def test_an_empty_corpus_is_refused(tmp_path, embedder):
     (tmp_path / "corpus.json").write_text("[]")
     with pytest.raises(UserError, match="there is no passage in it"):
-        indexes.build(tmp_path / "index", recipe(tmp_path / "corpus.json", embedder), Silent())
+        indexes.build(tmp_path / "index", spec(tmp_path / "corpus.json", embedder), Silent())
     (tmp_path / "corpus.json").write_text('[{"title": "word1", "text": "word2"}]')
-    manifest, _ = indexes.build(tmp_path / "index", recipe(tmp_path / "corpus.json", embedder), Silent())
+    manifest, _ = indexes.build(tmp_path / "index", spec(tmp_path / "corpus.json", embedder), Silent())
     assert manifest["passages"] == 1, "the mended corpus into the same directory"
 
 
@@ -189,8 +189,8 @@ def test_skipped_passages_are_counted(tmp_path):
         {"title": "e", "text": "f"},
     ]
     (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, records)))
-    recipe = indexes.Recipe(kind="bm25", corpus=(str(tmp_path / "corpus.jsonl"),), skip=True)
-    manifest, _ = indexes.build(tmp_path / "index", recipe, Silent())
+    spec = indexes.IndexSpec(kind="bm25", corpus=(str(tmp_path / "corpus.jsonl"),), skip=True)
+    manifest, _ = indexes.build(tmp_path / "index", spec, Silent())
     assert (manifest["passages"], manifest["skipped"]) == (2, 2)
     assert "line 2: the passage's title is ''" in manifest["first_skipped"]
     assert [passage.id for passage in indexes.open_index(tmp_path / "index").passages] == ["0", "1"]
@@ -199,8 +199,8 @@ def test_skipped_passages_are_counted(tmp_path):
 def test_a_build_goes_on_after_an_interruption_and_ends_the_same(tmp_path, corpus, embedder, built, monkeypatch):
     monkeypatch.setattr(embeddings_module, "CHUNK_ROWS", 20)
     whole = tmp_path / "whole"
-    indexes.build(whole, recipe(corpus, embedder), Silent())
-    asked = recipe(corpus, embedder)
+    indexes.build(whole, spec(corpus, embedder), Silent())
+    asked = spec(corpus, embedder)
 
     class Stopping(Silent):
         """Ends the embedding after so many rows."""
@@ -229,10 +229,10 @@ def test_a_build_goes_on_after_an_interruption_and_ends_the_same(tmp_path, corpu
 
 
 MOMENTS = [
-    ("embeddings.write_json", 3, 40),  # the third chunk is written, and that is not said yet
-    ("index_files.write_json", 2, 0),  # the corpus is read, and is not named yet
-    ("embeddings.write_json", 1, 0),
-    ("index_files.commit", 1, PASSAGES),  # all but the manifest
+    ("text.embeddings.write_json", 3, 40),  # the third chunk is written, and that is not said yet
+    ("text.index.write_json", 1, 0),  # the corpus is read, and is not named yet
+    ("text.embeddings.write_json", 1, 0),
+    ("text.index.commit", 1, PASSAGES),  # all but the manifest
 ]
 
 
@@ -244,14 +244,14 @@ def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, corpus, embedder, mo
     """Until the end nothing can be opened."""
     small_chunks(monkeypatch)
     whole, folder = tmp_path / "whole", tmp_path / "index"
-    indexes.build(whole, recipe(corpus, embedder), Silent())
-    words = ["build", "--corpus", str(corpus), "--kind", "accelerator", "--embedder", str(embedder)]
+    indexes.build(whole, spec(corpus, embedder), Silent())
+    words = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
     kill_at(function, call, [*words, "--out", str(folder)])
     assert encoded_rows(folder) == rows
     with pytest.raises(UserError, match="is half-built"):
         indexes.open_index(folder)
     reporter = Silent()
-    indexes.build(folder, recipe(corpus, embedder), reporter)
+    indexes.build(folder, spec(corpus, embedder), reporter)
     assert reporter.told.get("embedding", [rows])[0] == rows
     for name in ("embeddings.bfloat16", "passages.arrow"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
@@ -292,11 +292,11 @@ def test_the_corpus_is_not_read_into_memory(tmp_path, name):
 
 
 def test_two_builders_of_one_directory(tmp_path, corpus, embedder):
-    plan = recipe(corpus, embedder).plan()
+    plan = spec(corpus, embedder).plan()
     with (
-        index_files.building(tmp_path / "index", plan),
+        manifests.building(tmp_path / "index", plan),
         pytest.raises(UserError, match="another process builds"),
-        index_files.building(tmp_path / "index", plan),
+        manifests.building(tmp_path / "index", plan),
     ):
         pass
 

@@ -14,10 +14,10 @@ from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.estimates import scann_building_bytes
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text import scann_build
 from mujica_jax.retrieval.text.embeddings import Embeddings, compressed
-from mujica_jax.retrieval.text.estimates import scann_building_bytes
 from mujica_jax.retrieval.text.scann_search import ScannParameters, package
 
 pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
@@ -90,7 +90,7 @@ def exact(tmp_path_factory) -> Path:
     """An index of 1,100 passages, whose embeddings others take."""
     root = tmp_path_factory.mktemp("exact")
     corpus, embedder = write_corpus(root / "corpus.jsonl", 1100), tiny_embedder(root / "tiny")
-    made = ["build", "--corpus", str(corpus), "--kind", "accelerator", "--embedder", str(embedder)]
+    made = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
     assert index.main([*made, "--out", str(root / "exact")]) == 0
     return root / "exact"
 
@@ -100,11 +100,11 @@ def command(exact: Path, out: Path) -> list[str]:
 
 
 MOMENTS = [
-    ("scann_build.write_json", 1, 0),  # trained, and that is not said yet
-    ("scann_build._put", 2, 0),  # the first chunk's codes are written, its partitions are not
-    ("scann_build.write_json", 3, HASHED_ROWS),  # the second chunk is written, and that is not said yet
-    ("scann_build.shutil.copyfile", 3, 1100),  # what was learned lies half beside the codes
-    ("index_files.commit", 1, None),  # all but the manifest
+    ("text.scann_build.write_json", 1, 0),  # trained, and that is not said yet
+    ("text.scann_build._put", 2, 0),  # the first chunk's codes are written, its partitions are not
+    ("text.scann_build.write_json", 3, HASHED_ROWS),  # the second chunk is written, and that is not said yet
+    ("text.scann_build.shutil.copyfile", 3, 1100),  # what was learned lies half beside the codes
+    ("text.index.commit", 1, None),  # all but the manifest
 ]
 
 
@@ -135,7 +135,7 @@ from pathlib import Path
 import numpy as np
 from mujica_jax.retrieval.text.embeddings import open_embeddings
 from mujica_jax.retrieval.text.scann_build import write_scann
-from mujica_jax.retrieval.text.estimates import scann_building_bytes
+from mujica_jax.retrieval.estimates import scann_building_bytes
 from mujica_jax.retrieval.text.scann_search import ScannParameters, package
 
 def kibibytes(name):

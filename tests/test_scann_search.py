@@ -143,7 +143,7 @@ def folders(tmp_path) -> tuple[list[str], Path]:
     """The command that builds a ScaNN index of 1,100 passages, and its directory; the embeddings are those of another index."""
     corpus = write_corpus(tmp_path / "corpus.jsonl", 1100)
     embedder = str(tiny_embedder(tmp_path / "tiny"))
-    exact = ["build", "--corpus", str(corpus), "--kind", "accelerator", "--embedder", embedder]
+    exact = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", embedder]
     assert index.main([*exact, "--out", str(tmp_path / "exact")]) == 0
     built = ["build", "--embeddings", str(tmp_path / "exact"), "--kind", "scann", "--out", str(tmp_path / "scann")]
     return built, tmp_path / "scann"
@@ -160,5 +160,5 @@ def test_faults_of_scann_are_one_sentence(folders, monkeypatch, capsys):
     with pytest.raises(UserError, match="cannot be loaded by ScaNN"):
         ScannSearch.load(folder / "nothing", 5, PARAMETERS)
     monkeypatch.setitem(sys.modules, "scann.scann_ops.py", None)
-    with pytest.raises(UserError, match=r"ScaNN cannot be imported .*use an index of kind accelerator elsewhere"):
+    with pytest.raises(UserError, match=r"ScaNN cannot be imported .*use an index of kind exact elsewhere"):
         search_over(np.ones((4, 8), np.float32), folder / "other", parameters_for(4, of_length_1=False))

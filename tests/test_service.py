@@ -30,7 +30,7 @@ from mujica_jax.retrieval.errors import (
     RetrieverUnavailable,
 )
 from mujica_jax.retrieval.retriever import IndexRetriever
-from mujica_jax.retrieval.service import LARGEST_REQUEST_BYTES, make_app, open_port
+from mujica_jax.retrieval.service import MAX_REQUEST_BYTES, make_app, open_port
 
 ROOT = Path(__file__).resolve().parent.parent
 HIT = {"id": "1", "title": "title 1", "text": "text", "score": 0.5}
@@ -39,7 +39,7 @@ HIT = {"id": "1", "title": "title 1", "text": "text", "score": 0.5}
 @contextlib.contextmanager
 def served(searched: RecordingIndex, **options):
     """The address of a running service."""
-    with app_served(make_app(IndexRetriever(searched, **options), "accelerator")) as address:
+    with app_served(make_app(IndexRetriever(searched, **options), "exact")) as address:
         try:
             yield address
         finally:
@@ -63,7 +63,7 @@ def test_the_client_finds_what_the_index_finds_in_one_request():
         assert searched.batches == [["a", "bbb", "cc"]]
         assert asyncio.run(remote.search("dddd", 1)) == [PASSAGES[4]], "in another event loop"
         health = asyncio.run(remote.health())
-    assert (health.version, health.passages, health.kind, remote.version) == ("version1", 10, "accelerator", "version1")
+    assert (health.version, health.passages, health.kind, remote.version) == ("version1", 10, "exact", "version1")
     statistics = remote.statistics
     assert (statistics.queries, statistics.shared, statistics.batches, statistics.failed) == (5, 1, 2, 0)
 
@@ -115,7 +115,7 @@ def test_a_request_that_can_never_wait_here_is_told_so_and_the_client_sends_less
 
 
 def test_an_answer_that_would_be_too_large_is_asked_for_in_parts(monkeypatch):
-    monkeypatch.setattr(service, "LARGEST_ANSWER_BYTES", 250)
+    monkeypatch.setattr(service, "MAX_ANSWER_BYTES", 250)
     with served(RecordingIndex()) as url:
         remote = client(url)
         assert asyncio.run(together(remote, "", "a", "bb", "ccc", "dddd")) == [PASSAGES[n : n + 2] for n in range(5)]
@@ -145,7 +145,7 @@ def test_however_many_ask_for_its_health_one_search_answers_them():
 
 
 def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
-    monkeypatch.setattr(service, "LONGEST_READING_SECONDS", 0.2)
+    monkeypatch.setattr(service, "MAX_READING_SECONDS", 0.2)
     with served(RecordingIndex()) as url, socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), 10) as half:
         half.sendall(b'POST /search HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{"queries"')
         with half.makefile("rb") as answer:
@@ -165,7 +165,7 @@ def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
         (b'{"queries": ["a"], "k": 11}', "k is 11: give 1 to 10"),
         (b'{"queries": ["a"], "k": true}', "k is True"),
         (b'{"queries": ["\\ud800"], "k": 1}', "is no text"),
-        (b" " * (LARGEST_REQUEST_BYTES + 1), "more than"),
+        (b" " * (MAX_REQUEST_BYTES + 1), "more than"),
     ],
     ids=range(10),
 )
@@ -191,7 +191,7 @@ def test_an_index_that_breaks_or_hangs_shows_in_status_and_health():
         assert httpx.post(f"{url}/search", json=asked).status_code == 504
         searched.hold.set()
         assert open_remote(url, "dense", 5).version == "version1"
-        with pytest.raises(UserError, match=r"retriever is bm25 and .* serves an index of kind accelerator"):
+        with pytest.raises(UserError, match=r"retriever is bm25 and .* serves an index of kind exact"):
             open_remote(url, "bm25", 4)
 
 

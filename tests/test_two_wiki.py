@@ -229,7 +229,7 @@ def test_text_questions_are_those_whose_passages_the_corpus_has(folder):
 def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     embedder, out = str(tiny_embedder(tmp_path / "embedder")), str(tmp_path / "index")
-    made = ["--corpus", str(folder / "corpus.json"), "--kind", "accelerator", "--embedder", embedder]
+    made = ["--corpus", str(folder / "corpus.json"), "--kind", "exact", "--embedder", embedder]
     assert index.main(["build", *made, "--prefixes", "e5", "--out", out]) == 0
     task = two_wiki.build(config(folder, environment="text", top_k=1, retriever="dense", index=out, embedder=embedder))
     model = find_embedder(embedder, "e5").load()
@@ -243,7 +243,7 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     embedder = str(tiny_embedder(tmp_path / "embedder"))
     corpus, dense, words = (str(folder / name) for name in ("corpus.json", "dense", "words"))
-    built = ["build", "--corpus", corpus, "--kind", "accelerator", "--embedder", embedder, "--out", dense]
+    built = ["build", "--corpus", corpus, "--kind", "exact", "--embedder", embedder, "--out", dense]
     assert index.main(built) == index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
     chosen = {"environment": "text", "top_k": 1, "retriever": "dense", "index": dense, "embedder": embedder}
     task = two_wiki.build(config(folder, **chosen))
@@ -261,7 +261,7 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
     for changes, said in (
         ({"index": None}, r"retriever is dense and index is None: make an index .*mujica_jax\.index build"),
         ({"index": words}, "retriever is dense and the index .*words is of kind bm25"),
-        ({"retriever": "bm25"}, "retriever is bm25 and the index .*dense is of kind accelerator"),
+        ({"retriever": "bm25"}, "retriever is bm25 and the index .*dense is of kind exact"),
         ({"top_k": 3}, "top_k is 3 and the index .* holds 2 passages"),
         ({"embedder": str(tiny_embedder(tmp_path / "other", seed=1))}, "was built with the embedder"),
     ):

@@ -34,7 +34,7 @@ from mujica_jax.models.families import from_hugging_face
 from mujica_jax.models.layers import projections
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
-from mujica_jax.retrieval.text.exact import MOST_QUERIES, ROWS, layout, rows_mesh, search_program
+from mujica_jax.retrieval.text.exact import MAX_QUERIES, ROWS, layout, rows_mesh, search_program
 
 PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
 
@@ -117,7 +117,7 @@ def search(rows: str, dimension: str, topology: str, storage: str, recall_target
     split, everywhere = (NamedSharding(mesh, PartitionSpec(axis)) for axis in (ROWS, None))
     vectors = jax.ShapeDtypeStruct((padded, int(dimension)), storage, sharding=split)
     scales = jax.ShapeDtypeStruct((padded,), jnp.float32, sharding=split) if storage == "int8" else None
-    queries = jax.ShapeDtypeStruct((MOST_QUERIES, int(dimension)), jnp.float32, sharding=everywhere)
+    queries = jax.ShapeDtypeStruct((MAX_QUERIES, int(dimension)), jnp.float32, sharding=everywhere)
     found = sizes(program.lower(vectors, scales, queries, int(rows)).compile())
     return found | {
         "chips": mesh.size,

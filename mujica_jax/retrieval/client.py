@@ -23,7 +23,7 @@ from mujica_jax.retrieval.errors import (
     as_retrieval_errors,
 )
 from mujica_jax.retrieval.retriever import Health
-from mujica_jax.retrieval.service import LARGEST_ANSWER_BYTES
+from mujica_jax.retrieval.service import MAX_ANSWER_BYTES
 from mujica_jax.retrieval.statistics import Counted
 from mujica_jax.retrieval.text.corpus import Passage
 
@@ -51,7 +51,7 @@ class RemoteRetriever(Counted):
             f"{self.url}/search",
             api_key_variable=None,
             connections=concurrency,
-            max_answer_bytes=LARGEST_ANSWER_BYTES + 2**20,  # with commas and brackets
+            max_answer_bytes=MAX_ANSWER_BYTES + 2**20,  # with commas and brackets
         )
         self._policy, self._random = policy, random.Random(0)
         self._batcher = Batcher[list[Passage]](

@@ -30,7 +30,7 @@ NOT_CONTENT = (*WHERE, "seconds")  # of a manifest: two indexes that differ in t
 ABOUT_CONTENT = ("format", "version", "files")
 
 
-class Described(dict[str, Any]):
+class Manifest(dict[str, Any]):
     """A JSON object of the directory. A name that it lacks is a damage of its file."""
 
     def __init__(self, path: Path, value: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({error}): it is damaged, so {again(path.parent)}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object: it is damaged, so {again(path.parent)}")
-    return Described(path, value)
+    return Manifest(path, value)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -15,9 +15,9 @@ from mujica_jax.retrieval.batching import Batcher
 from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.statistics import Counted, RetrievalStatistics
-from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.retrieval.text.corpus import Hits, Passage
 from mujica_jax.retrieval.text.corpus_records import check_text
-from mujica_jax.retrieval.text.index import Hits, Index
+from mujica_jax.retrieval.text.index import Index
 
 MAX_BATCH_QUERIES = 256
 HEALTH_QUERY = "health"

@@ -26,17 +26,18 @@ from mujica_jax.retrieval.errors import (
 )
 from mujica_jax.retrieval.retriever import Health, IndexRetriever
 from mujica_jax.retrieval.statistics import RetrievalStatistics
-from mujica_jax.retrieval.text.index import Hits, Index
+from mujica_jax.retrieval.text.corpus import Hits
+from mujica_jax.retrieval.text.index import Index
 
 if TYPE_CHECKING:
     import fastapi
     import uvicorn
 
-MOST_QUERIES = 256  # of a request
-MOST_RESULTS = 1000  # of a query
-LARGEST_REQUEST_BYTES = 4 * 2**20
-LONGEST_READING_SECONDS = 20.0  # until all of a request is there
-LARGEST_ANSWER_BYTES = 64 * 2**20
+MAX_QUERIES = 256  # of a request
+MAX_RESULTS = 1000  # of a query
+MAX_REQUEST_BYTES = 4 * 2**20
+MAX_READING_SECONDS = 20.0  # until all of a request is there
+MAX_ANSWER_BYTES = 64 * 2**20
 HEADERS = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}}  # by status
 PREFIX = "mujica_retrieval_"
 MEANINGS = {
@@ -181,21 +182,19 @@ async def read_body(request: "fastapi.Request") -> bytes:
 
     body = bytearray()
     try:
-        async with asyncio.timeout(LONGEST_READING_SECONDS) as timer:
+        async with asyncio.timeout(MAX_READING_SECONDS) as timer:
             async for part in request.stream():
                 body += part
-                if len(body) > LARGEST_REQUEST_BYTES:
+                if len(body) > MAX_REQUEST_BYTES:
                     raise BadRequest(
-                        f"the request has more than {LARGEST_REQUEST_BYTES:,} bytes: send fewer queries at once", 413
+                        f"the request has more than {MAX_REQUEST_BYTES:,} bytes: send fewer queries at once", 413
                     )
     except ClientDisconnect as error:
         raise BadRequest("the request broke off") from error
     except TimeoutError as error:
         if not timer.expired():
             raise
-        raise BadRequest(
-            f"the request was not there within {LONGEST_READING_SECONDS:g} s: send it again", 408
-        ) from error
+        raise BadRequest(f"the request was not there within {MAX_READING_SECONDS:g} s: send it again", 408) from error
     return bytes(body)
 
 
@@ -207,9 +206,9 @@ def _read(body: bytes, passages: int) -> tuple[list[str], int]:
     queries, k = (asked.get("queries"), asked.get("k")) if isinstance(asked, dict) else (None, None)
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise BadRequest('the request needs "queries", a list of texts, and "k"')
-    if not 1 <= len(queries) <= MOST_QUERIES:
-        raise BadRequest(f"the request has {len(queries)} queries: send 1 to {MOST_QUERIES}")
-    most = min(passages, MOST_RESULTS)
+    if not 1 <= len(queries) <= MAX_QUERIES:
+        raise BadRequest(f"the request has {len(queries)} queries: send 1 to {MAX_QUERIES}")
+    most = min(passages, MAX_RESULTS)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= most:
         raise BadRequest(f"k is {k!r}: give 1 to {most}")
     try:
@@ -229,9 +228,9 @@ def _answer(index: Index, found: Sequence[Hits]) -> bytes:
             hit = {"id": passage.id, "title": passage.title, "text": passage.text, "score": round(score, 6)}
             shown.append(json.dumps(hit, ensure_ascii=False).encode())
             size += len(shown[-1])
-            if size > LARGEST_ANSWER_BYTES:
+            if size > MAX_ANSWER_BYTES:
                 raise BadRequest(
-                    f"the answer would have more than {LARGEST_ANSWER_BYTES:,} bytes: send fewer queries at once, or a smaller k",
+                    f"the answer would have more than {MAX_ANSWER_BYTES:,} bytes: send fewer queries at once, or a smaller k",
                     413,
                 )
         results.append(b"[" + b",".join(shown) + b"]")

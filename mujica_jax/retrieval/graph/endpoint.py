@@ -49,7 +49,7 @@ NO_ANSWER = (
 )  # of a text that should be a table of results
 # A table of results is five brackets deep, and two more for each quoted triple in another one. The parser has no bound of its own for these
 # and ends the process.
-MOST_BRACKETS = 16
+MAX_BRACKETS = 16
 CHECK_ATTEMPTS = 3
 PUBLIC_QUERIES_PER_SECOND = 10.0
 PUBLIC_POLICY = RetryPolicy(timeout_seconds=60.0, deadline_seconds=180.0, first_wait_seconds=0.5)
@@ -170,7 +170,7 @@ def _table(text: str) -> tuple[set[str], list[sparql.Row]]:
 
     may_quote = "triple" in text or r"\u00" in text  # as it stands, or with a letter of it as an escape
     if may_quote and _is_nested_too_deeply(text):
-        raise ValueError(f"more than {MOST_BRACKETS} brackets in one another, or some that are not closed")
+        raise ValueError(f"more than {MAX_BRACKETS} brackets in one another, or some that are not closed")
     results = parse_query_results(text, QueryResultsFormat.JSON)
     try:
         if not isinstance(results, QuerySolutions):
@@ -184,6 +184,6 @@ def _table(text: str) -> tuple[set[str], list[sparql.Row]]:
 def _is_nested_too_deeply(text: str) -> bool:
     """Pairs of brackets go from the inside to the outside, one layer at a time."""
     brackets = _no_bracket.sub("", text)
-    for _ in range(MOST_BRACKETS):
+    for _ in range(MAX_BRACKETS):
         brackets = brackets.replace("{}", "").replace("[]", "")
     return bool(brackets)

@@ -71,8 +71,11 @@ def is_table(path: str) -> bool:
     return name.endswith(".tsv")
 
 
-def pieces(path: str, start: int = 0, lines: int = 0, size: int | None = None) -> Iterator[Piece]:
-    """From byte `start` of the decompressed file on, in front of which `lines` lines stand; of about `size` bytes (READ_BYTES)."""
+def pieces(
+    path: str, start: int = 0, lines: int = 0, size: int | None = None, max_bytes: int | None = None
+) -> Iterator[Piece]:
+    """From byte `start` of the decompressed file on, in front of which `lines` lines stand; of about `size` bytes
+    (READ_BYTES), and up to the first one that ends behind `max_bytes`."""
     try:
         with open_file(path) as raw, _decompressed(path, raw) as file:
             bytes_there = max(1, raw.seek(0, os.SEEK_END))
@@ -90,6 +93,8 @@ def pieces(path: str, start: int = 0, lines: int = 0, size: int | None = None) -
                 start, before = start + len(whole), lines
                 lines += whole.count(b"\n")
                 yield Piece(whole, before + 1, start, lines, raw.tell() / bytes_there)
+                if max_bytes is not None and start >= max_bytes:
+                    return
             if rest:
                 yield Piece(rest, lines + 1, start + len(rest), lines + 1, 1.0)
     except FileNotFoundError as error:

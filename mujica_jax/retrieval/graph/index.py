@@ -4,7 +4,7 @@
     INDEX/loaded.json     how far the files were read, and what was counted; written when a chunk is on the disk
 
 A chunk that was being written is read again: a store is a set, so a triple that comes twice is there once. plan.json, manifest.json and the
-rules of opening are those of every index (`index_files.py`).
+rules of opening are those of every index (`manifest.py`).
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import manifest as index_files
 from mujica_jax.retrieval.graph.dumps import Kept, Lines, claim_quads
 from mujica_jax.retrieval.graph.files import Choice, Counts, Piece, is_table, pieces
 from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
 from mujica_jax.retrieval.graph.tables import Table
+from mujica_jax.retrieval.manifest import again, building, commit, read_json, read_manifest, write_json
 from mujica_jax.retrieval.text.corpus_files import describe_file
 from mujica_jax.retrieval.text.index import Reporter
 
@@ -36,7 +36,7 @@ TABLE_CHUNK_BYTES = 2**22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GraphRecipe:
+class GraphSpec:
     """What a graph is made of."""
 
     files: tuple[str, ...]
@@ -63,32 +63,32 @@ class Loaded(Counts):
     lines: int = 0
 
 
-def build(folder: Path, recipe: GraphRecipe, reporter: Reporter) -> tuple[dict[str, Any], bool]:
+def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, Any], bool]:
     """The manifest, and whether the index was there already."""
     from pyoxigraph import Store
 
-    for path in recipe.files:
+    for path in spec.files:
         is_table(path)
-    plan = recipe.plan()
-    with index_files.building(folder, plan) as finished:
+    plan = spec.plan()
+    with building(folder, plan) as finished:
         if finished:
-            return index_files.read_manifest(folder), True
+            return read_manifest(folder), True
         began = time.monotonic()
         loaded = read_progress(folder)
         _remove(folder, UNFINISHED)
         try:
             store = Store(folder / STORE)
         except OSError as error:
-            raise UserError(f"{folder / STORE} cannot be opened ({error}): {index_files.again(folder)}") from error
+            raise UserError(f"{folder / STORE} cannot be opened ({error}): {again(folder)}") from error
         with reporter.stage("loading the graph", None, "triples") as done:
-            for so_far in load(store, recipe, loaded):
+            for so_far in load(store, spec, loaded):
                 store.flush()
-                index_files.write_json(folder / PROGRESS, dataclasses.asdict(so_far))
+                write_json(folder / PROGRESS, dataclasses.asdict(so_far))
                 done(so_far.triples + so_far.names)
         if not loaded.triples:
-            chosen = f" among the properties {' '.join(recipe.choice.properties)}" if recipe.choice.properties else ""
+            chosen = f" among the properties {' '.join(spec.choice.properties)}" if spec.choice.properties else ""
             raise UserError(
-                f"{', '.join(recipe.files)}: there is no triple in it{chosen}; give a graph with at least one"
+                f"{', '.join(spec.files)}: there is no triple in it{chosen}; give a graph with at least one"
             )
         with reporter.stage("ordering the graph", None, "triples") as done:
             store.optimize()
@@ -101,7 +101,7 @@ def build(folder: Path, recipe: GraphRecipe, reporter: Reporter) -> tuple[dict[s
         _remove(folder, OLD_LOGS)
         about = {**plan, **{name: getattr(loaded, name) for name in ("triples", "names", "skipped", "first_skipped")}}
         about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
-        return index_files.commit(folder, about), False
+        return commit(folder, about), False
 
 
 def read_progress(folder: Path) -> Loaded:
@@ -109,23 +109,22 @@ def read_progress(folder: Path) -> Loaded:
     if not path.exists():
         return Loaded()
     try:
-        return Loaded(**index_files.read_json(path))
+        return Loaded(**read_json(path))
     except TypeError as error:
-        raise UserError(
-            f"{path} says nothing of how far the graph is ({error}): {index_files.again(folder)}"
-        ) from error
+        raise UserError(f"{path} says nothing of how far the graph is ({error}): {again(folder)}") from error
 
 
-def load(store: "Store", recipe: GraphRecipe, loaded: Loaded) -> Iterator[Loaded]:
-    """Reads on from where `loaded` is. What it says counts from when it is given out and the store was flushed."""
-    tables = [is_table(path) for path in recipe.files]
+def load(store: "Store", spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None) -> Iterator[Loaded]:
+    """Reads on from where `loaded` is, of each file its beginning if `max_bytes` says so. What `loaded` says counts from
+    when it is given out and the store was flushed."""
+    tables = [is_table(path) for path in spec.files]
     while loaded.stage != "done":
-        if loaded.file < len(recipe.files):
-            path = recipe.files[loaded.file]
+        if loaded.file < len(spec.files):
+            path = spec.files[loaded.file]
             if tables[loaded.file]:
-                yield from _load_table(store, path, recipe, loaded)
+                yield from _load_table(store, path, spec, loaded, max_bytes)
             elif loaded.stage == "statements":
-                yield from _load_lines(store, path, recipe, loaded)
+                yield from _load_lines(store, path, spec, loaded, max_bytes)
             loaded.file, loaded.bytes, loaded.lines = loaded.file + 1, 0, 0
         else:
             loaded.stage, loaded.file = ("statements", 0) if loaded.stage == "names" else ("done", 0)
@@ -137,13 +136,13 @@ def open_graph(folder: str | Path) -> GraphStore:
     from pyoxigraph import Store
 
     folder = Path(folder)
-    manifest = index_files.read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest["kind"] != KIND:
         raise UserError(f"the index {folder} is of kind {manifest['kind']} and no graph: give one of kind {KIND}")
     try:
         store = Store.read_only(str(folder / STORE))
     except OSError as error:
-        raise UserError(f"{folder / STORE} cannot be opened ({error}): {index_files.again(folder)}") from error
+        raise UserError(f"{folder / STORE} cannot be opened ({error}): {again(folder)}") from error
     return GraphStore(store, version=manifest["version"], languages=tuple(manifest["languages"]))
 
 
@@ -151,22 +150,22 @@ def graph_in_memory(*files: str | Path, choice: Choice | None = None, skip: bool
     """A small graph without an index."""
     from pyoxigraph import Store
 
-    recipe = GraphRecipe(files=tuple(str(file) for file in files), choice=choice or Choice(), skip=skip)
+    spec = GraphSpec(files=tuple(str(file) for file in files), choice=choice or Choice(), skip=skip)
     store = Store()
-    for _ in load(store, recipe, Loaded()):
+    for _ in load(store, spec, Loaded()):
         pass
-    return GraphStore(store, version="", languages=recipe.choice.languages)
+    return GraphStore(store, version="", languages=spec.choice.languages)
 
 
-def _load_table(store: "Store", path: str, recipe: GraphRecipe, loaded: Loaded) -> Iterator[Loaded]:
-    table = Table(store, path, skip=recipe.skip, counts=loaded)
-    for piece in pieces(path, loaded.bytes, loaded.lines, TABLE_CHUNK_BYTES):
+def _load_table(store: "Store", path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None) -> Iterator[Loaded]:
+    table = Table(store, path, skip=spec.skip, counts=loaded)
+    for piece in pieces(path, loaded.bytes, loaded.lines, TABLE_CHUNK_BYTES, max_bytes):
         store.extend(table.names(piece) if loaded.stage == "names" else table.statements(piece))
         yield _at(loaded, piece)
 
 
-def _load_lines(store: "Store", path: str, recipe: GraphRecipe, loaded: Loaded) -> Iterator[Loaded]:
-    lines = Lines(path, recipe.choice, skip=recipe.skip, counts=loaded)
+def _load_lines(store: "Store", path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None) -> Iterator[Loaded]:
+    lines = Lines(path, spec.choice, skip=spec.skip, counts=loaded)
     kept: list[Kept] = []
     claims: set[bytes] = set()
     stated: set[bytes] = set()
@@ -177,7 +176,7 @@ def _load_lines(store: "Store", path: str, recipe: GraphRecipe, loaded: Loaded) 
         store.extend(claim_quads(claims - stated))
         stated.update(claims)
 
-    for piece in pieces(path, loaded.bytes, loaded.lines):
+    for piece in pieces(path, loaded.bytes, loaded.lines, max_bytes=max_bytes):
         found = lines.kept(piece, claims)
         kept += found
         size += sum(len(line.text) for line in found)

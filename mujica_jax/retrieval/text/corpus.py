@@ -9,14 +9,20 @@ dense ones) refer to passages by position.
 """
 
 import dataclasses
+import hashlib
 import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus_records import FORMATS, check_text, records_of
-from mujica_jax.retrieval.text.passage_ids import PassageIds
+
+Hits = list[tuple[int, float]]  # positions of passages and their scores, best first
+
+MERGED_IDS = 2**18  # that are held as Python's objects before they are sorted into the others
 
 _repr = reprlib.Repr()  # of a value of any size, in one short line
 _repr.maxlevel, _repr.maxdict, _repr.maxlist, _repr.maxstring, _repr.maxother = 2, 2, 2, 60, 60
@@ -48,13 +54,13 @@ def read_corpus(paths: Sequence[str | Path]) -> list[Passage]:
 
 
 def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -> Iterator[Passage]:
-    """As `read_corpus`, holding one passage and what `PassageIds` keeps of every id that is not the passage's own position."""
+    """As `read_corpus`, holding one passage and what `PassageIds` keeps of every id."""
     ids = PassageIds()
     position = 0
     for place, record in records_of(paths):
         try:
             passage = _passage(record, str(position), place)
-            if not ids.add(passage.id, position):
+            if not ids.add(passage.id):
                 # Where it came first is read again from the beginning: for the one sentence that is shown, not for all that are counted.
                 first = "" if skipped is not None and skipped.first else _first_place(passage.id, paths)
                 advice = "each file once" if first == place else "each passage its own id"
@@ -69,6 +75,27 @@ def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -
             continue
         position += 1
         yield passage
+
+
+class PassageIds:
+    """Which ids came before: 16 bytes of a hash each, sorted. Of a hundred million two are taken for one with probability 10^-23."""
+
+    def __init__(self) -> None:
+        self._sorted, self._recent = np.empty(0, "S16"), set[bytes]()
+
+    def add(self, identifier: str) -> bool:
+        """False where it came before."""
+        found = hashlib.blake2b(identifier.encode(), digest_size=16).digest()
+        place = self._sorted.searchsorted(found)
+        known = place < len(self._sorted) and self._sorted[place] == found.rstrip(b"\0")  # as numpy gives it back
+        if known or found in self._recent:
+            return False
+        self._recent.add(found)
+        if len(self._recent) == MERGED_IDS:
+            recent = np.sort(np.array(list(self._recent), "S16"))
+            self._sorted = np.insert(self._sorted, self._sorted.searchsorted(recent), recent)
+            self._recent.clear()
+        return True
 
 
 def _first_place(identifier: str, paths: Sequence[str | Path]) -> str:

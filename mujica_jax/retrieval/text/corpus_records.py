@@ -24,7 +24,7 @@ FORMATS = (
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2")
 SHOWN_CHARACTERS = 50  # of a text before and behind what is wrong with it
 READ_CHARACTERS = 2**20  # of an array, at once
-LARGEST_RECORD_CHARACTERS = 2**24  # of an array: a record that does not end within so much is broken JSON
+MAX_RECORD_CHARACTERS = 2**24  # of an array: a record that does not end within so much is broken JSON
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
@@ -168,9 +168,9 @@ def _array_records(path: str | Path, file: TextIO, begun: str) -> Iterator[tuple
                 line = line_number + text.count("\n", counted, error.pos)
                 if ended:
                     raise _no_record(path, line, error) from error
-                if len(text) - position > LARGEST_RECORD_CHARACTERS:
+                if len(text) - position > MAX_RECORD_CHARACTERS:
                     raise UserError(
-                        f"{path}, line {line_number}: no JSON record that ends within {LARGEST_RECORD_CHARACTERS:,} characters "
+                        f"{path}, line {line_number}: no JSON record that ends within {MAX_RECORD_CHARACTERS:,} characters "
                         f"({error.msg} in line {line}); expected {FORMATS}"
                     ) from error
             except (ValueError, RecursionError) as error:

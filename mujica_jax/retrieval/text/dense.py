@@ -1,7 +1,7 @@
 """Passages by their embeddings: queries are embedded and searched by inner product, among a corpus's embeddings or a few texts.
 
-Who does the searching has one interface, `search(queries, k) -> scores, positions`: the accelerator (`accelerator.py`, exact or
-approximate) or ScaNN (`scann.py`).
+Two engines have one interface, `search(queries, k) -> scores, positions`: every embedding looked at on the devices of
+JAX (`exact.py`), and ScaNN (`scann_search.py`).
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.retrieval.text.corpus import Hits, Passage
 
 if TYPE_CHECKING:
     from mujica_jax.models.embedder import Embedder
-
-Hits = list[tuple[int, float]]  # positions and scores, best first
 
 
 class VectorSearch(Protocol):
@@ -37,10 +35,7 @@ class DenseIndex:
         return self._embedder.embed(queries, "query")
 
     def search_encoded(self, queries: np.ndarray, k: int) -> list[Hits]:
-        if not 1 <= k <= len(self.passages):
-            raise UserError(
-                f"k is {k} and the index holds {len(self.passages):,} passages: give 1 to {len(self.passages)}"
-            )
+        check_k(k, self.passages)
         scores, positions = self._vectors.search(queries, k)
         return [
             [(int(place), float(score)) for place, score in zip(places, of, strict=True) if place >= 0]
@@ -50,6 +45,11 @@ class DenseIndex:
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """For each query the positions and scores of the k best passages, best first."""
         return self.search_encoded(self.encode(queries), k)
+
+
+def check_k(k: int, passages: Sequence[Passage]) -> None:
+    if not 1 <= k <= len(passages):
+        raise UserError(f"k is {k} and the index holds {len(passages):,} passages: give 1 to {len(passages)}")
 
 
 def nearest(embedder: "Embedder", query: str, texts: Sequence[str], k: int) -> Hits:

@@ -19,11 +19,11 @@ from mujica_jax.retrieval.text.embeddings import Embeddings
 
 ROWS = "rows"  # the one axis of the mesh
 BLOCK_ROWS = 16_384  # scored at once: with 256 queries the scores take 16 MiB
-MOST_QUERIES = 256  # in one call of the program; their number and k are rounded up to a power of two, so that few programs are compiled
+MAX_QUERIES = 256  # in one call of the program; their number and k are rounded up to a power of two, so that few programs are compiled
 LANES = 128
 
 
-class AcceleratorSearch:
+class ExactSearch:
     """Embeddings in the memory of some devices."""
 
     def __init__(self, embeddings: Embeddings, mesh: Mesh | None = None, recall_target: float | None = None) -> None:
@@ -54,8 +54,8 @@ class AcceleratorSearch:
         assert 1 <= k <= self.rows, f"k is {k} of {self.rows} rows"
         scores, positions = np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int32)
         program = search_program(self.mesh, self._block_rows, min(_power_of_two(k), self.rows), self._recall_target)
-        for start in range(0, len(queries), MOST_QUERIES):
-            part = queries[start : start + MOST_QUERIES]
+        for start in range(0, len(queries), MAX_QUERIES):
+            part = queries[start : start + MAX_QUERIES]
             padded = np.zeros((_power_of_two(len(part)), queries.shape[1]), np.float32)
             padded[: len(part)] = part
             found = program(self._vectors, self._scales, padded, self.rows)

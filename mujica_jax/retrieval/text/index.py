@@ -1,6 +1,6 @@
 """Indexes on disk: built of a corpus, opened again as what they are.
 
-build(folder, kind="accelerator", corpus=[...], embedder=...)    a killed build goes on where it was
+build(folder, kind="exact", corpus=[...], embedder=...)    a killed build goes on where it was
 open_index(folder)
 """
 
@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval import manifest as index_files
-from mujica_jax.retrieval.manifest import again
+from mujica_jax.retrieval.manifest import again, building, commit, read_json, read_manifest, write_json
 from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
-from mujica_jax.retrieval.text.corpus import Passage, Skipped, stream_corpus
+from mujica_jax.retrieval.text.corpus import Hits, Passage, Skipped, stream_corpus
 from mujica_jax.retrieval.text.corpus_files import describe_file
+from mujica_jax.retrieval.text.dense import DenseIndex
 from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.text.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
 from mujica_jax.retrieval.text.passages import FILE, PassageFile, write_passages
 
-Kind = Literal["accelerator", "bm25", "scann"]
-Hits = list[tuple[int, float]]  # positions and scores, best first
+Kind = Literal["exact", "bm25", "scann"]
 
 COUNTS, BM25_FOLDER, SCANN_FOLDER = "corpus.json", "bm25", "scann"
 # What embeddings depend on. A manifest without prefixes means those that follow from the embedder's name.
@@ -54,7 +53,7 @@ class Reporter(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
+class IndexSpec:
     """What an index is made of."""
 
     kind: Kind
@@ -64,15 +63,15 @@ class Recipe:
     tokeniser: Tokeniser = "default"  # bm25 only
     embedder: EmbedderFolder | None = None  # all others
     storage: Storage = "bfloat16"
-    recall_target: float | None = None  # accelerator only: search approximately
+    recall_target: float | None = None  # exact only: search approximately
 
     def plan(self) -> dict[str, Any]:
         """All that the content of the index depends on."""
         plan: dict[str, Any] = {"kind": self.kind}
-        if self.kind == "accelerator":
+        if self.kind == "exact":
             plan |= {"recall_target": self.recall_target}
         if self.source is not None:
-            taken = index_files.read_manifest(self.source)
+            taken = read_manifest(self.source)
             if "embedder" not in taken:
                 raise UserError(
                     f"the index {self.source} is of kind {taken['kind']} and has no embeddings: give a dense one"
@@ -93,27 +92,27 @@ class Recipe:
         }
 
 
-def build(folder: Path, recipe: Recipe, reporter: Reporter) -> tuple[dict[str, Any], bool]:
+def build(folder: Path, spec: IndexSpec, reporter: Reporter) -> tuple[dict[str, Any], bool]:
     """The manifest, and whether the index was there already."""
-    plan = recipe.plan()
-    with index_files.building(folder, plan) as finished:
+    plan = spec.plan()
+    with building(folder, plan) as finished:
         if finished:
-            return index_files.read_manifest(folder), True
+            return read_manifest(folder), True
         began = time.monotonic()
-        if recipe.source is not None:
-            _take(Path(recipe.source), folder)
-        counts = _write_corpus(folder, recipe, reporter)
+        if spec.source is not None:
+            _take(Path(spec.source), folder)
+        counts = _write_corpus(folder, spec, reporter)
         passages = PassageFile(folder / FILE)
         about: dict[str, Any] = {**plan, **counts}
-        if recipe.kind == "bm25":
+        if spec.kind == "bm25":
             with reporter.stage("indexing words", len(passages), "passages") as done:
-                Bm25Index(passages, recipe.tokeniser, done).save(folder / BM25_FOLDER)
+                Bm25Index(passages, spec.tokeniser, done).save(folder / BM25_FOLDER)
         else:
-            embeddings = _embed(folder, passages, plan, recipe, reporter)
-            if recipe.kind == "scann":
+            embeddings = _embed(folder, passages, plan, spec, reporter)
+            if spec.kind == "scann":
                 about["scann"] = _partition(folder, embeddings, reporter)
         about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
-        return index_files.commit(folder, about), False
+        return commit(folder, about), False
 
 
 def open_index(
@@ -125,7 +124,7 @@ def open_index(
     `recall_target` below 1 lets the accelerator search approximately.
     """
     folder = Path(folder)
-    manifest = index_files.read_manifest(folder)
+    manifest = read_manifest(folder)
     if "passages" not in manifest:
         raise UserError(f"the index {folder} is of kind {manifest['kind']} and holds no passages: give one that does")
     passages = PassageFile(folder / FILE)
@@ -135,9 +134,6 @@ def open_index(
         )
     if manifest["kind"] == "bm25":
         return Bm25Index.load(folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"])
-
-    from mujica_jax.retrieval.text.dense import DenseIndex
-
     found = find_embedder(
         manifest["embedder"] if embedder is None else embedder,
         manifest.get("prefixes") if prefixes is None else prefixes,
@@ -153,17 +149,17 @@ def open_index(
 
         vectors = ScannSearch.load(folder / SCANN_FOLDER, len(passages), ScannParameters(**manifest["scann"]))
     else:
-        from mujica_jax.retrieval.text.exact import AcceleratorSearch
+        from mujica_jax.retrieval.text.exact import ExactSearch
 
         target = manifest["recall_target"] if recall_target is None else recall_target
         version += "" if recall_target is None else f"-{recall_target}"
-        vectors = AcceleratorSearch(_embeddings(folder, manifest), recall_target=target)
+        vectors = ExactSearch(_embeddings(folder, manifest), recall_target=target)
     return DenseIndex(passages, found.load(), vectors, version=version)
 
 
 def read_kind(folder: str | Path) -> str:
     """What kind of index a directory holds, its files unseen."""
-    return index_files.read_manifest(folder, check=False)["kind"]
+    return read_manifest(folder, check=False)["kind"]
 
 
 def check_embedder(folder: Path, manifest: Mapping[str, Any], embedder: EmbedderFolder) -> None:
@@ -177,34 +173,34 @@ def check_embedder(folder: Path, manifest: Mapping[str, Any], embedder: Embedder
             )
 
 
-def _write_corpus(folder: Path, recipe: Recipe, reporter: Reporter) -> dict[str, Any]:
+def _write_corpus(folder: Path, spec: IndexSpec, reporter: Reporter) -> dict[str, Any]:
     """The corpus as an Arrow file; its counts are written before it takes its name."""
     if (folder / FILE).exists():
-        return index_files.read_json(folder / COUNTS)
+        return read_json(folder / COUNTS)
     unfinished = folder / f".{FILE}.new"
-    skipped = Skipped() if recipe.skip else None
+    skipped = Skipped() if spec.skip else None
     with reporter.stage("reading the corpus", None, "passages") as done:
-        rows = write_passages(stream_corpus(recipe.corpus, skipped), unfinished, done)
+        rows = write_passages(stream_corpus(spec.corpus, skipped), unfinished, done)
     if rows == 0:
-        raise UserError(f"{', '.join(recipe.corpus)}: there is no passage in it; give a corpus with at least one")
+        raise UserError(f"{', '.join(spec.corpus)}: there is no passage in it; give a corpus with at least one")
     counts = {
         "passages": rows,
         "skipped": skipped.count if skipped else 0,
         "first_skipped": skipped.first if skipped else "",
     }
-    index_files.write_json(folder / COUNTS, counts)
+    write_json(folder / COUNTS, counts)
     unfinished.replace(folder / FILE)
     return counts
 
 
 def _embed(
-    folder: Path, passages: PassageFile, plan: Mapping[str, Any], recipe: Recipe, reporter: Reporter
+    folder: Path, passages: PassageFile, plan: Mapping[str, Any], spec: IndexSpec, reporter: Reporter
 ) -> Embeddings:
     if encoded_rows(folder) == len(passages):  # an embedder need not be loaded
         return open_embeddings(folder, len(passages), plan["dimension"], plan["storage"])
-    assert recipe.embedder is not None, "what is taken from another index is whole"
+    assert spec.embedder is not None, "what is taken from another index is whole"
     with reporter.stage("embedding", len(passages), "passages") as done:
-        return encode(passages, recipe.embedder.load(_data_mesh()), folder, recipe.storage, done)
+        return encode(passages, spec.embedder.load(_data_mesh()), folder, spec.storage, done)
 
 
 def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict[str, Any]:

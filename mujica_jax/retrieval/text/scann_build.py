@@ -27,7 +27,7 @@ from mujica_jax.retrieval.text.embeddings import Embeddings
 from mujica_jax.retrieval.text.scann_search import ScannParameters, package
 
 CHUNK_ROWS = 32_768
-LARGEST_INTEGER = 127
+MAX_INTEGER = 127
 HASHES, PARTITIONS, EIGHT_BITS = "hashed_dataset.npy", "datapoint_to_token.npy", "int8_dataset.npy"  # a row a passage
 MULTIPLIERS = "int8_multipliers.npy"  # [dimension]
 CHUNK = "chunk.npy"
@@ -101,8 +101,8 @@ def _train(embeddings: Embeddings, parameters: ScannParameters, folder: Path) ->
     _serialize(made.reorder(parameters.reordered, quantize=True).build(), folder)
     for name in (HASHES, PARTITIONS, EIGHT_BITS):  # of the sample
         (folder / name).unlink()
-    largest[largest == 0] = LARGEST_INTEGER
-    np.save(folder / MULTIPLIERS, LARGEST_INTEGER / largest)
+    largest[largest == 0] = MAX_INTEGER
+    np.save(folder / MULTIPLIERS, MAX_INTEGER / largest)
 
 
 def _hash(embeddings: Embeddings, parameters: ScannParameters, folder: Path, on_rows: Callable[[int], None]) -> None:

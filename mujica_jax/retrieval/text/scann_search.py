@@ -19,9 +19,9 @@ import numpy as np
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.manifest import again
 
-LEAST_ROWS = 1024  # below, training a tree and hashes on so little would cost recall and save nothing
+MIN_ROWS = 1024  # below, training a tree and hashes on so little would cost recall and save nothing
 # Questions lie apart from passages: of 6,119 passages 1,900 scored rows cost 3.1 points of recall@5, 3,100 rows cost 0.3.
-LEAST_ROWS_SCORED = 16_384
+MIN_ROWS_SCORED = 16_384
 SHARE_SEARCHED = 0.3  # of the partitions
 # At least; sample and partitions are what takes memory while an index is built.
 TRAINING_ROWS, TRAINING_ROWS_A_LEAF = 50_000, 64
@@ -56,12 +56,12 @@ def parameters_for(rows: int, *, of_length_1: bool) -> ScannParameters:
     the wider the partition is spread, so among embeddings of length 1 its length would say nothing about its passages: there the
     centres have length 1 as well.
     """
-    if rows < LEAST_ROWS:
+    if rows < MIN_ROWS:
         return ScannParameters(leaves=0, leaves_searched=0, training_rows=0, reordered=0)
     leaves = round(math.sqrt(rows))
     return ScannParameters(
         leaves=leaves,
-        leaves_searched=min(leaves, max(round(SHARE_SEARCHED * leaves), LEAST_ROWS_SCORED * leaves // rows)),
+        leaves_searched=min(leaves, max(round(SHARE_SEARCHED * leaves), MIN_ROWS_SCORED * leaves // rows)),
         spherical=of_length_1,
         training_rows=min(rows, max(TRAINING_ROWS, TRAINING_ROWS_A_LEAF * leaves)),
         reordered=100,
@@ -107,7 +107,7 @@ def package() -> Any:
         from scann.scann_ops.py import scann_ops_pybind
     except ImportError as error:
         raise UserError(
-            f"ScaNN cannot be imported ({error}); it has wheels for Linux on x86-64: use an index of kind accelerator elsewhere"
+            f"ScaNN cannot be imported ({error}); it has wheels for Linux on x86-64: use an index of kind exact elsewhere"
         ) from error
     for kernels in usable_kernels():
         kernels_allowed(scann_ops_pybind, kernels).value = True

@@ -60,7 +60,7 @@ def _index(config: TwoWikiConfig) -> Index:
         if config.retriever == "dense":
             raise UserError(
                 "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index build --corpus "
-                f"FILE --kind accelerator --embedder {config.embedder} --out DIR` and give --task.index DIR"
+                f"FILE --kind exact --embedder {config.embedder} --out DIR` and give --task.index DIR"
             )
         return Bm25Index(_corpus(config), "default")
     kind = read_kind(config.index)
