@@ -121,6 +121,9 @@ def main() -> None:
     (states, scores), (others, other_scores) = trained(**LORA), trained(**LORA, data=2, fsdp=2, tensor=2)
     found["LoRA, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
     found["LoRA, data 2 x fsdp 2 x tensor 2: log-probabilities"] = apart(scores, other_scores)
+    muon = {"optimizer": "muon"}
+    (states, scores), (others, other_scores) = trained(**muon), trained(**muon, data=2, fsdp=2, tensor=2)
+    found["Muon, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
     z_loss = {"z_loss": 0.1}
     (states, scores), (others, other_scores) = (
         trained(**z_loss),

@@ -7,12 +7,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from packed_rows import MODEL, TRAINER
+from packed_rows import MODEL, SHORT_SCHEDULE, TRAINER, random_conversations, tiny_decoder
 
 from mujica_jax.config.files import load_config
 from mujica_jax.errors import UserError
+from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import apply_updates, decayed, learning_rate, make_optimizer, schedule
+from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models.decoder import Decoder
+from mujica_jax.trajectories.packing import pack
 
 
 def rates(steps: range, **settings: float) -> list[float]:
@@ -154,3 +157,17 @@ def test_muon_moves_matrices_along_orthogonal_directions_of_adams_size():
     for path, leaf in nnx.to_flat_state(muon):
         if not path[-1].endswith("_kernel"):
             np.testing.assert_array_equal(leaf[...], dict(nnx.to_flat_state(adam))[path][...])
+
+
+def test_muons_state_continues_from_a_checkpoint_bit_for_bit(tmp_path):
+    trainer = Trainer(MODEL, dataclasses.replace(TRAINER, optimizer="muon"))
+    rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+
+    def fitted(state, steps, **more):
+        return fit(trainer, state, rows, schedule=SHORT_SCHEDULE, steps=steps, seed=0, **more).state
+
+    whole = fitted(trainer.initial_state(tiny_decoder()), 3)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(fitted(trainer.initial_state(tiny_decoder()), 2), {})
+    restored, _ = checkpoints.restore_latest(trainer.abstract_state())
+    jax.tree.map(np.testing.assert_array_equal, fitted(restored, 3), whole)
