@@ -110,7 +110,7 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     if isinstance(value, Mapping) != bool(sections):
         fields = " or ".join(f"the fields of {section.__name__}" for section in sections)
         raise UserError(f"{name} is {value} and must be {f'an object with {fields}' if sections else 'a single value'}")
-    if not sections:
+    if not isinstance(value, Mapping):
         return value
     kinds = {_kind_of(section): section for section in sections}
     if "kind" in value and "" not in kinds:

@@ -114,7 +114,11 @@ def _matrix_dimensions(path: jax.tree_util.KeyPath, kernel: Array) -> optax.cont
 
 
 def _sized_like_adam(path: jax.tree_util.KeyPath, update: Float[Array, "..."]) -> Float[Array, "..."]:
-    inputs, outputs = (math.prod(update.shape[axis] for axis in axes) for axes in _matrix_dimensions(path, update))
+    dimensions = _matrix_dimensions(path, update)
+    inputs, outputs = (
+        math.prod(update.shape[axis] for axis in np.atleast_1d(axes))
+        for axes in (dimensions.reduction_axis, dimensions.output_axis)
+    )
     return MUON_UPDATE_RMS * math.sqrt(max(inputs, outputs)) * update
 
 
