@@ -6,8 +6,8 @@
 - `environment="text"` (2Wiki-Text): the questions made for the corpus (`questions*.jsonl`, with aliases) whose gold passages it
   holds; a search is BM25 over the corpus, or whatever the index that `index` names does with its own corpus.
 
-Questions are held out by a hash of their id, half of them as dev and half as test. Held-out questions, and triples or passages that no training question uses, appear
-neither in demonstrations' new names nor in the tokenizer's text; the graph and the corpus that are searched are the whole ones.
+Questions are held out by a hash of their id, half of them as dev and half as test. Held-out questions, and triples or passages that
+no training question uses, appear neither in demonstrations' new names nor in the tokenizer's text; the graph and the corpus that are searched are the whole ones.
 """
 
 import dataclasses
