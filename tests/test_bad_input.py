@@ -326,7 +326,7 @@ def test_rows_too_short_for_any_demonstration_are_said():
 
 def test_limits_too_small_for_any_demonstration_are_said():
     run = warming_up(task={"demonstrations": 3}, agent={"max_turn_tokens": 9})
-    with pytest.raises(UserError, match=r"none of 3 scripted .* agent.max_iterations 4 or agent.max_turn_tokens 9"):
+    with pytest.raises(UserError, match=r"none of 3 scripted .* raise agent.max_turn_tokens 9 or the limit of turns"):
         warmup.warm_up(run)
 
 

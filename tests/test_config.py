@@ -528,7 +528,7 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
     task, *_ = task_and_tokenizer(smoke)
 
     def seen(config: Config) -> scoring.Scores:
-        generator: Any = types.SimpleNamespace(forget=lambda: None, policy_version=0)
+        generator: Any = types.SimpleNamespace(reset_cache=lambda: None, policy_version=0)
         own: dict[str, Any] = {
             "agent": None,
             "reward": None,

@@ -170,7 +170,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
     class Model:
         policy_version = 0
 
-        def forget(self) -> None: ...
+        def reset_cache(self) -> None: ...
 
         async def generate(self, prompt, params, *, continues=False):
             asked = tokenizer().decode(prompt)

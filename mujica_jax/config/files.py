@@ -107,11 +107,13 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     if isinstance(value, list) and any(typing.get_origin(option) is tuple for option in options):
         return tuple(value)
     sections = [option for option in options if _is_section(option)]
-    if isinstance(value, Mapping) != bool(sections):
-        fields = " or ".join(f"the fields of {section.__name__}" for section in sections)
-        raise UserError(f"{name} is {value} and must be {f'an object with {fields}' if sections else 'a single value'}")
-    if not isinstance(value, Mapping):
+    if not sections and isinstance(value, Mapping):
+        raise UserError(f"{name} is {value} and must be a single value")
+    if not sections:
         return value
+    if not isinstance(value, Mapping):
+        fields = " or ".join(f"the fields of {section.__name__}" for section in sections)
+        raise UserError(f"{name} is {value} and must be an object with {fields}")
     kinds = {_kind_of(section): section for section in sections}
     if "kind" in value and "" not in kinds:
         kind = str(value["kind"])

@@ -41,8 +41,8 @@ def select(
     """At most `keep_per_question` accepted trajectories of each question, the earliest attempts first.
 
     A trajectory whose first conversation (the planner's) repeats, token for token, one already kept for its question is dropped: it
-    would only weigh the same text twice. The result stands in the order in which questions first appear, attempts ascending, whatever the order
-    in which samplers finished within a question.
+    would only weigh the same text twice. The result stands in the order in which questions first appear, attempts ascending, whatever
+    the order in which samplers finished within a question.
     """
     by_question: dict[str, list[Trajectory]] = collections.defaultdict(list)
     for trajectory in trajectories:
