@@ -286,6 +286,22 @@ def test_serve_from_the_command_line_until_sigterm(tmp_path):
     assert process.returncode == 0 and "1 searches" in out and "Traceback" not in err, err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_right_after_the_line_ends_it(tmp_path, number):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 20)
+    assert index.main(["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(tmp_path / "index")]) == 0
+    command = [sys.executable, "-m", "mujica_jax.index", "serve", "--index", str(tmp_path / "index"), "--port", "0"]
+    with subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            process.send_signal(number)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
 def test_a_port_that_is_taken_is_one_sentence():
     with contextlib.closing(open_port("127.0.0.1", 0)) as opened:
         opened.listen()

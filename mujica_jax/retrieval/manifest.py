@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from mujica_jax.errors import UserError
+from mujica_jax.storage import local
+from mujica_jax.storage.manifest import describe_file, sha256_of
 
 PLAN, MANIFEST, LOCK = "plan.json", "manifest.json", ".lock"
 FORMAT = 1  # of the directory; another one is refused
@@ -79,7 +81,7 @@ def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
             raise UserError(f"{path} is missing: {again(folder)}")
         if (size := path.stat().st_size) != entry["bytes"]:
             raise UserError(f"{path} has {size:,} bytes and the manifest says {entry['bytes']:,}: {again(folder)}")
-        if (found := checksum(path)) != entry["sha256"]:
+        if (found := sha256_of(path)) != entry["sha256"]:
             raise UserError(
                 f"{path} is damaged (its sha256 is {found[:12]}... and the manifest says {entry['sha256'][:12]}...): {again(folder)}"
             )
@@ -116,15 +118,10 @@ def building(folder: Path, plan: Mapping[str, Any]) -> Iterator[bool]:
 
 def commit(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the manifest over all files of the directory. Nothing may be written there afterwards."""
-    names = sorted(
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.is_file() and path.name not in (PLAN, MANIFEST) and not path.name.startswith(".")
-    )
-    files = []
+    names = [name for name in local.names(folder, "") if name not in (PLAN, MANIFEST)]
     for name in names:
-        _to_disk(folder / name)
-        files.append({"name": name, "bytes": (folder / name).stat().st_size, "sha256": checksum(folder / name)})
+        local.sync(folder / name)
+    files = [describe_file(folder / name, name) for name in names]
     content = {name: value for name, value in about.items() if name not in NOT_CONTENT}
     manifest = {"format": FORMAT, "version": _version(content, files), **about, "files": files}
     write_json(folder / MANIFEST, manifest)
@@ -145,14 +142,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Whole or not at all: a reader and a restart see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-    _to_disk(temporary)
+    local.sync(temporary)
     temporary.replace(path)
-    _to_disk(path.parent)
-
-
-def checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    local.sync(path.parent)
 
 
 def _lock_file(folder: Path) -> IO[str]:
@@ -192,11 +184,3 @@ def _compare(folder: Path, begun: Mapping[str, Any], plan: Mapping[str, Any]) ->
 
 def _version(content: Mapping[str, Any], files: Any) -> str:
     return hashlib.sha256(json.dumps([content, files], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,7 @@ import json
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.errors import (
@@ -25,7 +25,6 @@ from mujica_jax.retrieval.errors import (
     RetrieverTimeout,
 )
 from mujica_jax.retrieval.retriever import Health, IndexRetriever
-from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.corpus import Hits
 from mujica_jax.retrieval.text.index import Index
 
@@ -60,16 +59,11 @@ class BadRequest(Exception):
         self.status = status
 
 
-class Searched(Protocol):
-    @property
-    def statistics(self) -> RetrievalStatistics: ...
-
-
 class Metrics:
     """A collector for `prometheus_client`: the retriever's statistics and the answers by status."""
 
-    def __init__(self, retriever: Searched, path: str = "/search") -> None:
-        self._retriever, self._path = retriever, path
+    def __init__(self, retriever: IndexRetriever) -> None:
+        self._retriever = retriever
         self.answers: dict[int, int] = {}
 
     def collect(self) -> Iterator[Any]:
@@ -78,7 +72,7 @@ class Metrics:
         statistics = dataclasses.asdict(self._retriever.statistics)
         for name, meaning in MEANINGS.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=statistics[name])
-        answers = CounterMetricFamily(PREFIX + "answers", f"Answers at {self._path}", labels=["status"])
+        answers = CounterMetricFamily(PREFIX + "answers", "Answers at /search", labels=["status"])
         for status, count in sorted(self.answers.items()):
             answers.add_metric([str(status)], count)
         yield answers
@@ -97,7 +91,7 @@ def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
 
     async def answered(request: "fastapi.Request") -> tuple[int, str | bytes]:
         try:
-            queries, k = _read(await read_body(request), len(retriever.index.passages))
+            queries, k = _read(await _read_body(request), len(retriever.index.passages))
             if (different := len(set(queries))) > retriever.max_waiting:
                 raise BadRequest(
                     f"the request has {different} queries and at most {retriever.max_waiting} may wait here: send fewer at once",
@@ -177,7 +171,7 @@ def make_server(app: "fastapi.FastAPI") -> "uvicorn.Server":
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30))
 
 
-async def read_body(request: "fastapi.Request") -> bytes:
+async def _read_body(request: "fastapi.Request") -> bytes:
     from starlette.requests import ClientDisconnect
 
     body = bytearray()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.manifest import checksum
 from mujica_jax.storage.gcs import BUCKET_NAME, ObjectInfo, open_bucket
+from mujica_jax.storage.manifest import sha256_of
 
 SCHEME = "gs://"
 RANGE_BYTES = 8 * 2**20
@@ -32,7 +32,7 @@ def describe_file(path: str | Path) -> dict[str, Any]:
         if _in_bucket(path):
             listed = _find(str(path))
             return {"bytes": listed.bytes, "crc32c": listed.crc32c}
-        return {"bytes": Path(path).stat().st_size, "sha256": checksum(Path(path))}
+        return {"bytes": Path(path).stat().st_size, "sha256": sha256_of(Path(path))}
     except OSError as error:
         reason = error.strerror or "there is no such object, or no such bucket"
         raise UserError(f"{path} cannot be read ({reason}): give the path of a corpus") from error

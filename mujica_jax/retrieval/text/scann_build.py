@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from mujica_jax.retrieval.manifest import checksum, read_json, write_json
+from mujica_jax.retrieval.manifest import read_json, write_json
 from mujica_jax.retrieval.text.embeddings import Embeddings
 from mujica_jax.retrieval.text.scann_search import ScannParameters, package
+from mujica_jax.storage.manifest import sha256_of
 
 CHUNK_ROWS = 32_768
 MAX_INTEGER = 127
@@ -57,7 +58,7 @@ def write_scann(
         else:
             made = package().builder(embeddings.float32(), 1, "dot_product").score_brute_force()
             _serialize(made.build(), trained)
-        sums = {path.name: checksum(path) for path in sorted(trained.iterdir())}
+        sums = {path.name: sha256_of(path) for path in sorted(trained.iterdir())}
         write_json(folder / "trained.json", {"about": about, "files": sums})
     if parameters.leaves:
         _hash(embeddings, parameters, folder, on_rows)
@@ -72,7 +73,7 @@ def _is_trained(folder: Path, about: dict[str, Any]) -> bool:
         return False
     said = read_json(folder / "trained.json")
     paths = {folder / "trained" / name: sum for name, sum in said["files"].items()}
-    return said["about"] == about and all(path.exists() and checksum(path) == sum for path, sum in paths.items())
+    return said["about"] == about and all(path.exists() and sha256_of(path) == sum for path, sum in paths.items())
 
 
 def _train(embeddings: Embeddings, parameters: ScannParameters, folder: Path) -> None:
