@@ -2,10 +2,11 @@
 
     python benchmarks/graph.py [--table TRIPLES.tsv.gz] [--entities 200000] [--facts 5] [--searches 2000]
 
-Prints one JSON line. `table` is about a file of triples (left out without --table): triples a second that are read and ready to be asked,
-and searches a second over all of its Q-ids, in memory (`TripleGraph`), in an index on disk, and with 16 searches of that at once. `dump` is
-about a generated dump in Wikidata's form, compressed by gzip: entities with labels in three languages, of which one is kept, a hub that all
-of them point at, and facts between them. Its index is built by the command line in a process of its own, whose largest memory is measured.
+Prints one JSON line. `table` is about a file of triples (left out without --table): triples a second that are read and
+ready to be asked, and searches a second over all of its Q-ids, in memory (`TripleGraph`), in an index on disk, and with
+16 searches of that at once. `dump` is about a generated dump in Wikidata's form, compressed by gzip: entities with
+labels in three languages, of which one is kept, a hub that all of them point at, and facts between them. Its index is
+built by the command line in a process of its own, whose largest memory is measured.
 """
 
 import argparse

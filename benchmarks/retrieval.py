@@ -3,15 +3,15 @@
     python benchmarks/retrieval.py search --work FOLDER [--rows 1000000] [--peers-python PYTHON] [--rounds 5] [--engines scann faiss-hnsw]
     python benchmarks/retrieval.py encode --corpus FILE [--embedder minilm] [--peers-python PYTHON] [--rounds 5]
 
-`search`: clustered_vectors.py makes the vectors. Every engine is a process of its own with as many threads as the others; its index is
-built, saved (and found again in FOLDER by the next run) and loaded. Then they search in turns, round by round, all queries in one call
-and one by one; what is printed are medians over the rounds. `resident_bytes` is the memory without a file behind it that loading an
-index and searching it once takes. ScaNN's row with `"setting": null` has the parameters of `index build`, its other rows search
-another share of the partitions; HNSW's setting is efSearch, both have 32 links a row. The engines that look at every row get a tenth
-of the queries.
+`search`: clustered_vectors.py makes the vectors. Every engine is a process of its own with as many threads as the
+others; its index is built, saved (and found again in FOLDER by the next run) and loaded. Then they search in turns,
+round by round, all queries in one call and one by one; what is printed are medians over the rounds. `resident_bytes` is
+the memory without a file behind it that loading an index and searching it once takes. ScaNN's row with `"setting":
+null` has the parameters of `index build`, its other rows search another share of the partitions; HNSW's setting is
+efSearch, both have 32 links a row. The engines that look at every row get a tenth of the queries.
 
-`encode`: the passages of a corpus, as long as they are, in turns with sentence-transformers on the same weights in float32, which sorts
-by length as well; after a first pass that compiles.
+`encode`: the passages of a corpus, as long as they are, in turns with sentence-transformers on the same weights in
+float32, which sorts by length as well; after a first pass that compiles.
 
 The peers need a Python with faiss-cpu, hnswlib and sentence-transformers; where none is named they are left out.
 """

@@ -1,11 +1,13 @@
-"""Tokens a second of multi-turn agent rollouts: many conversations with one system prompt, an observation after every turn.
+"""Tokens a second of multi-turn agent rollouts: many conversations with one system prompt, an observation after every
+turn.
 
     python benchmarks/rollout.py --checkpoint DIRECTORY [--sessions 48 --turns 3 --seed 0]
 
-Each session is a prompt (384 tokens that all share, 24 of its own) and, a turn, 12 to 63 generated tokens and 40 observed ones; lengths are
-forced, tokens are drawn at temperature 1. Prints one JSON line: the median of the runs after the first, which compiles what the cache on
-disk does not have; `recompiles` counts that, run by run, and is 0 from the start when the program is started again. The floor is
-what the generated and prefilled tokens cost at the speed of this machine's largest matrix product and its memory:
+Each session is a prompt (384 tokens that all share, 24 of its own) and, a turn, 12 to 63 generated tokens and 40
+observed ones; lengths are forced, tokens are drawn at temperature 1. Prints one JSON line: the median of the runs after
+the first, which compiles what the cache on disk does not have; `recompiles` counts that, run by run, and is 0 from the
+start when the program is started again. The floor is what the generated and prefilled tokens cost at the speed of this
+machine's largest matrix product and its memory:
 
     2 x weights of the layers x all tokens + 2 x weights of the head x generated tokens
     + 4 x layers x heads x head_dim x sum over tokens of the tokens before it          operations, and

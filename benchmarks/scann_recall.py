@@ -2,14 +2,16 @@
 
     python benchmarks/scann_recall.py --data DIR --work FOLDER [--embedder minilm] [--sentences]
 
-DIR has the folders 2wikimultihopqa, hotpotqa, musique and nq_open with files in their official formats (their names stand below). The
-corpus is that of 2Wiki and every passage given with a question of HotpotQA and MuSiQue, once each; with --sentences each of their
-sentences is a passage, so that there are enough for the rule to leave partitions out. FOLDER gets it, and an index by `index build` that
-the next run finds again. One JSON line for each set and each number of partitions searched: recall of gold titles at 5 by exact search
-and by ScaNN, in percent. `"partitions": "by the rule"` is what `index build` would search.
+DIR has the folders 2wikimultihopqa, hotpotqa, musique and nq_open with files in their official formats (their names
+stand below). The corpus is that of 2Wiki and every passage given with a question of HotpotQA and MuSiQue, once each;
+with --sentences each of their sentences is a passage, so that there are enough for the rule to leave partitions out.
+FOLDER gets it, and an index by `index build` that the next run finds again. One JSON line for each set and each number
+of partitions searched: recall of gold titles at 5 by exact search and by ScaNN, in percent. `"partitions": "by the
+rule"` is what `index build` would search.
 
-FOLDER/search gets the embeddings and those of all questions (2Wiki's and NQ's too) as `benchmarks/retrieval.py search --work
-FOLDER/search --rows PASSAGES` wants them, which measures ScaNN on real text beside its peers; of an embedder of its 384 numbers.
+FOLDER/search gets the embeddings and those of all questions (2Wiki's and NQ's too) as `benchmarks/retrieval.py search
+--work FOLDER/search --rows PASSAGES` wants them, which measures ScaNN on real text beside its peers; of an embedder of
+its 384 numbers.
 """
 
 import argparse

@@ -2,13 +2,15 @@
 
     python benchmarks/serving_overload.py DIRECTORY [--slots 8] [--queue-size 32] [--load 4] [--rounds 4] [--new-tokens 32]
 
-DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. `load` x (slots + queue-size) clients
-send `rounds` requests each, one after the other; who is refused pauses for 0.1 s before the next. Prompts are random, two thirds of each
-are the same for all. Server and clients share one process, so the seconds hold the clients' own work.
+DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. `load` x (slots +
+queue-size) clients send `rounds` requests each, one after the other; who is refused pauses for 0.1 s before the next.
+Prompts are random, two thirds of each are the same for all. Server and clients share one process, so the seconds hold
+the clients' own work.
 
-Prints one JSON line: requests, how many were answered, refused, and anything else (which would be a fault); p50 and p99 of the seconds to
-the whole answer, to its first token, and to a refusal; the most requests that ran and waited at a time, and the room there was; generated
-tokens a second; by how many MiB resident memory grew from the end of the first round to the end of the last.
+Prints one JSON line: requests, how many were answered, refused, and anything else (which would be a fault); p50 and p99
+of the seconds to the whole answer, to its first token, and to a refusal; the most requests that ran and waited at a
+time, and the room there was; generated tokens a second; by how many MiB resident memory grew from the end of the first
+round to the end of the last.
 """
 
 import argparse

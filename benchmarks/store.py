@@ -2,11 +2,12 @@
 
     python benchmarks/store.py [--shards 40] [--rows 64] [--turn-tokens 300] [--policy-bytes 64000000] [--bucket gs://BUCKET/PREFIX]
 
-Writes shards of random trajectories (a planner and two workers of three turns each), reads each back as a run does, with every check,
-and writes and fetches one policy. Prints one JSON line: what was measured, then for both places shards and megabytes a second. Writing
-is `write_shard`: the Parquet file and its checksums are made anew each time (`encode_shards_per_second` is that part alone). Without
---bucket it is the server of the tests in a process of its own on this machine: the costs of the client and of one connection, no network. A
-prefix of a real bucket gets a folder of its own, which is left there.
+Writes shards of random trajectories (a planner and two workers of three turns each), reads each back as a run does,
+with every check, and writes and fetches one policy. Prints one JSON line: what was measured, then for both places
+shards and megabytes a second. Writing is `write_shard`: the Parquet file and its checksums are made anew each time
+(`encode_shards_per_second` is that part alone). Without --bucket it is the server of the tests in a process of its own
+on this machine: the costs of the client and of one connection, no network. A prefix of a real bucket gets a folder of
+its own, which is left there.
 """
 
 import argparse

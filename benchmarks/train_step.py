@@ -2,10 +2,10 @@
 
     python benchmarks/train_step.py DIRECTORY [--rows 4] [--row-tokens 512] [--dtype float32] [--attention auto] [--remat auto]
 
-DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. The rows are packed from
-conversations of uneven length of which a third is trained, as an agent's are. The floating-point operations of a step are counted by the
-formula of `mujica_jax/models/flops.py`, so the share falls with padding, with attention across conversations, and with everything that
-is no matrix product.
+DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. The rows are packed
+from conversations of uneven length of which a third is trained, as an agent's are. The floating-point operations of a
+step are counted by the formula of `mujica_jax/models/flops.py`, so the share falls with padding, with attention across
+conversations, and with everything that is no matrix product.
 """
 
 import argparse
@@ -44,7 +44,9 @@ def median_seconds(call, repeats: int) -> float:
 
 
 def conversations(model: DecoderConfig, tokens: int, longest: int) -> list[Conversation]:
-    """Context and model turns in turn, two to one, until `tokens` are there; lengths between a quarter of the longest and all of it."""
+    """Context and model turns in turn, two to one, until `tokens` are there; lengths between a quarter of the longest
+    and all of it.
+    """
     draw = np.random.default_rng(0)
     found, total = [], 0
     while total < tokens:
@@ -109,7 +111,8 @@ def main() -> int:
     tokens = int(np.sum(rows.segment_ids[chosen] > 0))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     print(
-        f"{count / 1e6:.1f}M parameters, {given.rows} rows of {given.row_tokens}, {given.dtype}: {tokens} tokens a step "
+        f"{count / 1e6:.1f}M parameters, {given.rows} rows of {given.row_tokens}, {given.dtype}: {tokens} tokens a "
+        "step "
         f"({tokens / chosen.size / given.row_tokens:.0%} of the slots), {operations / 1e9:.1f} GFLOP"
     )
     print(f"matrix product: {peak / 1e9:.0f} GFLOP/s; a step at that speed: {operations / peak * 1e3:.1f} ms")

@@ -1,13 +1,15 @@
-"""Tokens a second of training on conversations of uneven length, beside Tunix's PeftTrainer and a plain transformers loop.
+"""Tokens a second of training on conversations of uneven length, beside Tunix's PeftTrainer and a plain transformers
+loop.
 
     python benchmarks/train_tokens.py --checkpoint DIRECTORY [--seconds 60] [--rows 2] [--tunix-python PYTHON] [--without transformers]
 
-2,000 conversations, lognormal lengths of median 350 and at most 2,048 tokens, the last third of each trained, as an agent's are.
-Counted are the tokens of conversations, never padding. Every trainer runs in a process of its own, one after the other: float32, AdamW,
-all weights trained, a first step that compiles and is not counted, and then as many steps as `--seconds` hold. Ours packs the
-conversations into rows; Tunix gets as many conversations a step as we have rows, padded to the longest there may be, since it compiles
-for one shape; the transformers loop as many, padded to the longest of the step. All three have the same slots at most. Tunix needs an
-environment of its own, named by its Python; it draws its weights, whose values do not matter here.
+2,000 conversations, lognormal lengths of median 350 and at most 2,048 tokens, the last third of each trained, as an
+agent's are. Counted are the tokens of conversations, never padding. Every trainer runs in a process of its own, one
+after the other: float32, AdamW, all weights trained, a first step that compiles and is not counted, and then as many
+steps as `--seconds` hold. Ours packs the conversations into rows; Tunix gets as many conversations a step as we have
+rows, padded to the longest there may be, since it compiles for one shape; the transformers loop as many, padded to the
+longest of the step. All three have the same slots at most. Tunix needs an environment of its own, named by its Python;
+it draws its weights, whose values do not matter here.
 
 Prints one JSON line: tokens a second of each, and ours by theirs.
 """

@@ -2,8 +2,8 @@
 
     python -m mujica_jax.train
 
-A decoder of 0.3 million parameters reads generated text, is shown a few hundred demonstrations, and then improves on thousands of
-questions of which it only knows the answers.
+A decoder of 0.3 million parameters reads generated text, is shown a few hundred demonstrations, and then improves on
+thousands of questions of which it only knows the answers.
 """
 
 from mujica_jax.config.schema import (

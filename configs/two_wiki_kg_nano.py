@@ -2,7 +2,8 @@
 
     python -m mujica_jax.train configs/two_wiki_kg_nano.py --task.data-dir DIR
 
-DIR holds the official records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). Questions are held out by a hash of their id.
+DIR holds the official records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). Questions are held out by a hash of
+their id.
 """
 
 from mujica_jax.config.schema import (

@@ -3,9 +3,10 @@
     python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind exact --out INDEX
     python -m mujica_jax.train configs/two_wiki_text_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX
 
-The training step compiles for this topology and fits, and so does the engine on four of its chips, for Qwen2.5-7B has four heads of keys
-(`tests/test_tpu_compile.py`). A whole run there is still to come. Questions, attempts and learning rates are those of the Mujica-MyGO
-paper, and so is the embedder, bge-large-en-v1.5. The `model` section is not read with --init.
+The training step compiles for this topology and fits, and so does the engine on four of its chips, for Qwen2.5-7B has
+four heads of keys (`tests/test_tpu_compile.py`). A whole run there is still to come. Questions, attempts and learning
+rates are those of the Mujica-MyGO paper, and so is the embedder, bge-large-en-v1.5. The `model` section is not read
+with --init.
 """
 
 from mujica_jax.config.schema import (

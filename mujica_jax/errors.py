@@ -1,4 +1,6 @@
-"""Errors a user can cause: an entry point prints the sentence and exits with 2. Everything else is our fault and keeps its traceback."""
+"""Errors a user can cause: an entry point prints the sentence and exits with 2. Everything else is our fault and keeps
+its traceback.
+"""
 
 import difflib
 from collections.abc import Collection
@@ -17,7 +19,9 @@ class RunMismatch(UserError):
 
 
 class StoreUnavailable(UserError):
-    """A store did not answer within its deadline. Nothing is known about its objects, so none of them counts as damaged."""
+    """A store did not answer within its deadline. Nothing is known about its objects, so none of them counts as
+    damaged.
+    """
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -4,12 +4,14 @@
     python -m mujica_jax.eval CONFIG --checkpoint HF_DIR [--out DIR] [--section.field value ...]
     python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat --remote.tokenizer DIR [...]
 
-RUN is a run directory: its config.json is the configuration and its latest policy is evaluated. A Hugging Face directory needs the name of
-a configuration, as `train` takes it; given with a run, that one replaces the run's own. Flags change what is evaluated: another seed, more
-questions, other limits, or the passages of a task whose graph the policy was trained on (`--task.environment text`). A model behind an
-OpenAI-compatible endpoint is evaluated under a configuration as well, with the prompts that its agent.prompt names (docs/endpoints.md).
+RUN is a run directory: its config.json is the configuration and its latest policy is evaluated. A Hugging Face
+directory needs the name of a configuration, as `train` takes it; given with a run, that one replaces the run's own.
+Flags change what is evaluated: another seed, more questions, other limits, or the passages of a task whose graph the
+policy was trained on (`--task.environment text`). A model behind an OpenAI-compatible endpoint is evaluated under a
+configuration as well, with the prompts that its agent.prompt names (docs/endpoints.md).
 
-Results go to RUN/eval/<task>-<environment>-<split>.json (without a run ./eval, or --out), the greedy predictions beside it as JSON lines.
+Results go to RUN/eval/<task>-<environment>-<split>.json (without a run ./eval, or --out), the greedy predictions beside
+it as JSON lines.
 """
 
 import argparse
@@ -49,7 +51,9 @@ WANTED = "give --checkpoint a run directory or a Hugging Face directory"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalArguments:
-    """Evaluate a policy on held-out questions: what is evaluated, and the parts of a configuration that matter to it."""
+    """Evaluate a policy on held-out questions: what is evaluated, and the parts of a configuration that matter to
+    it.
+    """
 
     checkpoint: (
         str | None
@@ -121,7 +125,8 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     remote = _flag_value(words, "--remote.base-url", "--remote.base_url")
     if remote is not None and (name is None or checkpoint is not None):
         raise UserError(
-            f"--remote.base-url is {remote}: an endpoint is evaluated under a configuration and without a checkpoint, as in "
+            f"--remote.base-url is {remote}: an endpoint is evaluated under a configuration and without a checkpoint, "
+            "as in "
             f"`python -m mujica_jax.eval {HELP_CONFIG} --remote.base-url {remote} ...`"
         )
     if name is None and checkpoint is not None:
@@ -245,7 +250,9 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
 
 
 def _require_writable(folder: "RunPath") -> None:
-    """Asked first: an evaluation takes minutes and its results must have a place. (A bucket says at the first write.)"""
+    """Asked first: an evaluation takes minutes and its results must have a place. (A bucket says at the first
+    write.)
+    """
     if not isinstance(folder, Path):
         return
     try:
@@ -269,7 +276,9 @@ def _run_config(folder: "RunPath") -> Config:
 
 
 def _is_run(folder: "RunPath") -> bool:
-    """A run's config.json holds the configuration beside versions; that of a Hugging Face directory is the model's own."""
+    """A run's config.json holds the configuration beside versions; that of a Hugging Face directory is the model's
+    own.
+    """
     file = folder / "config.json"
     return file.exists() and isinstance(_json(file).get("config"), dict)
 

@@ -165,7 +165,8 @@ def serve(given: argparse.Namespace) -> None:
     _refuse_unread(given, kind)
     if kind == GRAPH:
         raise UserError(
-            f"{given.index} is a graph, which a SPARQL server serves: `pip install oxigraph`, then `oxigraph serve-read-only "
+            f"{given.index} is a graph, which a SPARQL server serves: `pip install oxigraph`, then `oxigraph "
+            "serve-read-only "
             f"--location {given.index}/graph --bind {given.host}:{given.port}`, and give --task.index "
             f"sparql+http://HOST:{given.port}/query"
         )

@@ -8,9 +8,10 @@
 | `triviaqa` | TriviaQA `triviaqa_evaluation.py` | punctuation becomes a space instead of nothing |
 | `cover_em` | open-domain QA papers | EM is 1 where a normalised gold answer is a substring; F1 as `musique` |
 
-Over several gold answers every number is the best one over the golds, each by itself, as the official scripts of 2WikiMultihopQA,
-MuSiQue and TriviaQA do it. The HotpotQA script reads one gold answer; for several we apply the same maximum to its formula.
-`musique`, `triviaqa` and `cover_em` print no precision or recall: ours are those behind their F1.
+Over several gold answers every number is the best one over the golds, each by itself, as the official scripts of
+2WikiMultihopQA, MuSiQue and TriviaQA do it. The HotpotQA script reads one gold answer; for several we apply the same
+maximum to its formula. `musique`, `triviaqa` and `cover_em` print no precision or recall: ours are those behind their
+F1.
 """
 
 import dataclasses
@@ -43,7 +44,9 @@ class Score:
 
 
 def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
-    """The score of one prediction against the gold answer and its aliases, which must not be empty. No prediction (None) scores zero."""
+    """The score of one prediction against the gold answer and its aliases, which must not be empty. No prediction
+    (None) scores zero.
+    """
     if not golds:
         raise ValueError("score needs at least one gold answer and got none")
     if prediction is None:
@@ -73,7 +76,9 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0, resamples: int = 
 
 
 def normalise_squad(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces: the normalisation of SQuAD that most scripts share."""
+    """Lower case, no ASCII punctuation, no articles, single spaces: the normalisation of SQuAD that most scripts
+    share.
+    """
     return " ".join(_articles.sub(" ", text.lower().translate(_delete_punctuation)).split())
 
 

@@ -1,7 +1,7 @@
 """The nouns of the system: question, turn, conversation, trajectory.
 
-One record goes from rollout to gradient. The engine's own token ids, log-probabilities and loss mask are stored where they are
-made; text is never tokenised again for training. Every file above imports these names from here.
+One record goes from rollout to gradient. The engine's own token ids, log-probabilities and loss mask are stored where
+they are made; text is never tokenised again for training. Every file above imports these names from here.
 """
 
 import dataclasses

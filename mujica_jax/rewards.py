@@ -6,8 +6,8 @@
 | `em` | its exact match | 1 |
 | `f1_format` | 0.9 F1 + 0.1 if every turn was well-formed | 1 |
 
-A reward reads the trajectory that the agent recorded, which holds only what the model generated as answer; an episode without an answer
-earns nothing for it. Scores shown to users come from `metrics`, never from here.
+A reward reads the trajectory that the agent recorded, which holds only what the model generated as answer; an episode
+without an answer earns nothing for it. Scores shown to users come from `metrics`, never from here.
 """
 
 import dataclasses
@@ -59,7 +59,9 @@ class ExactMatch:
 
 @dataclasses.dataclass(frozen=True)
 class F1AndFormat:
-    """Well-formed: the episode did not end by a turn that its parser refused, and the agent counted nothing malformed."""
+    """Well-formed: the episode did not end by a turn that its parser refused, and the agent counted nothing
+    malformed.
+    """
 
     rule: Rule
     best: float = 1.0

@@ -2,10 +2,11 @@
 
     for one in collectives(text): print(one.kind, one.bytes, one.loops)
 
-`bytes` is what a collective gives on each device: the gathered whole for an all-gather, the part that is left for a reduce-scatter. A
-collective in the body of a loop is listed once and not once a turn: `loops` says in how many loops it lies (1: in the scan over layers;
-2: in a ring that the TPU compiler made of a product in there, whose turns are collective-permutes of one device's part). Pieces of one
-collective that the compiler spread over several fusions share a channel and count as one.
+`bytes` is what a collective gives on each device: the gathered whole for an all-gather, the part that is left for a
+reduce-scatter. A collective in the body of a loop is listed once and not once a turn: `loops` says in how many loops it
+lies (1: in the scan over layers; 2: in a ring that the TPU compiler made of a product in there, whose turns are
+collective-permutes of one device's part). Pieces of one collective that the compiler spread over several fusions share
+a channel and count as one.
 """
 
 import dataclasses
@@ -83,7 +84,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
 
 
 def _loops_around(lines: Mapping[str, list[str]], entry: str) -> dict[str, int]:
-    """In how many loops each computation lies that the entry reaches; the most, where it is called from several places."""
+    """In how many loops each computation lies that the entry reaches; the most, where it is called from several
+    places.
+    """
     depths = {entry: 0}
     waiting = [entry]
     while waiting:

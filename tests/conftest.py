@@ -1,8 +1,8 @@
-"""Compile quickly in the default tests: most of their time is XLA's, and what they compare does not depend on its optimisation, or the
-test says otherwise.
+"""Compile quickly in the default tests: most of their time is XLA's, and what they compare does not depend on its
+optimisation, or the test says otherwise.
 
-Programs are kept for the next test that needs the same one, and for the next time. The slow tests, and whole runs in any
-(`whole_runs.py`), are compiled as users' programs are.
+Programs are kept for the next test that needs the same one, and for the next time. The slow tests, and whole runs in
+any (`whole_runs.py`), are compiled as users' programs are.
 """
 
 import mmap

@@ -57,8 +57,8 @@ async def by_orchestrator() -> tuple[list[list[int]], list[int]]:
         request = jetstream_pb2.DecodeRequest(token_content=content, max_tokens=max_tokens)
         return [id async for part in client.Decode(request) for id in part.stream_content.samples[0].token_ids]
 
-    # JetStream's driver asserts that something runs in a moment when its other thread may just have ended the last request, and a
-    # failed assertion ends the process: so something runs all the time.
+    # JetStream's driver asserts that something runs in a moment when its other thread may just have ended the last
+    # request, and a failed assertion ends the process: so something runs all the time.
     others = asyncio.ensure_future(ask([1, 2, 3], MAX_TOKENS))
     found = await asyncio.gather(*(ask(prompt, 9 + number) for number, prompt in enumerate(prompts())))
     refused = await ask([10**6], 5)

@@ -39,7 +39,8 @@ def test_recall_on_2wiki_is_the_published_one(tokeniser, recall_at_2, recall_at_
 
 
 def test_elasticsearch_scores_by_hand():
-    # Words with the title: 8, 4 and 10, on average 22/3; "cat" stands in two of three passages, three times in the first.
+    # Words with the title: 8, 4 and 10, on average 22/3; "cat" stands in two of three passages, three times in the
+    # first.
     idf = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))
     expected = [
         (0, idf * 3 / (3 + 1.2 * (0.25 + 0.75 * 8 / (22 / 3)))),
@@ -84,7 +85,9 @@ def test_a_corpus_without_words_finds_nothing(tokeniser):
 
 @pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
 def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
-    """The index is that of all texts at once, and its words are numbered as the corpus has them, whatever Python's hashes are."""
+    """The index is that of all texts at once, and its words are numbered as the corpus has them, whatever Python's
+    hashes are.
+    """
     passages = [*ANIMALS, Passage(id="3", title="!", text="?")] * 3
     whole, sizes, told = Bm25Index(passages, tokeniser), [], []
 

@@ -37,7 +37,9 @@ def pages_after(beginning: list[int], slot: int) -> list[int]:
 
 
 def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_the_place_of_its_own():
-    """Its row goes on in the prefix of its beginning, no other row reads that prefix any more, and others form one in the same call."""
+    """Its row goes on in the prefix of its beginning, no other row reads that prefix any more, and others form one in
+    the same call.
+    """
     engine = make_engine(decoder(ONE_LAYER), slots=12, pages=12 * PAGES_A_SLOT)
     old, new = (random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=seed) for seed in (1, 2))
     for slot, beginning in ((10, old), (11, new)):

@@ -27,7 +27,8 @@ def test_a_conversation_reads_as_its_chat_template():
     spoken.add_model(completion("Bob"))
     assert tokenizer().decode(spoken.token_ids) == (
         "<|im_start|>system\nPlan.<|im_end|>\n<|im_start|>user\nQuestion: Who?<|im_end|>\n<|im_start|>assistant\n"
-        "<think> hm </think> <answer> Ann </answer><|im_end|>\n<|im_start|>user\nObs: no.<|im_end|>\n<|im_start|>assistant\n"
+        "<think> hm </think> <answer> Ann </answer><|im_end|>\n<|im_start|>user\nObs: "
+        "no.<|im_end|>\n<|im_start|>assistant\n"
         "Bob<|im_end|>"
     )
 

@@ -104,7 +104,9 @@ def test_decoding_a_given_sequence_token_by_token_equals_the_full_forward(one_st
 
 @pytest.fixture
 def seen_logits(monkeypatch) -> Iterator[list[np.ndarray]]:
-    """The whole rows of logits of every decode step, in order; programs compiled with the listener end with the test."""
+    """The whole rows of logits of every decode step, in order; programs compiled with the listener end with the
+    test.
+    """
     rows: list[np.ndarray] = []
 
     def listened(logits, *rest):
@@ -255,7 +257,9 @@ SHARED = random_tokens(8 * PAGE_TOKENS, seed=77)  # as long as the shortest grou
 
 
 def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
-    """One slot computed it, five begin with it, and the one that runs already joins them; another one has nothing to do with it."""
+    """One slot computed it, five begin with it, and the one that runs already joins them; another one has nothing to do
+    with it.
+    """
     engine = make_engine(slots=8, pages=8 * PAGES_A_SLOT)
     prompts = {slot: [*SHARED, *random_tokens(3 + slot, seed=slot)] for slot in range(6)}
     prompts[7] = random_tokens(90, seed=7)
@@ -351,7 +355,9 @@ def test_a_narrow_cache_is_smaller_and_a_little_less_exact(cache_dtype, least, m
 
 
 def test_int8_follows_the_policy_and_is_more_exact_than_fp8():
-    """Values a hundred times as large, and keys with one channel that outweighs all others: each policy has scales of its own."""
+    """Values a hundred times as large, and keys with one channel that outweighs all others: each policy has scales of
+    its own.
+    """
     other = nnx.clone(nnx.state(decoder()))
     other["layers"]["value_kernel"][...] = 100 * other["layers"]["value_kernel"][...]
     other["layers"]["output_kernel"][...] = other["layers"]["output_kernel"][...] / 100

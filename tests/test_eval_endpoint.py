@@ -1,4 +1,6 @@
-"""`eval` of a model behind an endpoint: started as users start it, against a server on this machine; mistakes in one sentence."""
+"""`eval` of a model behind an endpoint: started as users start it, against a server on this machine; mistakes in one
+sentence.
+"""
 
 import json
 import re
@@ -46,7 +48,9 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path):
-    """It searches once and then answers the first question right; it answers the second one wrong, at once. The first request fails."""
+    """It searches once and then answers the first question right; it answers the second one wrong, at once. The first
+    request fails.
+    """
     config = load_config(SMOKE)
     right, wrong = build_task(config).questions(config.eval.split)[:2]
 

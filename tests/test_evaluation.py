@@ -158,7 +158,9 @@ def test_a_policy_is_asked_every_question_once_and_scored():
 
 
 def test_scores_shown_do_not_depend_on_the_reward():
-    """Under f1_format the half-right and the silent episode earn something else; the console and both files show the same EM and F1."""
+    """Under f1_format the half-right and the silent episode earn something else; the console and both files show the
+    same EM and F1.
+    """
     said = {"0": answer("Ghent"), "1": answer("Ghent, Belgium"), "2": "Hm."}
     questions = [dataclasses.replace(QUESTION, id=number, text=f"Question {number}?", kind="one") for number in said]
     task: Any = types.SimpleNamespace(

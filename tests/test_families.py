@@ -1,4 +1,6 @@
-"""Configurations of published models are read, written back unchanged, and refused where our mathematics would differ."""
+"""Configurations of published models are read, written back unchanged, and refused where our mathematics would
+differ.
+"""
 
 import math
 

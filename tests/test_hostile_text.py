@@ -1,7 +1,7 @@
 """What passages, triples, entities and questions say changes nothing but the words that are read.
 
-Each episode is played twice by a policy that writes the same turns: over harmless words, and over words that imitate our tags, the chat
-template or a numbered list. Everything that decides about answer, reward and loss must be equal.
+Each episode is played twice by a policy that writes the same turns: over harmless words, and over words that imitate
+our tags, the chat template or a numbered list. Everything that decides about answer, reward and loss must be equal.
 """
 
 import dataclasses

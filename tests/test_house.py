@@ -1,4 +1,6 @@
-"""Rules of the house: imports go down, heavy packages load late, no large files, every config loads, entry points start fast."""
+"""Rules of the house: imports go down, heavy packages load late, no large files, every config loads, entry points start
+fast.
+"""
 
 import ast
 import importlib.util

@@ -1,4 +1,6 @@
-"""Disks that are full, and directories that are damaged or somebody else's: one sentence, and what it says to do helps."""
+"""Disks that are full, and directories that are damaged or somebody else's: one sentence, and what it says to do
+helps.
+"""
 
 import json
 import resource
@@ -44,7 +46,9 @@ def command(root: Path, kind: str, out: Path) -> list[str]:
 
 @pytest.fixture
 def limited():
-    """Sets how large a file may become, for a call; the error is another one than of a full disk and reaches the same places."""
+    """Sets how large a file may become, for a call; the error is another one than of a full disk and reaches the same
+    places.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def call(most_bytes: int, program: Callable[[], int]) -> int:

@@ -1,4 +1,6 @@
-"""The parts of a run with adapters and eight-bit weights: what is learnt from a checkpoint is what is sampled from and what is written."""
+"""The parts of a run with adapters and eight-bit weights: what is learnt from a checkpoint is what is sampled from and
+what is written.
+"""
 
 import dataclasses
 from collections.abc import Iterator

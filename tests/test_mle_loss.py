@@ -106,14 +106,17 @@ def test_the_loss_of_the_batch_worked_by_hand(bigram_model):
 
 
 def test_the_z_loss_of_the_batch_worked_by_hand(bigram_model):
-    # The head's rows are log p + 3, so that every logit vector has the log-normaliser 3: 9 z_loss more, over any number of tokens.
+    # The head's rows are log p + 3, so that every logit vector has the log-normaliser 3: 9 z_loss more, over any number
+    # of tokens.
     graph, params = nnx.split(bigram_model)
     loss, _ = jax.jit(lambda params: MLE(z_loss=0.1)(nnx.merge(graph, params), BY_HAND))(params)
     assert float(loss) == pytest.approx(5 / 3 * math.log(2) + 0.1 * 9, abs=1e-5)
 
 
 def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monkeypatch):
-    """By automatic differentiation of the whole logits; chunks of two positions a row, so that some hold trained tokens and some none."""
+    """By automatic differentiation of the whole logits; chunks of two positions a row, so that some hold trained tokens
+    and some none.
+    """
     monkeypatch.setattr(log_probs, "CHUNK_POSITIONS", 2 * len(batch.tokens))
     graph, params = nnx.split(decoder)
 

@@ -127,7 +127,8 @@ def test_what_is_found_becomes_searchable_under_the_next_numbers():
     opening, first, second = planner_texts(trajectory)
     assert "[0] Amber Tide [1] Tin Orchard" in opening
     assert first == (
-        "Obs: The director of Tin Orchard is Ilse Vand. The director of Amber Tide is Ilse Vand.\nCandidate: [2] Ilse Vand"
+        "Obs: The director of Tin Orchard is Ilse Vand. The director of Amber Tide is Ilse Vand.\nCandidate: [2] Ilse "
+        "Vand"
     )
     assert second == "Obs: Ilse Vand was born in Ghent.\nCandidate: [3] Ghent"
 

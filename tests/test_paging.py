@@ -162,7 +162,9 @@ class PagesMachine(RuleBasedStateMachine):
         self.known = {page: held for page, held in self.known.items() if page in cached}
 
     def learn(self, one: Running) -> None:
-        """What a page in the tree holds does not change: a sequence that ends in the middle of one says nothing new of it."""
+        """What a page in the tree holds does not change: a sequence that ends in the middle of one says nothing new of
+        it.
+        """
         self.unlearn()
         new = set(self.pages.cached()) - set(self.known)
         for index in range(-(-len(one.written) // self.size)):

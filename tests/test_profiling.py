@@ -16,7 +16,9 @@ from mujica_jax.learning.profiling import ProfileWindow
 
 
 class Told:
-    """A window whose profiler only says when it began and ended, and a loop that trains through it in stretches of 25."""
+    """A window whose profiler only says when it began and ended, and a loop that trains through it in stretches of
+    25.
+    """
 
     def __init__(self, config: ProfileConfig, directory: Path) -> None:
         self.said: list[str] = []
@@ -103,7 +105,8 @@ def test_a_window_that_never_came_is_told_of_at_the_end(told):
     one.train("warm-up", 30)
     one.window.close()
     assert one.said == [
-        "profile.steps 20 25: no phase round 9 of this run trained these steps from their beginning, and nothing was traced"
+        "profile.steps 20 25: no phase round 9 of this run trained these steps from their beginning, and nothing was "
+        "traced"
     ]
 
 

@@ -149,7 +149,8 @@ WORKER_FORMS = {
     "<select>[3][1][17]</select><sentence>One is shown.</sentence>": ((1,), "One is shown."),
     "<select></select><sentence>\nTwo\nlines. </sentence>": ((), "Two lines."),
     "<sentence>First.</sentence><select>[0]</select>": ((0,), "First."),
-    "<think> <select>[2]</select> <sentence>Thought.</sentence> </think><select>[0]</select><sentence>Said.</sentence>": (
+    "<think> <select>[2]</select> <sentence>Thought.</sentence> "
+    "</think><select>[0]</select><sentence>Said.</sentence>": (
         (0,),
         "Said.",
     ),

@@ -18,8 +18,8 @@ from mujica_jax.models.quantization import engine_weights
 
 CONTRACTED = {weight.name: weight.inputs for weight in projections(MODEL)}
 TOKENS = random_tokens(40)
-# Mean error over mean size of the logits of a random model; 0.013 and 0.055 were seen. int8 divides a channel's largest weight into 127
-# equal steps, fp8 keeps four binary digits of every weight.
+# Mean error over mean size of the logits of a random model; 0.013 and 0.055 were seen. int8 divides a channel's largest
+# weight into 127 equal steps, fp8 keeps four binary digits of every weight.
 RELATIVE_ERROR = {"int8": 0.03, "fp8": 0.12}
 
 

@@ -1,4 +1,5 @@
-"""The commands that the documents print are commands that work: make's targets exist, arguments are taken, links lead somewhere.
+"""The commands that the documents print are commands that work: make's targets exist, arguments are taken, links lead
+somewhere.
 
 `tests/loops` runs the two programs for real.
 """

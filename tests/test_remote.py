@@ -1,4 +1,6 @@
-"""Retries, deadlines, the waiting line and what is never shown, against a real server on this machine that misbehaves."""
+"""Retries, deadlines, the waiting line and what is never shown, against a real server on this machine that
+misbehaves.
+"""
 
 import asyncio
 import email.utils

@@ -1,4 +1,6 @@
-"""What is sent to an endpoint and how its answers are read, against a server that answers in vLLM's and OpenAI's own words."""
+"""What is sent to an endpoint and how its answers are read, against a server that answers in vLLM's and OpenAI's own
+words.
+"""
 
 import asyncio
 import json
@@ -28,7 +30,9 @@ def generator(endpoint: LocalEndpoint, mode="completions", **options) -> RemoteG
 
 
 def vllm(ids, finish="stop", *, stop_reason=None, logprobs=None, **changes) -> dict:
-    """A reply as vLLM writes it: ids as a list, and as strings beside their log-probabilities; no other field is needed."""
+    """A reply as vLLM writes it: ids as a list, and as strings beside their log-probabilities; no other field is
+    needed.
+    """
     logprobs = [-0.25 * (place + 1) for place in range(len(ids))] if logprobs is None else logprobs
     details = {
         "tokens": [f"token_id:{id}" for id in ids],

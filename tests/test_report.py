@@ -451,7 +451,8 @@ def test_a_tensorboard_file_appears_with_the_first_number(tmp_path):
 
 def test_tensorboard_has_every_line_once_after_a_kill_and_a_resume(tmp_path):
     program = (
-        "import os, pathlib, sys; from mujica_jax.report import MetricsLog; log = MetricsLog(pathlib.Path(sys.argv[1]))\n"
+        "import os, pathlib, sys; from mujica_jax.report import MetricsLog; log = "
+        "MetricsLog(pathlib.Path(sys.argv[1]))\n"
         "for step in range(1, 21): log.write('warm-up', step, {'loss': step / 4})\n"
         "os.kill(os.getpid(), 9)"
     )

@@ -1,4 +1,6 @@
-"""A run killed by SIGKILL and started again sees the samples and ends with the numbers of one left alone; also on other devices."""
+"""A run killed by SIGKILL and started again sees the samples and ends with the numbers of one left alone; also on other
+devices.
+"""
 
 import json
 import os

@@ -46,7 +46,9 @@ def test_more_requests_than_slots_all_finish_each_with_its_own_result(requests, 
 @given(data=st.data(), slots=st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_growing_conversations_are_answered_as_if_each_turn_stood_alone(data, slots):
-    """Several at a time, more than there are slots, some beginning alike, some cancelled, some with a short last turn."""
+    """Several at a time, more than there are slots, some beginning alike, some cancelled, some with a short last
+    turn.
+    """
     opening = data.draw(prompts)
     turns = st.lists(st.tuples(st.lists(st.integers(0, 19), max_size=4), st.integers(1, 5), st.booleans()), max_size=3)
     conversations = data.draw(st.lists(st.tuples(st.booleans(), turns), max_size=5))
@@ -436,7 +438,8 @@ def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothi
         first = make_generator(make_engine(of))
         completions = complete_all(first, requests)
         programs = resident_programs.prefill._cache_size() + resident_programs.decode._cache_size() - before
-        # Rows of 128 and of 192 tokens; for each of them one program that decodes, and one that prefills 4 tiles of 16 tokens.
+        # Rows of 128 and of 192 tokens; for each of them one program that decodes, and one that prefills 4 tiles of 16
+        # tokens.
         assert programs == 2 + 2
         assert first.statistics.compiled_programs >= programs, "and a few that move pages"
         assert len(compiled) >= programs, "the count below sees compilations"

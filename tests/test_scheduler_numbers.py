@@ -1,4 +1,6 @@
-"""What a request is answered with depends on the request alone: not on the batch, on chunks, on pages, or on others' misfortunes."""
+"""What a request is answered with depends on the request alone: not on the batch, on chunks, on pages, or on others'
+misfortunes.
+"""
 
 import asyncio
 import dataclasses
@@ -208,7 +210,9 @@ def busy_engine() -> Engine:
 @given(waves=st.lists(TRAFFIC, min_size=1, max_size=3))
 @settings(max_examples=12, deadline=None)
 def test_random_traffic_on_rows_and_groups_gives_everyone_the_numbers_of_a_full_forward_pass(waves):
-    """Few pages, prompts in chunks, conversations that come back, requests that are cancelled after some turns of the loop."""
+    """Few pages, prompts in chunks, conversations that come back, requests that are cancelled after some turns of the
+    loop.
+    """
     generator = make_generator(busy_engine())
     generator.reset_cache()
 

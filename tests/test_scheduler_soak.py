@@ -1,4 +1,6 @@
-"""Two thousand requests of all kinds on a real engine: everyone is answered, nothing is left behind, and a sample is right."""
+"""Two thousand requests of all kinds on a real engine: everyone is answered, nothing is left behind, and a sample is
+right.
+"""
 
 import asyncio
 import gc

@@ -1,4 +1,6 @@
-"""The gRPC server, over a real socket: streams, refusals, deadlines, clients that go away, and more load than there is room for."""
+"""The gRPC server, over a real socket: streams, refusals, deadlines, clients that go away, and more load than there is
+room for.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""A SPARQL endpoint that misbehaves, is slow, or asks to be asked less: what passes is survived, what does not is a typed error."""
+"""A SPARQL endpoint that misbehaves, is slow, or asks to be asked less: what passes is survived, what does not is a
+typed error.
+"""
 
 import asyncio
 import json
@@ -41,7 +43,9 @@ def asked(work):
 
 @pytest.fixture(scope="module", autouse=True)
 def imported(store) -> None:
-    """The first request of a process imports its HTTP client, which on a busy machine takes longer than a try may here."""
+    """The first request of a process imports its HTTP client, which on a busy machine takes longer than a try may
+    here.
+    """
     with serving(lambda request, before: truth(store, request)) as endpoint:
         asked(endpoint_at(endpoint.base_url, policy=RetryPolicy(timeout_seconds=60.0)).triples_of("Q1"))
 

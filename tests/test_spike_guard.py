@@ -90,7 +90,9 @@ def few_steps(trainer: Trainer, decoder) -> tuple[TrainState, list[StepMetrics]]
 
 
 def test_without_a_spike_nothing_changes(trainer, decoder):
-    """Bit for bit the numbers of a trainer that does not look: operation by operation, for XLA rounds two programs in two ways."""
+    """Bit for bit the numbers of a trainer that does not look: operation by operation, for XLA rounds two programs in
+    two ways.
+    """
     with jax.disable_jit():
         left, seen = few_steps(trainer, decoder)
         right, unguarded = few_steps(Trainer(MODEL, TRAINER), decoder)

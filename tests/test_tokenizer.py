@@ -25,31 +25,39 @@ QWEN2_5_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 QWEN3_TEMPLATE = (  # a think block is written only for turns after the last user message, and only if there is thought
-    "{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}"
+    "{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- "
+    "endif %}"
     "{%- for message in messages %}{%- if message.role == 'user' %}"
     "{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{%- elif message.role == 'assistant' %}"
     "{%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}"
     "{%- if loop.last %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + content }}"
     "{%- else %}{{- '<|im_start|>assistant\\n' + content }}{%- endif %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif "
+    "%}{%- endif %}"
 )
 LLAMA3_TEMPLATE = (
     "{{- bos_token }}{% for message in messages %}"
-    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + "
+    "'<|eot_id|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 NO_SYSTEM_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{{ '<start_of_turn>' + message['role'].replace('assistant', 'model') + '\\n' + message['content'] + '<end_of_turn>\\n' }}{% endfor %}"
+    "{{ '<start_of_turn>' + message['role'].replace('assistant', 'model') + '\\n' + message['content'] + "
+    "'<end_of_turn>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
 )
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-# name: template, special tokens, non-special added tokens, word pattern, begin, end of text, specials in the model's vocabulary
+# name: template, special tokens, non-special added tokens, word pattern, begin, end of text, specials in the model's
+# vocabulary
 FAMILIES = {
     "qwen2": (QWEN2_5_TEMPLATE, CHATML_TOKENS, [], QWEN_SPLIT, None, "<|im_end|>", False),
     "qwen3": (QWEN3_TEMPLATE, CHATML_TOKENS, ["<think>", "</think>"], QWEN_SPLIT, None, "<|im_end|>", False),
@@ -199,7 +207,8 @@ def test_tokens_that_are_no_conversation_have_no_messages():
 def test_a_template_that_parts_messages_by_text_has_no_messages():
     template = (
         "[INST] {{ messages[0]['content'] }} || {{ messages[1]['content'] }} [/INST]{% for message in messages[2:] %}"
-        "{% if message['role'] == 'user' %} [INST]{{ message['content'] }} [/INST]{% else %}{{ message['content'] }}</s>"
+        "{% if message['role'] == 'user' %} [INST]{{ message['content'] }} [/INST]{% else %}{{ message['content'] "
+        "}}</s>"
         "{% endif %}{% endfor %}"
     )
     tokenizer = Tokenizer(_wrapped(template, ["</s>"], [], QWEN_SPLIT, None, "</s>", False))
@@ -322,7 +331,9 @@ def test_the_bytes_of_tokens_are_those_of_their_text(kind, text):
 
 
 def test_the_bytes_of_tokens_of_another_kind_of_vocabulary():
-    """SentencePiece's way: a space is U+2581, and a byte outside the alphabet has a token of its own. Ids that nobody has add nothing."""
+    """SentencePiece's way: a space is U+2581, and a byte outside the alphabet has a token of its own. Ids that nobody
+    has add nothing.
+    """
     vocabulary = {"<unk>": 0, "\u2581Paris": 1, "s": 2, "<0x0A>": 3, "<0xC3>": 4, "<0xA9>": 5}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     backend.decoder = tokenizers.decoders.Sequence(

@@ -29,8 +29,8 @@ from mujica_jax.tasks.two_wiki.augmentation import KEPT_WORDS
 from mujica_jax.tasks.two_wiki.chains import follows_from_evidence, parse_date
 from mujica_jax.tasks.two_wiki.records import QUESTION_FILES, data_files, mentions, read_questions, with_known_ids
 
-# Three questions with everything that makes the real records hard: a bridge under two names, Q-ids that only `entity_ids` gives, and
-# evidences whose ids are listed in another order.
+# Three questions with everything that makes the real records hard: a bridge under two names, Q-ids that only
+# `entity_ids` gives, and evidences whose ids are listed in another order.
 ABDULLAH = {
     "_id": "a1",
     "type": "compositional",
@@ -101,8 +101,9 @@ def search(environment, query, entity):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A data folder of the three questions, with the triples as the real file has them: ids only where the record lists them, in the
-    record's order."""
+    """A data folder of the three questions, with the triples as the real file has them: ids only where the record lists
+    them, in the record's order.
+    """
     (tmp_path / "dev.json").write_text(json.dumps(RECORDS))
     rows = ["subject\trelation\tobject\tsubject_qid\tobject_qid"]
     for record in RECORDS:

@@ -1,4 +1,6 @@
-"""A random BERT embedder of a few thousand parameters in the sentence-transformers layout, and a corpus over its words."""
+"""A random BERT embedder of a few thousand parameters in the sentence-transformers layout, and a corpus over its
+words.
+"""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Starting whole runs, and comparing what they leave.
 
-Scores of a model this small are zeros, so outcomes are compared by what was sampled and learnt too: content checksums of all shards and
-evaluations, and checksums of all policy files.
+Scores of a model this small are zeros, so outcomes are compared by what was sampled and learnt too: content checksums
+of all shards and evaluations, and checksums of all policy files.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ TWO_WIKI_CONFIG = ROOT / "tests" / "loops" / "smoke_two_wiki_config.py"
 TRAIN = [sys.executable, "-m", "mujica_jax.train", str(CONFIG)]
 EVAL = [sys.executable, "-m", "mujica_jax.eval"]
 DISTURBED = [sys.executable, str(ROOT / "tests" / "loops" / "disturbed_train.py")]
-# One cache for all of them, kept between test runs, and programs as users compile them: compiling takes longer than everything else.
+# One cache for all of them, kept between test runs, and programs as users compile them: compiling takes longer than
+# everything else.
 ENVIRONMENT = {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
     "JAX_PLATFORMS": "cpu",
@@ -52,7 +53,9 @@ class Ended:
 
 
 def disturbed(directory: Path | str, *starts: dict[str, Any]) -> list[Ended]:
-    """The starts, one after the other, with `--run directory`; what they may name stands in `loops/disturbed_train.py`."""
+    """The starts, one after the other, with `--run directory`; what they may name stands in
+    `loops/disturbed_train.py`.
+    """
     words = [str(CONFIG), "--run", str(directory)]
     command = [*DISTURBED, json.dumps([{"words": words, **start} for start in starts])]
     ended = subprocess.run(

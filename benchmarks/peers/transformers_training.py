@@ -1,4 +1,5 @@
-"""A plain training loop of transformers (torch) on the conversations of `benchmarks/train_tokens.py`, which starts it; prints JSON.
+"""A plain training loop of transformers (torch) on the conversations of `benchmarks/train_tokens.py`, which starts it;
+prints JSON.
 
 `--rows` conversations a step, padded to the longest of them, labels of untrained tokens ignored, AdamW in float32.
 """

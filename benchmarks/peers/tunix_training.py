@@ -1,7 +1,8 @@
-"""Tunix's PeftTrainer on the conversations of `benchmarks/train_tokens.py`, which starts it by a Python that has it; prints JSON.
+"""Tunix's PeftTrainer on the conversations of `benchmarks/train_tokens.py`, which starts it by a Python that has it;
+prints JSON.
 
-`--rows` conversations a step, padded to the longest there may be: it compiles for every shape it meets and packs nothing. Its own loss, the
-mask that of the trained tokens; all weights of its Qwen2 in float32, AdamW.
+`--rows` conversations a step, padded to the longest there may be: it compiles for every shape it meets and packs
+nothing. Its own loss, the mask that of the trained tokens; all weights of its Qwen2 in float32, AdamW.
 """
 
 import argparse

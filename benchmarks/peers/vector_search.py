@@ -1,10 +1,12 @@
-"""Indexes of faiss and hnswlib over the vectors of `benchmarks/retrieval.py`, which starts it by a Python that has them; speaks JSON lines.
+"""Indexes of faiss and hnswlib over the vectors of `benchmarks/retrieval.py`, which starts it by a Python that has
+them; speaks JSON lines.
 
     vector_search.py FOLDER ENGINE --threads N --build     builds the index and saves it beside the vectors
     vector_search.py FOLDER ENGINE --threads N             loads it and answers each line of its input
 
-A line asks for one pass over a share of the queries, {"setting": efSearch, "batched": true, "share": 1.0}; the answer has their number and
-its seconds, and what was found by a batched one is in FOLDER/ENGINE.found.npy. The answer to the first line is {"resident_bytes": N}.
+A line asks for one pass over a share of the queries, {"setting": efSearch, "batched": true, "share": 1.0}; the answer
+has their number and its seconds, and what was found by a batched one is in FOLDER/ENGINE.found.npy. The answer to the
+first line is {"resident_bytes": N}.
 """
 
 import argparse

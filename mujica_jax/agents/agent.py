@@ -1,8 +1,9 @@
 """The agent door: what an agent is, whom it asks for its turns, and how episodes are played.
 
-An agent plays one episode of an `Attempt` in an environment and records it. Who writes its turns is a `Policy`, which is asked with
-token ids, sampling parameters and a state: what the agent knows at this turn as plain values, opaque to everything but the agent's own
-scripts (`scripted.py`). Evaluation, runs and methods know this file and no agent's own types.
+An agent plays one episode of an `Attempt` in an environment and records it. Who writes its turns is a `Policy`, which
+is asked with token ids, sampling parameters and a state: what the agent knows at this turn as plain values, opaque to
+everything but the agent's own scripts (`scripted.py`). Evaluation, runs and methods know this file and no agent's own
+types.
 """
 
 import asyncio
@@ -45,7 +46,9 @@ class Policy(Protocol):
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        """The turn after `prompt` (token ids). `state` is the agent's own; `continues` says that the conversation may go on."""
+        """The turn after `prompt` (token ids). `state` is the agent's own; `continues` says that the conversation may
+        go on.
+        """
         ...
 
 
@@ -70,7 +73,9 @@ class Agent(Protocol):
     """Plays episodes; any number may run at once."""
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
-        """One episode, without its reward. What the model writes wrongly ends it with a `StopReason`, never with an exception."""
+        """One episode, without its reward. What the model writes wrongly ends it with a `StopReason`, never with an
+        exception.
+        """
         ...
 
     def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
@@ -89,7 +94,8 @@ async def run_episodes(
     on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
     poll: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
-    """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in the order of `attempts`.
+    """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in the order of
+    `attempts`.
 
     `poll` is called every POLL_SECONDS, between two calls of the engine; what it raises ends all episodes.
     """

@@ -1,7 +1,7 @@
 """A conversation under construction, token by token as the engine sees it.
 
-Token ids are only ever appended: what the model generated stays exactly as it was sampled, and the mask is made here, where the
-tokens are made.
+Token ids are only ever appended: what the model generated stays exactly as it was sampled, and the mask is made here,
+where the tokens are made.
 """
 
 import itertools
@@ -30,8 +30,8 @@ class Dialogue:
     def add_model(self, completion: Completion, *, cut_at: str | None = None) -> str:
         """Append what the model generated and return its text, without the stop token.
 
-        A turn that was cut off by a length limit carries no loss: it would teach the policy to be cut off. Where the stop string
-        `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write.
+        A turn that was cut off by a length limit carries no loss: it would teach the policy to be cut off. Where the
+        stop string `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write.
         """
         self._stopped = completion.finish_reason == "stop"
         ids, logprobs = completion.token_ids, completion.logprobs or None
@@ -58,10 +58,11 @@ class Dialogue:
 
 
 def with_system(conversation: Conversation, tokenizer: Tokenizer, system: str) -> Conversation:
-    """The same conversation under another system prompt: only the opening is rendered again, from the first message's text.
+    """The same conversation under another system prompt: only the opening is rendered again, from the first message's
+    text.
 
-    Used for trajectories sampled with worked examples in the prompt, which are learnt without them (appendix D.3 of the paper). Their
-    log-probabilities belonged to the old prompt and are dropped.
+    Used for trajectories sampled with worked examples in the prompt, which are learnt without them (appendix D.3 of the
+    paper). Their log-probabilities belonged to the old prompt and are dropped.
     """
     first, *rest = conversation.turns
     opening = Turn(role="context", token_ids=tuple(tokenizer.open_conversation(system, first.text)), text=first.text)

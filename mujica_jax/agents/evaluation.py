@@ -1,4 +1,6 @@
-"""Scoring a policy on held-out questions: exact match and F1 under the task's own rule, greedy or sampled, and by question kind."""
+"""Scoring a policy on held-out questions: exact match and F1 under the task's own rule, greedy or sampled, and by
+question kind.
+"""
 
 import dataclasses
 from collections import Counter

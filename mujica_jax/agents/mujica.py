@@ -1,9 +1,12 @@
-"""One Mujica episode: a planner splits the question, workers answer its searches at the same time, the planner goes on or answers.
+"""One Mujica episode: a planner splits the question, workers answer its searches at the same time, the planner goes on
+or answers.
 
-Section 2.2 of the Mujica-MyGO paper. Planner and worker are one policy under two prompts; each search of a turn is an independent worker
-conversation. Malformed output ends an episode with a counted `StopReason` and never with an exception; failed episodes are records too.
+Section 2.2 of the Mujica-MyGO paper. Planner and worker are one policy under two prompts; each search of a turn is an
+independent worker conversation. Malformed output ends an episode with a counted `StopReason` and never with an
+exception; failed episodes are records too.
 
-The state that a policy is asked with (`agent.py`) is `PlannerState` or `WorkerState`: the same facts as the tokens, as plain values.
+The state that a policy is asked with (`agent.py`) is `PlannerState` or `WorkerState`: the same facts as the tokens, as
+plain values.
 """
 
 import asyncio

@@ -1,13 +1,15 @@
 """The contract between planner, worker and environment: the prompts, and the parser of what comes back.
 
-The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables 7-10); the wording is ours.
+The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables 7-10); the wording is
+ours.
 
     planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>     or  <answer> ... </answer>
     planner, text    <think> ... </think> <search> ... </search> <search> ... </search> or  <answer> ... </answer>
     worker           <think> ... </think> <select> [i][j] </select> <sentence> ... </sentence>
 
-Everything here reads only text that the model generated. What environments, users and the other agent say reaches a prompt through
-`Tokenizer.encode_plain`, which neutralises these tags, and on one line, so that it can neither end a field nor number a material.
+Everything here reads only text that the model generated. What environments, users and the other agent say reaches a
+prompt through `Tokenizer.encode_plain`, which neutralises these tags, and on one line, so that it can neither end a
+field nor number a material.
 """
 
 import dataclasses
@@ -41,7 +43,9 @@ class PlannerAction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerReply:
-    """One parsed worker turn. `well_formed` is False where a field was missing; the sentence then says that nothing was found."""
+    """One parsed worker turn. `well_formed` is False where a field was missing; the sentence then says that nothing was
+    found.
+    """
 
     selected: tuple[int, ...]
     sentence: str
@@ -68,7 +72,8 @@ _THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)  # a thought that n
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _SEARCH_TAG = re.compile(r"<search>(.*?)</search>", re.DOTALL)
-# A query ends at the first quotation mark before a bracket: names such as "Weird Al" Yankovic hold quotation marks themselves.
+# A query ends at the first quotation mark before a bracket: names such as "Weird Al" Yankovic hold quotation marks
+# themselves.
 _SEARCH_CALL = re.compile(r"Search\(\s*\[?\s*(\d{1,6})\s*\]?\s*,\s*\"([^\n]*?)\"\s*\)")
 _SELECT = re.compile(r"<select>(.*?)</select>", re.DOTALL)
 _SENTENCE = re.compile(r"<sentence>(.*?)</sentence>", re.DOTALL)
@@ -128,7 +133,9 @@ def planner_opening(question: str, candidates: Sequence[Entity]) -> str:
 
 
 def planner_observation(sentences: Sequence[str], new_candidates: Sequence[Entity], first: int) -> str:
-    """What the workers found, in the order of the searches, and the entities that this makes searchable, numbered on."""
+    """What the workers found, in the order of the searches, and the entities that this makes searchable, numbered
+    on.
+    """
     lines = [f"{OBSERVATION} " + " ".join(one_line(sentence) for sentence in sentences)]
     if new_candidates:
         lines.append(_candidate_line(new_candidates, first=first))
@@ -136,8 +143,10 @@ def planner_observation(sentences: Sequence[str], new_candidates: Sequence[Entit
 
 
 def worker_opening(query: str, materials: Sequence[str], kind: EnvironmentKind, mode: PromptMode) -> str:
-    """The question and its materials, numbered. In `brief` mode, for small models trained from scratch, the number also closes its
-    line: naming the line a value was read from is then copying one token on, where otherwise it means looking back."""
+    """The question and its materials, numbered. In `brief` mode, for small models trained from scratch, the number also
+    closes its line: naming the line a value was read from is then copying one token on, where otherwise it means
+    looking back.
+    """
     heading = "Materials:" if kind == "graph" else "Context:"
     numbered = [
         f"[{index}] {one_line(material)}" + (f" [{index}]" if mode == "brief" else "")
@@ -184,27 +193,36 @@ _BRIEF = {
 
 _RULES = {
     ("planner", "graph"): (
-        "You answer questions with the help of a knowledge graph. You are given a question and numbered candidate entities.\n"
+        "You answer questions with the help of a knowledge graph. You are given a question and numbered candidate "
+        "entities.\n"
         "First think inside <think> ... </think>: what is known, what is missing, which entity to ask about.\n"
-        'Then either look facts up with Search([number], "one simple question") inside <action> ... </action>, or finish.\n'
-        "Put searches that do not depend on each other into the same <action>, one a line; they are answered together.\n"
-        "You then receive observations, and new candidates with their numbers. A search asks for one fact about one candidate.\n"
+        'Then either look facts up with Search([number], "one simple question") inside <action> ... </action>, or '
+        "finish.\n"
+        "Put searches that do not depend on each other into the same <action>, one a line; they are answered "
+        "together.\n"
+        "You then receive observations, and new candidates with their numbers. A search asks for one fact about one "
+        "candidate.\n"
         "When you know enough, write only the final answer, as short as possible, inside <answer> ... </answer>."
     ),
     ("planner", "text"): (
         "You answer questions with the help of a search tool.\n"
-        "First think inside <think> ... </think>: what is known, what is missing, how the question splits into simpler ones.\n"
+        "First think inside <think> ... </think>: what is known, what is missing, how the question splits into simpler "
+        "ones.\n"
         "Then either search, each query in its own <search> ... </search>, or finish.\n"
-        "A query must be explicit and ask for one fact; it cannot refer to other queries. Queries that do not depend on each other go\n"
+        "A query must be explicit and ask for one fact; it cannot refer to other queries. Queries that do not depend "
+        "on each other go\n"
         "into the same turn.\n"
-        "You then receive observations. When you know enough, write only the final answer, as short as possible, inside\n"
+        "You then receive observations. When you know enough, write only the final answer, as short as possible, "
+        "inside\n"
         "<answer> ... </answer>."
     ),
     ("worker", "graph"): (
         "You extract one fact from numbered materials, each a triple: subject, relation, object.\n"
         "Think inside <think> ... </think> about which entity and which relation the question asks for.\n"
-        "Put the index of every material that states the answer inside <select> ... </select>, like [0][2], or [-1] if none does.\n"
-        "Then state the answer as one full sentence that mirrors the question inside <sentence> ... </sentence>. Use only the\n"
+        "Put the index of every material that states the answer inside <select> ... </select>, like [0][2], or [-1] if "
+        "none does.\n"
+        "Then state the answer as one full sentence that mirrors the question inside <sentence> ... </sentence>. Use "
+        "only the\n"
         f"materials. If none answers, the sentence is: {NOTHING_FOUND}"
     ),
     ("worker", "text"): (
@@ -287,7 +305,9 @@ Assistant: <think> The question asks where Ilse Vandermark was born. Passage [1]
 
 
 def system_prompt(role: Literal["planner", "worker"], kind: EnvironmentKind, mode: PromptMode) -> str:
-    """`brief` is one line for models trained on the format; `zero_shot` states the rules; `few_shot` adds worked examples."""
+    """`brief` is one line for models trained on the format; `zero_shot` states the rules; `few_shot` adds worked
+    examples.
+    """
     key = (role, kind)
     if mode == "brief":
         return _BRIEF[key]

@@ -1,11 +1,12 @@
 """A policy that knows the gold chain: it writes the demonstrations a from-scratch model is warmed up on.
 
-It plays ordinary episodes in the ordinary environment, so demonstrations are the same records as sampled trajectories. The plan is the
-question's evidence as a graph: every triple whose subject is a numbered candidate can be asked now, all such triples in one turn. The
-worker does not know the chain: it reads the relation off the query and selects the materials that state it.
+It plays ordinary episodes in the ordinary environment, so demonstrations are the same records as sampled trajectories.
+The plan is the question's evidence as a graph: every triple whose subject is a numbered candidate can be asked now, all
+such triples in one turn. The worker does not know the chain: it reads the relation off the query and selects the
+materials that state it.
 
-Thoughts are short and put next to each other what the next decision needs: the relation before the object, the object before its
-index, both years before the one that decides.
+Thoughts are short and put next to each other what the next decision needs: the relation before the object, the object
+before its index, both years before the one that decides.
 """
 
 import random
@@ -22,7 +23,8 @@ from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import chain_ends, compare_dates, parse_date
 
 PERSON_RELATIONS = frozenset(
-    "director father mother spouse performer composer sibling child creator producer editor presenter screenwriter".split()
+    "director father mother spouse performer composer sibling child creator producer editor presenter "
+    "screenwriter".split()
 ) | {"founded by", "student of", "doctoral advisor"}
 
 _YEAR = re.compile(r"\b\d{3,4}\b")
@@ -31,8 +33,8 @@ _YEAR = re.compile(r"\b\d{3,4}\b")
 class ScriptedPolicy:
     """Writes any question's episode; what it cannot do right it leaves unanswered.
 
-    Its one kind of noise: with the probability `miss_rate` its worker says that nothing was found where the fact stands before it.
-    The planner then gives up, as after any fact that is missing.
+    Its one kind of noise: with the probability `miss_rate` its worker says that nothing was found where the fact stands
+    before it. The planner then gives up, as after any fact that is missing.
     """
 
     version = 0
@@ -49,7 +51,8 @@ class ScriptedPolicy:
         del prompt, continues  # the script reads the state
         if not isinstance(state, PlannerState | WorkerState):
             raise UserError(
-                f"demonstrations are scripted for Mujica and the agent asks with a {type(state).__name__}: start from a checkpoint "
+                f"demonstrations are scripted for Mujica and the agent asks with a {type(state).__name__}: start from "
+                "a checkpoint "
                 "with --init"
             )
         text = self._plan(state) if isinstance(state, PlannerState) else self._read(state)
@@ -116,8 +119,8 @@ def query_of(relation: str, label: str) -> str:
 
 
 def conclusion(question: Question, answer: str) -> str:
-    """The thought before an answer. For two chains: what was found at their ends with the numbers of the candidates they began with,
-    then the one that decides, its number and its name, so that each step follows from one look back.
+    """The thought before an answer. For two chains: what was found at their ends with the numbers of the candidates
+    they began with, then the one that decides, its number and its name, so that each step follows from one look back.
     """
     ends = chain_ends(question.evidences)
     if len(ends) != 2:
@@ -175,7 +178,9 @@ def sample_text() -> Iterator[str]:
 
 
 def _triple(material: Material) -> tuple[str, str, str]:
-    """Subject, relation and object of a graph material; subject and object may hold commas themselves, the relation none."""
+    """Subject, relation and object of a graph material; subject and object may hold commas themselves, the relation
+    none.
+    """
     if material.entities:
         subject = material.entities[0].label
         if material.text.startswith(f"{subject}, "):

@@ -1,7 +1,9 @@
-"""Whether a configuration agrees with itself: everything that can be known before the task is read or a device is asked.
+"""Whether a configuration agrees with itself: everything that can be known before the task is read or a device is
+asked.
 
-Both entry points call `check` first, so a mistake is answered in a second and before a run directory exists. What only the machine, the
-task or a checkpoint can tell (devices, files, sizes of a checkpoint) is checked where these are opened.
+Both entry points call `check` first, so a mistake is answered in a second and before a run directory exists. What only
+the machine, the task or a checkpoint can tell (devices, files, sizes of a checkpoint) is checked where these are
+opened.
 """
 
 import dataclasses
@@ -89,12 +91,14 @@ def check(config: Config) -> None:
     share = config.warmup.pretraining_share
     if config.init is None and config.pretraining.documents == 0 and (config.pretraining.steps or share):
         raise UserError(
-            f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and warmup.pretraining_share {share} "
+            f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and "
+            f"warmup.pretraining_share {share} "
             "need some: give documents, or set both to 0"
         )
     if config.trainer.lora_rank and config.init is None:
         raise UserError(
-            f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a model that has learnt something, "
+            f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a model that has "
+            "learnt something, "
             "so name its checkpoint with --init, or leave the rank at 0"
         )
     _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
@@ -108,14 +112,18 @@ def check_limits(agent: AgentConfig) -> None:
     needed = agent.max_observation_tokens + agent.max_turn_tokens
     if needed >= agent.max_trajectory_tokens:
         raise UserError(
-            f"agent.max_observation_tokens {agent.max_observation_tokens} and agent.max_turn_tokens {agent.max_turn_tokens} are "
-            f"{needed} tokens together and leave no room for a prompt in agent.max_trajectory_tokens {agent.max_trajectory_tokens}: "
+            f"agent.max_observation_tokens {agent.max_observation_tokens} and agent.max_turn_tokens "
+            f"{agent.max_turn_tokens} are "
+            f"{needed} tokens together and leave no room for a prompt in agent.max_trajectory_tokens "
+            f"{agent.max_trajectory_tokens}: "
             "lower one of the two or raise the last"
         )
 
 
 def check_rows(trainer: TrainerConfig) -> None:
-    """Every device of data x fsdp gets as many rows of each part of a batch, and rows have a length that the attention kernel takes."""
+    """Every device of data x fsdp gets as many rows of each part of a batch, and rows have a length that the attention
+    kernel takes.
+    """
     row_parts = trainer.data * trainer.fsdp
     if trainer.rows_per_step % row_parts:
         raise UserError(
@@ -130,7 +138,8 @@ def check_rows(trainer: TrainerConfig) -> None:
         )
     if trainer.attention == "splash" and trainer.row_tokens % SPLASH_LANES:
         raise UserError(
-            f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and trainer.row_tokens is {trainer.row_tokens}: "
+            f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and trainer.row_tokens is "
+            f"{trainer.row_tokens}: "
             f"use {SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)}, or trainer.attention auto"
         )
 
@@ -145,12 +154,14 @@ def check_distributed(distributed: DistributedConfig) -> None:
         )
     if distributed.coordinator is not None and count < 2:
         raise UserError(
-            f"distributed.coordinator is {distributed.coordinator} and distributed.processes is {count}: a job has at least 2, "
+            f"distributed.coordinator is {distributed.coordinator} and distributed.processes is {count}: a job has at "
+            "least 2, "
             "and one process needs no coordinator"
         )
     if number >= count:
         raise UserError(
-            f"distributed.process is {number} and distributed.processes {count}: number the processes from 0 to {count - 1}"
+            f"distributed.process is {number} and distributed.processes {count}: number the processes from 0 to "
+            f"{count - 1}"
         )
 
 
@@ -159,7 +170,8 @@ def check_profile(profile: ProfileConfig) -> None:
     if profile.steps is None:
         if profile.phase is not None:
             raise UserError(
-                f"profile.phase is {profile.phase} and profile.steps is not given: give it too, as in --profile.steps 20 25"
+                f"profile.phase is {profile.phase} and profile.steps is not given: give it too, as in --profile.steps "
+                "20 25"
             )
         return
     first, last = profile.steps

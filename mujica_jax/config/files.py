@@ -1,9 +1,11 @@
 """Configuration files and the command line: `configs/NAME.py` gives a Config, flags override its fields.
 
-A mistyped flag is answered by tyro with the nearest known one, a wrong choice with the list of choices; both exit with status 2.
+A mistyped flag is answered by tyro with the nearest known one, a wrong choice with the list of choices; both exit with
+status 2.
 
-A section of several kinds is a union of dataclasses that carry a `kind` literal (`schema.py`). `--section.kind NAME` changes the kind:
-fields that both kinds have keep their values, others take the default of the new kind or must be given.
+A section of several kinds is a union of dataclasses that carry a `kind` literal (`schema.py`). `--section.kind NAME`
+changes the kind: fields that both kinds have keep their values, others take the default of the new kind or must be
+given.
 """
 
 import dataclasses
@@ -33,7 +35,9 @@ def command_line(arguments: Sequence[str], *, default: str) -> Config:
 
 
 def take_file(words: list[str]) -> str | None:
-    """Remove the configuration from a command line: the first word, unless it is a flag, or a `.py` file that is no flag's value."""
+    """Remove the configuration from a command line: the first word, unless it is a flag, or a `.py` file that is no
+    flag's value.
+    """
     if words and not words[0].startswith("-"):
         return words.pop(0)
     for place in range(1, len(words)):
@@ -166,7 +170,8 @@ def _of_kind(values: Section, section: str, kinds: Mapping[str, type], words: li
         owners = [other for other, member in kinds.items() if name in _fields(member)]
         if word.startswith(f"--{section}.") and name not in fields and owners:
             raise UserError(
-                f"--{section}.{name} is a field of {section}.kind {' and '.join(owners)}, and {section}.kind is {kind}: leave it out, "
+                f"--{section}.{name} is a field of {section}.kind {' and '.join(owners)}, and {section}.kind is "
+                f"{kind}: leave it out, "
                 f"or add --{section}.kind {owners[0]}"
             )
     if kind == current.kind:

@@ -1,11 +1,12 @@
-"""Configuration: frozen dataclasses, filled by the Python files in `configs/` and by `--section.field value` on the command line.
+"""Configuration: frozen dataclasses, filled by the Python files in `configs/` and by `--section.field value` on the
+command line.
 
-Every field is read by some code and changes what a run does; a field's comment is its help text on the command line. What a config
-file sets has no default here.
+Every field is read by some code and changes what a run does; a field's comment is its help text on the command line.
+What a config file sets has no default here.
 
-Sections of several kinds (`task`, `agent`, `method`) are unions of dataclasses told apart by their `kind`. Each names its
-`implementation` as `module:function`, called with (config) for a task, (tokenizer, config) for an agent and (run) for a method. A new
-kind is a dataclass, in this file or its own, and its name in the union (docs/extending.md).
+Sections of several kinds (`task`, `agent`, `method`) are unions of dataclasses told apart by their `kind`. Each names
+its `implementation` as `module:function`, called with (config) for a task, (tokenizer, config) for an agent and (run)
+for a method. A new kind is a dataclass, in this file or its own, and its name in the union (docs/extending.md).
 """
 
 import dataclasses
@@ -50,8 +51,9 @@ class TwoWikiConfig:
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
     # Of passages, and of a crowded entity's triples: by their words, or by embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
-    # What is searched instead of data_dir's own corpus (by BM25, in memory) or graph: a directory made by `python -m mujica_jax.index
-    # build`; of passages also the http:// address of `index serve`, of a graph also a SPARQL endpoint as sparql+https://HOST/sparql.
+    # What is searched instead of data_dir's own corpus (by BM25, in memory) or graph: a directory made by `python -m
+    # mujica_jax.index build`; of passages also the http:// address of `index serve`, of a graph also a SPARQL endpoint
+    # as sparql+https://HOST/sparql.
     index: str | None = None
     # What a SPARQL endpoint is asked at most: as much as public ones allow. Raise it for one of your own.
     queries_per_second: float = 10.0
@@ -90,7 +92,8 @@ class EngineConfig:
     page_tokens: int = 32  # tokens in a page of KV memory, a power of two: prefixes are shared in whole pages
     # KV memory for running requests and cached prefixes; 0: room for every slot at full length, or what is free
     cache_gigabytes: float = 0.0
-    # What keys and values are kept in: trainer.dtype, or less memory and less exact. fp8 is float8_e4m3fn; int8 has a scale a channel.
+    # What keys and values are kept in: trainer.dtype, or less memory and less exact. fp8 is float8_e4m3fn; int8 has a
+    # scale a channel.
     cache_dtype: Literal["compute", "bfloat16", "fp8", "int8"] = "compute"
     tensor: int = 1  # devices that the engine's heads and matrices are split over
 
@@ -105,26 +108,31 @@ class TrainerConfig:
     b1: float = 0.9
     b2: float = 0.95
     clip_norm: float = 1.0  # global gradient norm
-    # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations above its running mean.
+    # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations above its running
+    # mean.
     spike_deviations: float = 0.0
     # Updates that the running mean looks back on; before there are as many none is skipped.
     spike_window_steps: int = 64
     most_skips_in_a_row: int = 8  # one more ends the run
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
-    # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole layers. auto: none up
-    # to four layers, full beyond.
+    # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole
+    # layers. auto: none up to four layers, full beyond.
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     # Type of the computation; what is kept between steps has the two types below.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # What the weights are kept in. bfloat16 halves them and rounds every update at random, so that small ones count on average.
+    # What the weights are kept in. bfloat16 halves them and rounds every update at random, so that small ones count on
+    # average.
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
-    # What Adam keeps its mean of gradients in; its mean of squares stays float32, where changes below 1/256 would be lost.
+    # What Adam keeps its mean of gradients in; its mean of squares stays float32, where changes below 1/256 would be
+    # lost.
     first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Parts of rows_per_step that go through the model one after the other before the update: less memory, the same result.
+    # Parts of rows_per_step that go through the model one after the other before the update: less memory, the same
+    # result.
     accumulation_steps: int = 1
     z_loss: float = 0.0  # weight of the squared log-normaliser in the loss; 1e-4 is usual where bfloat16 logits drift
     keep_checkpoints: int = 1  # newest checkpoints of a phase that stay
-    # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init` (needs the extra `qwix`).
+    # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init` (needs the extra
+    # `qwix`).
     lora_rank: int = 0
     lora_alpha: float = 32.0  # what adapters compute counts alpha / rank times
     data: int = 1  # mesh axes; their product is the number of devices used
@@ -134,7 +142,9 @@ class TrainerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainingConfig:
-    """What stands in for pre-training when a model starts from scratch: plain text about the training side of the task."""
+    """What stands in for pre-training when a model starts from scratch: plain text about the training side of the
+    task.
+    """
 
     documents: int  # distinct documents; 0 with `--init`
     steps: int
@@ -150,7 +160,8 @@ class WarmupConfig:
     learning_rate: float
     end_learning_rate: float
     pretraining_share: float  # pre-training documents mixed into the demonstrations, as a share of their tokens
-    # Share of worker turns in which the scripted demonstrator misses the fact before it (0 to 1): its one kind of noise.
+    # Share of worker turns in which the scripted demonstrator misses the fact before it (0 to 1): its one kind of
+    # noise.
     miss_rate: float = 0.0
     few_shot_trajectories: int = 300  # how many correct trajectories to sample with `--init` (appendix D.3)
     few_shot_attempts: int = 4  # at most this many tries a question
@@ -193,7 +204,9 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What a run tells of itself, beside metrics.jsonl, which is always written (docs/metrics.md). May change at a restart."""
+    """What a run tells of itself, beside metrics.jsonl, which is always written (docs/metrics.md). May change at a
+    restart.
+    """
 
     every_steps: int = 10  # learning steps between two lines
     tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory
@@ -206,7 +219,9 @@ class MetricsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """A window of learning steps under JAX's profiler, written into the run directory (docs/metrics.md). May change at a restart."""
+    """A window of learning steps under JAX's profiler, written into the run directory (docs/metrics.md). May change at
+    a restart.
+    """
 
     steps: tuple[int, int] | None = None  # the first and the last step traced, as in `--profile.steps 20 25`
     phase: str | None = None  # the phase they are of, as in "round 1" (default: the first that trains them)
@@ -218,7 +233,8 @@ class RemoteConfig:
 
     base_url: str | None = None  # what stands before /completions or /chat/completions, as in http://localhost:8000/v1
     model: str | None = None  # its name at the endpoint
-    # completions: token ids there and back, for vLLM and what speaks like it; chat: messages there, text back, for everything else
+    # completions: token ids there and back, for vLLM and what speaks like it; chat: messages there, text back, for
+    # everything else
     mode: Literal["chat", "completions"] | None = None
     # folder with tokenizer.json: with completions the served model's own, with chat any that has a chat template
     tokenizer: str | None = None

@@ -183,7 +183,8 @@ def _checked(address: str, example: str) -> str:
         ) from error
     if url.userinfo or url.query or url.fragment:
         raise UserError(
-            "the endpoint's address holds a password, a query or a fragment, and addresses are printed: leave them out and name an "
+            "the endpoint's address holds a password, a query or a fragment, and addresses are printed: leave them out "
+            "and name an "
             "environment variable that holds the key"
         )
     if url.scheme not in ("http", "https") or not url.host:

@@ -71,5 +71,6 @@ async def retry(
 
 def deadline_exceeded(url: str, policy: RetryPolicy, so_far: str) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"{url} gave no answer within the deadline of {policy.deadline_seconds:g} s ({so_far}): allow more time or send less at once"
+        f"{url} gave no answer within the deadline of {policy.deadline_seconds:g} s ({so_far}): allow more time or "
+        "send less at once"
     )

@@ -1,17 +1,20 @@
-"""JetStream's engine interface around one of our engines, so that JetStream's own orchestrator, server and clients run on it.
+"""JetStream's engine interface around one of our engines, so that JetStream's own orchestrator, server and clients run
+on it.
 
 Differences from the engines JetStream was written for:
 
-- A prefix is its token ids, no arrays. `prefill` computes it into pages and leaves them in the tree of prefixes; `insert` leases them
-  from there, or computes again what was evicted meanwhile. So a prefix that is dropped, deleted or sent to another engine costs no
-  memory, what several prompts begin with is computed once, and `existing_prefix` is a prompt to go on from.
+- A prefix is its token ids, no arrays. `prefill` computes it into pages and leaves them in the tree of prefixes;
+  `insert` leases them from there, or computes again what was evicted meanwhile. So a prefix that is dropped, deleted or
+  sent to another engine costs no memory, what several prompts begin with is computed once, and `existing_prefix` is a
+  prompt to go on from.
 - The weights are the engine's own: `params` is what `load_params` gave.
-- JetStream's threads end the process on any exception. A prompt that cannot be served therefore becomes an empty prefix, which is
-  answered with no token, and the reason is logged.
-- Nothing tells an engine that a request has its `max_tokens`: a slot decodes on until it stops, is full, or is given to the next one.
+- JetStream's threads end the process on any exception. A prompt that cannot be served therefore becomes an empty
+  prefix, which is answered with no token, and the reason is logged.
+- Nothing tells an engine that a request has its `max_tokens`: a slot decodes on until it stops, is full, or is given to
+  the next one.
 
-The orchestrator prefills and generates in different threads; the engine takes one call at a time, so a lock is held a call, and given
-back between the chunks of a long prompt. One slot more than decode at a time computes prompts.
+The orchestrator prefills and generates in different threads; the engine takes one call at a time, so a lock is held a
+call, and given back between the chunks of a long prompt. One slot more than decode at a time computes prompts.
 
 Importing this module imports TensorFlow (by seqio). Our own server, `serving.py`, does without.
 """
@@ -43,7 +46,8 @@ messages: Any = tokenizer_pb2  # protobuf makes its classes at import: a type ch
 logger = logging.getLogger(__name__)
 
 
-@jax.tree_util.register_static  # no leaves: what JetStream maps over arrays, moves between devices or deletes is nothing
+# no leaves: what JetStream maps over arrays, moves between devices or deletes is nothing
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
     tokens: tuple[int, ...]  # empty: a prompt that was refused
@@ -66,8 +70,9 @@ class DecodeState:
 
 
 class JetStreamEngine(engine_api.Engine):
-    """See the module's docstring. Requests are sampled as `sampling` says, which also bounds how many new tokens any of them gets;
-    its seed is that of the first one, and each has the next."""
+    """See the module's docstring. Requests are sampled as `sampling` says, which also bounds how many new tokens any of
+    them gets; its seed is that of the first one, and each has the next.
+    """
 
     def __init__(
         self,
@@ -276,10 +281,12 @@ class JetStreamEngine(engine_api.Engine):
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """Our tokenizer as JetStream calls it. No special token comes out of a text; clients with a chat template send token ids.
+    """Our tokenizer as JetStream calls it. No special token comes out of a text; clients with a chat template send
+    token ids.
 
-    JetStream puts texts together from single tokens, and bytes of a character only if each is a token of its own: a character that
-    is spread over longer tokens is shown as U+FFFD. Token ids, and texts of `serving.py`, are right in any case.
+    JetStream puts texts together from single tokens, and bytes of a character only if each is a token of its own: a
+    character that is spread over longer tokens is shown as U+FFFD. Token ids, and texts of `serving.py`, are right in
+    any case.
     """
 
     def __init__(self, wrapped: Tokenizer | None, stop_token_ids: frozenset[int]) -> None:
@@ -326,13 +333,15 @@ def _check(engine: Engine, sampling: SamplingParams, max_prefill_length: int) ->
     needed = engine.slots * -(-engine.positions // engine.page_tokens)
     if engine.num_pages < needed:
         raise ValueError(
-            f"the engine has {engine.num_pages} pages and its {engine.slots} slots need {needed} at full length: JetStream never says "
+            f"the engine has {engine.num_pages} pages and its {engine.slots} slots need {needed} at full length: "
+            "JetStream never says "
             "when a request is over, so give it more memory, or fewer slots or positions"
         )
     if sampling.stop_strings or sampling.deadline_seconds is not None:
         raise ValueError("JetStream's orchestrator knows no stop strings and no deadlines: use serving.Server for them")
     if max_prefill_length not in PREFILL_LENGTHS or max_prefill_length > max(engine.positions, PREFILL_LENGTHS[0]):
         raise ValueError(
-            f"max_prefill_length is {max_prefill_length}: JetStream pads prompts to powers of two from {PREFILL_LENGTHS[0]}, and the "
+            f"max_prefill_length is {max_prefill_length}: JetStream pads prompts to powers of two from "
+            f"{PREFILL_LENGTHS[0]}, and the "
             f"engine has {engine.positions} positions"
         )

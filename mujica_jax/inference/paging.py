@@ -1,13 +1,13 @@
 """Which page of the KV cache holds which tokens: block tables, reference counts, and a radix tree of shared prefixes.
 
-Memory is cut into pages of `page_tokens` tokens. A request's block table has as many as its longest possible sequence needs; those
-of the prefix that its prompt shares with earlier sequences come from the tree and are not computed again. The tree's nodes are pages:
-inner ones are full, a leaf may be partly filled. A page that several sequences read is never written: a sequence that goes on from the
-middle of one gets a copy (copy on write), unless it is a partly filled leaf that is continued where it ends and that no other sequence
-reads; then it is taken over.
+Memory is cut into pages of `page_tokens` tokens. A request's block table has as many as its longest possible sequence
+needs; those of the prefix that its prompt shares with earlier sequences come from the tree and are not computed again.
+The tree's nodes are pages: inner ones are full, a leaf may be partly filled. A page that several sequences read is
+never written: a sequence that goes on from the middle of one gets a copy (copy on write), unless it is a partly filled
+leaf that is continued where it ends and that no other sequence reads; then it is taken over.
 
-Pages that no running request uses stay in the tree until memory is needed; then the least recently used leaves are evicted. Numbers
-only: the arrays are the engine's, and when requests come and go is the scheduler's.
+Pages that no running request uses stay in the tree until memory is needed; then the least recently used leaves are
+evicted. Numbers only: the arrays are the engine's, and when requests come and go is the scheduler's.
 """
 
 import bisect
@@ -75,7 +75,8 @@ class BlockAllocator:
     def allocate(
         self, prompt: Int[np.ndarray, " prompt"], capacity_tokens: int, *, reuse: bool = True
     ) -> BlockTable | None:
-        """Pages for a sequence of up to `capacity_tokens` that begins with `prompt`; None if memory is short at present.
+        """Pages for a sequence of up to `capacity_tokens` that begins with `prompt`; None if memory is short at
+        present.
 
         The last prompt token never counts as cached: its logits are wanted.
         """
@@ -137,8 +138,9 @@ class BlockAllocator:
         table.pages, table.shared, table.duplicates = [], [], []
 
     def evict(self, table: BlockTable) -> list[int]:
-        """What the table's pages hold is not fit to be read: those that nobody else reads leave the tree. Returns the pages that are
-        the request's alone, to be emptied before it is released."""
+        """What the table's pages hold is not fit to be read: those that nobody else reads leave the tree. Returns the
+        pages that are the request's alone, to be emptied before it is released.
+        """
         while table.shared and table.shared[-1].users == 1 and not table.shared[-1].children:
             self._detach(table.shared.pop())
         return table.pages[len(table.shared) :] + table.duplicates
@@ -173,7 +175,9 @@ class BlockAllocator:
         return path, best if alike else None, alike
 
     def _keep_tail(self, parent: RadixNode, rest: np.ndarray, page: int) -> bool:
-        """Put a partly filled page into the tree, in the place of one that it goes on from; False if the tree has one like it."""
+        """Put a partly filled page into the tree, in the place of one that it goes on from; False if the tree has one
+        like it.
+        """
         key = _key(rest)
         place = bisect.bisect_left(parent.order, key)
         if place < len(parent.order) and parent.order[place].startswith(key):

@@ -19,7 +19,9 @@ class PrioritySemaphore:
 
     @contextlib.asynccontextmanager
     async def place(self, *, overtakes: bool) -> AsyncIterator[None]:
-        """Hold one of the places; whoever `overtakes` goes before those who do not. Raises OverloadError where the line is full."""
+        """Hold one of the places; whoever `overtakes` goes before those who do not. Raises OverloadError where the line
+        is full.
+        """
         await self._enter(overtakes)
         try:
             yield
@@ -32,7 +34,8 @@ class PrioritySemaphore:
             return
         if len(self._waiting) >= self._most_waiting:
             raise OverloadError(
-                f"{self._places} requests are under way and {len(self._waiting)} wait, of at most {self._most_waiting}: come back "
+                f"{self._places} requests are under way and {len(self._waiting)} wait, of at most "
+                f"{self._most_waiting}: come back "
                 "later, or send fewer at once"
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

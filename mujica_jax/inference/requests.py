@@ -1,6 +1,8 @@
-"""What agents and generators say to each other: token ids and sampling parameters in, token ids and log-probabilities out.
+"""What agents and generators say to each other: token ids and sampling parameters in, token ids and log-probabilities
+out.
 
-Two generators speak it: `generator.BatchedGenerator` on our own engine, `remote.RemoteGenerator` over an OpenAI-compatible endpoint.
+Two generators speak it: `generator.BatchedGenerator` on our own engine, `remote.RemoteGenerator` over an
+OpenAI-compatible endpoint.
 """
 
 import dataclasses

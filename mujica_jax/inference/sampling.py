@@ -1,8 +1,8 @@
 """Drawing the next token, on the device.
 
-A token is drawn by inverting the cumulative distribution with one uniform number a row: a Gumbel draw needs one random number a
-vocabulary entry, which costs more than a small decoder's whole step on CPU. The uniform number is a function of the request's
-seed and the token's position alone, so a request gives the same tokens whatever else is in the batch.
+A token is drawn by inverting the cumulative distribution with one uniform number a row: a Gumbel draw needs one random
+number a vocabulary entry, which costs more than a small decoder's whole step on CPU. The uniform number is a function
+of the request's seed and the token's position alone, so a request gives the same tokens whatever else is in the batch.
 """
 
 from typing import NamedTuple

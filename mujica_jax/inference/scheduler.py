@@ -1,12 +1,12 @@
 """Continuous batching: requests of token ids in, completions of token ids and log-probabilities out.
 
-`BatchedGenerator` schedules one engine. A request waits in a priority queue, gets a block table (with the pages of the prefix that earlier
-sequences share with its prompt), takes a slot, has the rest of its prompt computed in chunks between the decode calls of those that run
-already, and decodes. When it ends, its pages go to the prefix cache. Of two requests that arrive together with a common prefix, the second
-waits for the first's pages.
+`BatchedGenerator` schedules one engine. A request waits in a priority queue, gets a block table (with the pages of the
+prefix that earlier sequences share with its prompt), takes a slot, has the rest of its prompt computed in chunks
+between the decode calls of those that run already, and decodes. When it ends, its pages go to the prefix cache. Of two
+requests that arrive together with a common prefix, the second waits for the first's pages.
 
-Everything runs in the event loop's own thread and in submission order, so a run is a function of its requests: the same program with
-the same seeds gives the same completions. Deadlines alone depend on the clock.
+Everything runs in the event loop's own thread and in submission order, so a run is a function of its requests: the same
+program with the same seeds gives the same completions. Deadlines alone depend on the clock.
 """
 
 import asyncio
@@ -69,8 +69,9 @@ class BatchedGenerator:
         token_bytes: Callable[[int], bytes] | None = None,
         policy_version: int = 0,
     ) -> None:
-        """`queue_size` bounds how many may wait before a stream is refused; `generate` waits in any case. `token_bytes` gives a
-        token's text, which stop strings are looked for in."""
+        """`queue_size` bounds how many may wait before a stream is refused; `generate` waits in any case. `token_bytes`
+        gives a token's text, which stop strings are looked for in.
+        """
         self._engine, self._reuse, self._token_bytes = engine, prefix_reuse, token_bytes
         self._queue_size = queue_size
         self.policy_version = policy_version
@@ -86,8 +87,9 @@ class BatchedGenerator:
         self._allocate_slots()
 
     def reset_cache(self) -> None:
-        """Drop all cached prefixes. Called when weights change, and between units of work so that each is a function of its own
-        requests alone."""
+        """Drop all cached prefixes. Called when weights change, and between units of work so that each is a function of
+        its own requests alone.
+        """
         assert not self._running, "the cache is reset only while nothing runs"
         self._engine.reset_cache()
         self._evicted += self._blocks.evicted
@@ -133,7 +135,8 @@ class BatchedGenerator:
         if len(self._running) + waiting >= self.capacity:
             self._counts["refused"] += 1
             raise OverloadError(
-                f"{len(self._running)} requests run and {waiting} wait already, and there is room for {self.capacity}: come back later"
+                f"{len(self._running)} requests run and {waiting} wait already, and there is room for {self.capacity}: "
+                "come back later"
             )
         future = self._submit(sequence)
         assert sequence.shown is not None, "made above"
@@ -163,13 +166,15 @@ class BatchedGenerator:
             raise RequestError("stop strings need a tokenizer and this generator has none: send stop_token_ids")
         if len(prompt) + params.max_new_tokens > room:
             raise RequestError(
-                f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones do not fit the engine's {room} positions: "
+                f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones do not fit the engine's {room} "
+                "positions: "
                 "shorten the prompt or raise agent.max_trajectory_tokens"
             )
         needed = self._blocks.needed(len(prompt) + params.max_new_tokens)
         if needed > self._blocks.count:
             raise RequestError(
-                f"the request needs {needed} pages of KV memory and the engine has {self._blocks.count}: give it more memory"
+                f"the request needs {needed} pages of KV memory and the engine has {self._blocks.count}: give it more "
+                "memory"
             )
 
     def _submit(self, sequence: SequenceState) -> asyncio.Future:

@@ -41,7 +41,9 @@ class SequenceState:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of the sequence whose keys and values are computed: all but the last, unless the engine went on after it."""
+        """Tokens of the sequence whose keys and values are computed: all but the last, unless the engine went on after
+        it.
+        """
         return len(self.prompt) + len(self.tokens) - (not self._surplus)
 
     def take(self, decoded: Decoded, slot: int) -> list[int]:

@@ -1,13 +1,16 @@
 """A generator behind JetStream's gRPC protocol (`Orchestrator`: Decode, HealthCheck), for JetStream's clients.
 
-What is different from JetStream's own server: the queue is bounded, and whoever finds it full is told RESOURCE_EXHAUSTED at once; a
-client that goes away, or whose deadline passes, frees its slot; a bad request is told INVALID_ARGUMENT instead of ending the process;
-texts are whole wherever token borders fall. As there, the stop token is not part of an answer.
+What is different from JetStream's own server: the queue is bounded, and whoever finds it full is told
+RESOURCE_EXHAUSTED at once; a client that goes away, or whose deadline passes, frees its slot; a bad request is told
+INVALID_ARGUMENT instead of ending the process; texts are whole wherever token borders fall. As there, the stop token is
+not part of an answer.
 
-Two threads, each with an event loop: one for the wire, and one for the generator, whose calls to the device block their loop. At most
-`generator.capacity` requests are known to the server, from the moment they arrive until the generator has let go of them.
+Two threads, each with an event loop: one for the wire, and one for the generator, whose calls to the device block their
+loop. At most `generator.capacity` requests are known to the server, from the moment they arrive until the generator has
+let go of them.
 
-`session_cache` is refused: what was computed for the beginning of a prompt is found again without a name. `priority` is not read.
+`session_cache` is refused: what was computed for the beginning of a prompt is found again without a name. `priority` is
+not read.
 """
 
 import asyncio
@@ -54,7 +57,9 @@ class _Ended:
 
 
 class Server:
-    """One generator on one port. `start` and `stop` may be called from any thread; between them the generator is the server's."""
+    """One generator on one port. `start` and `stop` may be called from any thread; between them the generator is the
+    server's.
+    """
 
     def __init__(
         self,
@@ -66,8 +71,10 @@ class Server:
         port: int = 0,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        """Requests are sampled as `sampling` says: the protocol names the number of new tokens alone, and whoever leaves that out gets
-        the most that `sampling` allows. Each request has the next seed. Without a tokenizer prompts are token ids. Port 0: any."""
+        """Requests are sampled as `sampling` says: the protocol names the number of new tokens alone, and whoever
+        leaves that out gets the most that `sampling` allows. Each request has the next seed. Without a tokenizer
+        prompts are token ids. Port 0: any.
+        """
         self._host, self._port, self._credentials = host, port, credentials
         self._device, self._wire = _LoopThread("generator"), _LoopThread("grpc")
         self._orchestrator = _Orchestrator(generator, sampling, tokenizer, self._device)
@@ -147,10 +154,13 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             await context.abort(*_status(ended))
 
     def _read(self, request: Any, seconds_left: float | None) -> _Asked:
-        """Raises RequestError for what the protocol allows and this server does not; the rest is the generator's to check."""
+        """Raises RequestError for what the protocol allows and this server does not; the rest is the generator's to
+        check.
+        """
         if request.session_cache:
             raise RequestError(
-                f"session_cache is {request.session_cache!r}: leave it out and send the whole conversation, whose beginning is cached"
+                f"session_cache is {request.session_cache!r}: leave it out and send the whole conversation, whose "
+                "beginning is cached"
             )
         as_text = request.WhichOneof("content") == "text_content"
         if as_text and self._tokenizer is None:
@@ -176,7 +186,8 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             raise OverloadError("the server is stopping: ask another one")
         if self._under_way >= self._generator.capacity:
             raise OverloadError(
-                f"{self._under_way} requests run and wait already, and there is room for {self._generator.capacity}: come back later"
+                f"{self._under_way} requests run and wait already, and there is room for {self._generator.capacity}: "
+                "come back later"
             )
 
     async def _answer(self, asked: _Asked, context: grpc.aio.ServicerContext) -> BaseException | None:
@@ -242,7 +253,9 @@ class _LoopThread:
     def begin(
         self, coroutine: Coroutine[Any, Any, None], ended: Callable[[BaseException | None], Any]
     ) -> Callable[[], Any]:
-        """Run it here, and say how it ended, even if it was cancelled before it began. Returns what cancels it, from any thread."""
+        """Run it here, and say how it ended, even if it was cancelled before it began. Returns what cancels it, from
+        any thread.
+        """
         tasks: list[asyncio.Task] = []
 
         def report(task: asyncio.Task) -> None:

@@ -4,9 +4,9 @@
     direction := Adam(gradient) + weight_decay * parameter        (no decay on norm scales and biases)
     parameter := parameter - learning_rate(step) * direction
 
-With `optimizer muon` the layers' matrices follow their orthogonalised momentum (Newton-Schulz), times 0.2 sqrt(max(inputs, outputs)),
-instead of Adam's direction. That has the usual size of Adam's, so both take the same learning rate (arXiv 2502.16982,
-section 2.2). Embedding, head, norms, biases and adapters stay with Adam.
+With `optimizer muon` the layers' matrices follow their orthogonalised momentum (Newton-Schulz), times 0.2
+sqrt(max(inputs, outputs)), instead of Adam's direction. That has the usual size of Adam's, so both take the same
+learning rate (arXiv 2502.16982, section 2.2). Embedding, head, norms, biases and adapters stay with Adam.
 
 All of it is computed in float32, whatever parameters and the first moment are kept in. A parameter kept in bfloat16 has
 8 bits: at MyGO's rates (5e-7) an update is a hundredth of their last bit, and rounding to nearest would drop every one.
@@ -62,7 +62,8 @@ def schedule(
     assert 0 <= stretch[0] <= stretch[1] <= 1, f"{stretch} is no stretch of a cosine"
     if not 0 <= warmup_steps <= total_steps:
         raise UserError(
-            f"{warmup_steps} warm-up steps do not fit into {total_steps} steps: give at most as many warm-up steps as steps"
+            f"{warmup_steps} warm-up steps do not fit into {total_steps} steps: give at most as many warm-up steps as "
+            "steps"
         )
     # Fixed types, because a schedule with other types would compile the step again.
     begin, end = map(np.float32, stretch)

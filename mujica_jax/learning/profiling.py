@@ -69,7 +69,8 @@ class ProfileWindow:
         if self._steps is not None:
             where = "no phase" if self._phase is None else f"no phase {self._phase}"
             self._say(
-                f"profile.steps {self._steps[0]} {self._steps[1]}: {where} of this run trained these steps from their beginning, "
+                f"profile.steps {self._steps[0]} {self._steps[1]}: {where} of this run trained these steps from their "
+                "beginning, "
                 "and nothing was traced"
             )
 

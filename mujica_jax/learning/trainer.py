@@ -233,7 +233,8 @@ def _read(step: int, metrics: dict[str, Array], *, most_skips: int) -> StepMetri
     values: dict[str, Any] = {name: np.asarray(value).item() for name, value in metrics.items()}
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         raise NotFinite(
-            f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the run ends before this is saved; "
+            f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the run ends before this "
+            "is saved; "
             "lower the learning rate or start from another checkpoint"
         )
     if "skipped" in values:

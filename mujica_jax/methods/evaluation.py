@@ -1,4 +1,6 @@
-"""Scoring a policy on the held-out questions, greedily and sampled: a run does it after every phase, `eval` does it again later."""
+"""Scoring a policy on the held-out questions, greedily and sampled: a run does it after every phase, `eval` does it
+again later.
+"""
 
 import asyncio
 import dataclasses
@@ -61,13 +63,15 @@ def score_policy(
     live: Callable[[], Mapping[str, Figure]] = dict,
     gather: Callable[[str, Sequence[Trajectory]], Sequence[Trajectory]] = lambda kind, own: own,
 ) -> Scores:
-    """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the progress. Several
-    processes share the questions, and `gather(kind, own trajectories)` brings together what they played.
+    """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the
+    progress. Several processes share the questions, and `gather(kind, own trajectories)` brings together what they
+    played.
     """
     questions = held_out_questions(task, config)
     if not (own := distributed.shard_for_process(questions)):
         raise UserError(
-            f"{len(questions)} held-out questions are fewer than {distributed.processes()} processes: raise eval.questions "
+            f"{len(questions)} held-out questions are fewer than {distributed.processes()} processes: raise "
+            "eval.questions "
             f"{config.eval.questions}, or give the task more of them"
         )
     if len(questions) < config.eval.questions:

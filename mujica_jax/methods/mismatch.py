@@ -1,13 +1,15 @@
-"""Whether the engine that samples and the trainer that learns are the same policy: their log-probabilities of the same tokens.
+"""Whether the engine that samples and the trainer that learns are the same policy: their log-probabilities of the same
+tokens.
 
     d = log p_engine(token) - log p_trainer(token)          over sampled tokens
 
-Both are of the policy as it is, without temperature. They differ by rounding: other kernels, other batches, eight-bit weights or a
-narrow cache if those are asked for. A difference beyond that is a fault that training would hide. The divergence is estimated by
-mean(exp(-d) - 1 + d), which is never negative and has little variance; it estimates KL(engine || trainer) where tokens were drawn at
-temperature 1, and is a weighted one at other temperatures.
+Both are of the policy as it is, without temperature. They differ by rounding: other kernels, other batches, eight-bit
+weights or a narrow cache if those are asked for. A difference beyond that is a fault that training would hide. The
+divergence is estimated by mean(exp(-d) - 1 + d), which is never negative and has little variance; it estimates
+KL(engine || trainer) where tokens were drawn at temperature 1, and is a weighted one at other temperatures.
 
-Called by `methods.mygo` once a round, between sampling and learning, while the trainer's weights are those that were sampled from.
+Called by `methods.mygo` once a round, between sampling and learning, while the trainer's weights are those that were
+sampled from.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,9 @@ from mujica_jax.trajectories.packing import PackedRows, pack
 def compared(
     trainer: Trainer, state: TrainState, trajectories: Sequence[Trajectory], *, conversations: int, seed: int
 ) -> dict[str, float | int]:
-    """The differences over at most so many conversations, drawn by the seed; empty where none has log-probabilities and fits a row."""
+    """The differences over at most so many conversations, drawn by the seed; empty where none has log-probabilities and
+    fits a row.
+    """
     fitting = [
         conversation
         for trajectory in trajectories

@@ -1,30 +1,33 @@
 """MyGO: minimalist policy gradient optimisation (Mujica-MyGO paper, section 3.3 and appendix D).
 
-A round samples trajectories for its questions from the current policy, keeps those whose reward beats a threshold, and maximises
-their likelihood: no advantages, no ratios, no reference model. The threshold follows the policy:
+A round samples trajectories for its questions from the current policy, keeps those whose reward beats a threshold, and
+maximises their likelihood: no advantages, no ratios, no reference model. The threshold follows the policy:
 
     K := max(K', (r_mean / r_sup + 1) / 2 * r_sup)
 
-with r_mean the mean reward of the round's first attempts and r_sup the best reward there is (`trajectories.select` says how the printed
-formula is read). A question is tried until m trajectories are kept or `max_attempts` are spent; each kept planner conversation
-brings the conversations of its workers along as rows of their own.
+with r_mean the mean reward of the round's first attempts and r_sup the best reward there is (`trajectories.select` says
+how the printed formula is read). A question is tried until m trajectories are kept or `max_attempts` are spent; each
+kept planner conversation brings the conversations of its workers along as rows of their own.
 
 Differences from the paper, all of them:
 
-- Its printed threshold lacks the factor one half and would accept nothing; a reward of r_sup passes where K = r_sup. K begins at 0, not
-  at a value chosen for the data set.
-- A trajectory whose planner conversation repeats one that is kept for its question is not kept, and does not count towards m.
-- Attempts after the first come in waves of 1, 2, 4, ... for all questions of a shard that lack kept ones, so that the engine's batch
-  stays full; what a wave samples beyond m is left out.
+- Its printed threshold lacks the factor one half and would accept nothing; a reward of r_sup passes where K = r_sup. K
+  begins at 0, not at a value chosen for the data set.
+- A trajectory whose planner conversation repeats one that is kept for its question is not kept, and does not count
+  towards m.
+- Attempts after the first come in waves of 1, 2, 4, ... for all questions of a shard that lack kept ones, so that the
+  engine's batch stays full; what a wave samples beyond m is left out.
 - The reward is the one that the configuration names (`rewards.py`); the paper's is F1.
-- Rows of earlier rounds and of the warm-up's correct trajectories are replayed at a stated share, and a round may learn its rows in
-  several epochs (`epochs`; the paper does not say how many).
-- Conversations are packed and every trained token of a batch weighs the same, so a long conversation weighs more than a short one. The
-  paper's objective sums over a trajectory; its SFT framework averages over tokens as well.
-- Adam's moments live on from phase to phase; the learning rate falls along one cosine over all rounds, each round on its stretch of it.
-- Questions are taken in the task's fixed order, from the beginning again when all are used; the paper draws 20,000 once.
-- A turn that a length limit cut carries no loss. A turn ends at its closing tag or where the model begins to write an observation of
-  its own (`agents/protocol.py`); the paper does not say how turns end.
+- Rows of earlier rounds and of the warm-up's correct trajectories are replayed at a stated share, and a round may learn
+  its rows in several epochs (`epochs`; the paper does not say how many).
+- Conversations are packed and every trained token of a batch weighs the same, so a long conversation weighs more than a
+  short one. The paper's objective sums over a trajectory; its SFT framework averages over tokens as well.
+- Adam's moments live on from phase to phase; the learning rate falls along one cosine over all rounds, each round on
+  its stretch of it.
+- Questions are taken in the task's fixed order, from the beginning again when all are used; the paper draws 20,000
+  once.
+- A turn that a length limit cut carries no loss. A turn ends at its closing tag or where the model begins to write an
+  observation of its own (`agents/protocol.py`); the paper does not say how turns end.
 - A conversation longer than a training row is left out, and counted.
 """
 
@@ -51,7 +54,9 @@ OnEpisode = Callable[[Trajectory], None]
 
 
 def mygo(run: Run) -> list[PhaseResult]:
-    """The warm-up, all rounds, and the control if it is asked for. What an earlier start finished is read from the run directory."""
+    """The warm-up, all rounds, and the control if it is asked for. What an earlier start finished is read from the run
+    directory.
+    """
     config = _config(run)
     state, warmed, demonstrations = warm_up(run)
     rounds = _run_rounds(run, state, demonstrations.rewarded)
@@ -67,7 +72,9 @@ def _config(run: Run) -> MygoConfig:
 
 
 def _run_rounds(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> list[PhaseResult]:
-    """From the warmed-up state; `rewarded` are the warm-up's rows whose trajectories pass any threshold, for the replay."""
+    """From the warmed-up state; `rewarded` are the warm-up's rows whose trajectories pass any threshold, for the
+    replay.
+    """
     config = _config(run)
     k = 0.0
     replay = list(rewarded)
@@ -135,7 +142,9 @@ def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversati
 
 
 def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -> tuple[list[Trajectory], float]:
-    """All trajectories of a round and its threshold. Shards 0.. hold the first attempts, the same number after them the others."""
+    """All trajectories of a round and its threshold. Shards 0.. hold the first attempts, the same number after them the
+    others.
+    """
     earlier = distributed.primary_first(f"round {number} is read", lambda: _finished_round(run, number))
     if earlier is not None:
         return earlier
@@ -230,10 +239,11 @@ def next_attempts(
     k: float,
     best_reward: float,
 ) -> list[tuple[Question, int]]:
-    """Questions with the numbers of their next attempts: those with fewer than m kept trajectories, while attempts are left.
+    """Questions with the numbers of their next attempts: those with fewer than m kept trajectories, while attempts are
+    left.
 
-    A trajectory counts if it would be kept, so one that repeats another does not (`trajectories.select`). Waves double: with `tried`
-    attempts behind them, questions get as many again.
+    A trajectory counts if it would be kept, so one that repeats another does not (`trajectories.select`). Waves double:
+    with `tried` attempts behind them, questions get as many again.
     """
     m = config.keep_per_question
     tried = 1 + max(trajectory.attempt for trajectory in trajectories)
@@ -263,7 +273,8 @@ def _questions_of(run: Run, number: int) -> list[Question]:
     per_round = min(run.config.sampling.questions_per_round, len(questions))
     if per_round < run.config.sampling.questions_per_round:
         run.progress.line(
-            f"round {number}: all {per_round} training questions; sampling.questions_per_round is {run.config.sampling.questions_per_round}"
+            f"round {number}: all {per_round} training questions; sampling.questions_per_round is "
+            f"{run.config.sampling.questions_per_round}"
         )
     start = (number - 1) * per_round
     return [questions[index % len(questions)] for index in range(start, start + per_round)]

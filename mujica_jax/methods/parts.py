@@ -1,4 +1,6 @@
-"""Parts that a configuration describes, made for runs and for `eval` alike: the agent, the generator, what a task counts."""
+"""Parts that a configuration describes, made for runs and for `eval` alike: the agent, the generator, what a task
+counts.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -49,7 +51,7 @@ def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> Ba
 def use_weights(
     generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
 ) -> None:
-    """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied: training reuses
-    its buffers.
+    """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied:
+    training reuses its buffers.
     """
     generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)

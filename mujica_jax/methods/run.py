@@ -1,7 +1,9 @@
-"""One training run: its parts, and the three things every method does with them: sample a unit of work, learn, evaluate.
+"""One training run: its parts, and the three things every method does with them: sample a unit of work, learn,
+evaluate.
 
-Each of the three leaves its result in the run directory before the next one begins and finds it there after a restart, so a killed
-run repeats at most one shard of episodes, the steps since the last checkpoint, or one evaluation, and ends with the same numbers.
+Each of the three leaves its result in the run directory before the next one begins and finds it there after a restart,
+so a killed run repeats at most one shard of episodes, the steps since the last checkpoint, or one evaluation, and ends
+with the same numbers.
 """
 
 import asyncio
@@ -69,7 +71,9 @@ class PhaseResult:
 
 
 class Run:
-    """The parts of a run, made once by `train`: store, task, tokenizer, agent, trainer and engine, and what tells of them."""
+    """The parts of a run, made once by `train`: store, task, tokenizer, agent, trainer and engine, and what tells of
+    them.
+    """
 
     def __init__(
         self,
@@ -102,7 +106,9 @@ class Run:
             use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
 
     def commit_policy(self, state: TrainState, version: int) -> None:
-        """Write the policy as a Hugging Face directory. The first process writes; the others help to gather what lies on their devices."""
+        """Write the policy as a Hugging Face directory. The first process writes; the others help to gather what lies
+        on their devices.
+        """
         self.preemption.enter(f"committing policy {version}")
         name = f"policy {version}"
         if distributed.broadcast(name, lambda: version in self.store.policies()):
@@ -122,7 +128,9 @@ class Run:
 
     @contextlib.contextmanager
     def counted(self, kind: str, step: int) -> Iterator[None]:
-        """Work of the engine that is told in one line of metrics: what it did in here, which is nothing where all was on disk already."""
+        """Work of the engine that is told in one line of metrics: what it did in here, which is nothing where all was
+        on disk already.
+        """
         before = self.generator.statistics
         with self.clock.stage(kind.rpartition("/")[2]):
             yield
@@ -131,7 +139,9 @@ class Run:
             self.metrics.write(kind, step, did)
 
     def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
-        """Tell how far the engine's log-probabilities are from those of the trainer, whose `state` is what they were sampled from."""
+        """Tell how far the engine's log-probabilities are from those of the trainer, whose `state` is what they were
+        sampled from.
+        """
         conversations = self.config.metrics.compared_conversations
         told = distributed.broadcast(MISMATCH, lambda: self.metrics.has(MISMATCH, round_number))
         if not conversations or told:
@@ -170,11 +180,13 @@ class Run:
         *,
         agent: Agent | None = None,
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
-        """A unit of work whose attempts depend on those before: `wave(trajectories so far)` gives the next ones, or none.
+        """A unit of work whose attempts depend on those before: `wave(trajectories so far)` gives the next ones, or
+        none.
 
-        The engine's slots are emptied first, so that a unit is a function of its attempts and the policy alone. For the same reason
-        a preemption keeps nothing of the unit under way: its rest, played without the others, would be rounded differently. What is
-        returned is what the store holds: another process may have been first. None if there was nothing to play.
+        The engine's slots are emptied first, so that a unit is a function of its attempts and the policy alone. For the
+        same reason a preemption keeps nothing of the unit under way: its rest, played without the others, would be
+        rounded differently. What is returned is what the store holds: another process may have been first. None if
+        there was nothing to play.
         """
         entry = self._intact_shard(round_number, shard)
         if entry is not None:
@@ -204,7 +216,9 @@ class Run:
             return entry, self.store.read_shard(entry)
 
     def read_shards(self, entries: Sequence[ShardEntry]) -> list[Trajectory] | None:
-        """The trajectories of a finished round; None where a shard was damaged or missing, and then the round is open again."""
+        """The trajectories of a finished round; None where a shard was damaged or missing, and then the round is open
+        again.
+        """
         trajectories: list[Trajectory] | None = []
         for entry in entries:
             try:
@@ -252,8 +266,8 @@ class Run:
     ) -> TrainState:
         """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase.
 
-        The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine that several phases share.
-        A preemption saves the step it comes at.
+        The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine that several phases
+        share. A preemption saves the step it comes at.
         """
         folder = self.store.root / "learning" / name.replace(" ", "-")
         checkpoints = Checkpoints(
@@ -328,7 +342,9 @@ class Run:
         forward_tokens: int = 0,
         trained_slots: int = 0,
     ) -> PhaseResult:
-        """Evaluate greedily and sampled on the held-out questions and write the phase down; read it where it is written."""
+        """Evaluate greedily and sampled on the held-out questions and write the phase down; read it where it is
+        written.
+        """
         name, step = phase.name, phase.step
         file = f"phases/{name.replace(' ', '-')}.json"
         if not distributed.broadcast(file, lambda: self.store.exists(file)):
@@ -393,7 +409,9 @@ class Run:
         self.store.create(f"{folder}.parquet", shards.encode(scores.greedy.trajectories))
 
     def solved_question(self, name: str) -> tuple[Question, Trajectory] | None:
-        """A held-out question that the policy of a phase solved, greedily: the one with most searches, as it says most."""
+        """A held-out question that the policy of a phase solved, greedily: the one with most searches, as it says
+        most.
+        """
         path = f"eval/{name.replace(' ', '-')}.parquet"
         trajectories = shards.decode(self.store.read(path), path)
         questions = {question.id: question for question in held_out_questions(self.task, self.config)}

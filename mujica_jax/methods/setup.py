@@ -42,7 +42,8 @@ from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import CONFIG, Store, open_run
 
 TOKENIZER = "tokenizer"
-# 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not at all.
+# 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not
+# at all.
 INITIALIZER_RANGE = 0.05
 SCRIPT_REPEATS = 200  # how often the scripts' own words are shown to the tokenizer, so that each becomes one token
 
@@ -95,10 +96,13 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
 
 
 def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
-    """The run as its first process began it: every other one must find it, or each would train by itself on a disk of its own."""
+    """The run as its first process began it: every other one must find it, or each would train by itself on a disk of
+    its own.
+    """
     if not distributed.is_primary() and not Store(directory).exists(CONFIG):
         raise UserError(
-            f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has begun: "
+            f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has "
+            "begun: "
             "give a --run directory that all hosts share"
         )
     return open_run(directory, about, ignore=("run", "metrics", "profile", "distributed"))
@@ -132,10 +136,13 @@ def build_task(config: Config) -> Task:
 
 
 def load_model(directory: str | Path, config: Config, mesh: Mesh | None = None) -> tuple[Tokenizer, Decoder]:
-    """A Hugging Face checkpoint, laid out over a mesh where one is given; its vocabulary must hold every id of the tokenizer."""
+    """A Hugging Face checkpoint, laid out over a mesh where one is given; its vocabulary must hold every id of the
+    tokenizer.
+    """
     if not Path(directory).is_dir():
         raise UserError(
-            f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, with config.json, tokenizer.json "
+            f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, with config.json, "
+            "tokenizer.json "
             "and *.safetensors"
         )
     tokenizer, decoder = Tokenizer.load(directory), load_checkpoint(directory, dtype=config.trainer.dtype, mesh=mesh)
@@ -183,7 +190,9 @@ def require_packages(config: Config) -> None:
 
 
 def check_dtypes(config: Config) -> None:
-    """This platform computes in the types that the configuration names: each is tried, for no table of platforms stays true."""
+    """This platform computes in the types that the configuration names: each is tried, for no table of platforms stays
+    true.
+    """
     named = {
         "trainer.dtype": config.trainer.dtype,
         "engine.cache_dtype": CACHE_DTYPES.get(config.engine.cache_dtype, config.trainer.dtype),
@@ -210,7 +219,9 @@ def _product_in(dtype: jnp.dtype) -> jax.Array:
 
 
 def _mesh(config: Config) -> Mesh:
-    """The machine has the devices, and they run the attention kernel that is asked for. Known before a checkpoint is read."""
+    """The machine has the devices, and they run the attention kernel that is asked for. Known before a checkpoint is
+    read.
+    """
     check_platform(config.trainer.attention)
     check_dtypes(config)
     return make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)

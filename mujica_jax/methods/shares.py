@@ -1,7 +1,7 @@
 """Work that the hosts of a job share: each plays a part with its own engine, and all meet in the store.
 
-What a unit of work gives does not depend on who plays it (`run.Run.sample_waves`), so the number of hosts changes only who does what. With
-one process nothing of this happens.
+What a unit of work gives does not depend on who plays it (`run.Run.sample_waves`), so the number of hosts changes only
+who does what. With one process nothing of this happens.
 """
 
 import itertools
@@ -29,7 +29,9 @@ def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
 
 
 def gather(store: Store, name: str, own: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """The trajectories of all processes in the order of what `distributed.shard_for_process` dealt out; each brings its own."""
+    """The trajectories of all processes in the order of what `distributed.shard_for_process` dealt out; each brings its
+    own.
+    """
     if distributed.processes() == 1:
         return own
     count = distributed.processes()

@@ -1,12 +1,13 @@
 """What methods do by plain maximum likelihood: the warm-up before them, and the equal-compute control beside them.
 
-Warm-up: a policy that knows the format. From scratch: learn plain text about the training side of the task (in place of pre-training),
-then a fixed set of scripted demonstrations. With a checkpoint (`--init`): sample trajectories under worked examples, keep those with
-EM = 1, and learn them without the examples (appendix D.3 of the Mujica-MyGO paper).
+Warm-up: a policy that knows the format. From scratch: learn plain text about the training side of the task (in place of
+pre-training), then a fixed set of scripted demonstrations. With a checkpoint (`--init`): sample trajectories under
+worked examples, keep those with EM = 1, and learn them without the examples (appendix D.3 of the Mujica-MyGO paper).
 
-Control: what a method's computation gives when it is spent on the warm-up's own demonstrations. From the warmed-up state, training goes
-on over the same rows with the method's learning rates, until as many floating-point operations are spent as the method used for
-sampling and learning together. A token that goes forward counts one, a trained slot three (the backward pass costs twice the forward).
+Control: what a method's computation gives when it is spent on the warm-up's own demonstrations. From the warmed-up
+state, training goes on over the same rows with the method's learning rates, until as many floating-point operations are
+spent as the method used for sampling and learning together. A token that goes forward counts one, a trained slot three
+(the backward pass costs twice the forward).
 """
 
 import asyncio
@@ -113,7 +114,8 @@ def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str
     if kept:
         shortest = min(len(row.token_ids) for row in training_rows(kept))
         return (
-            f"no conversation of the {len(kept)} warm-up trajectories fits trainer.row_tokens {run.config.trainer.row_tokens}, the "
+            f"no conversation of the {len(kept)} warm-up trajectories fits trainer.row_tokens "
+            f"{run.config.trainer.row_tokens}, the "
             f"shortest has {shortest} tokens: raise trainer.row_tokens"
         )
     if run.config.init:
@@ -137,8 +139,8 @@ def from_scratch(task: Task) -> FromScratchTask:
 
 
 def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Play the demonstrations in their environments. A script that fails by a miss stays in, as the noise it is meant to be; one
-    that cannot reach the gold answer is left out.
+    """Play the demonstrations in their environments. A script that fails by a miss stays in, as the noise it is meant
+    to be; one that cannot reach the gold answer is left out.
     """
     policy = ScriptedPolicy(run.tokenizer, miss_rate=run.config.warmup.miss_rate, seed=run.config.seed)
     demonstrations = from_scratch(run.task).demonstrations()
@@ -159,7 +161,8 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     slipped = [any(search.query in policy.missed for search in t.searches) for t in trajectories]
     kept = [t for t, *keep in zip(trajectories, right, slipped, strict=True) if any(keep)]
     run.progress.line(
-        f"{sum(right)} of {len(trajectories)} scripted demonstrations reach the gold answer, {len(kept) - sum(right)} of the others "
+        f"{sum(right)} of {len(trajectories)} scripted demonstrations reach the gold answer, {len(kept) - sum(right)} "
+        "of the others "
         f"fail by a miss; these {len(kept)} are kept"
     )
     return trajectories, kept
@@ -195,7 +198,8 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
         run.counted(SAMPLING, WARM_UP.step),
         run.progress.stage(name, total=wanted, unit="correct", live=run.counters.figures) as stage,
     ):
-        # As many shards at a time as there are processes; what is played beyond what is wanted is not used, whatever their number.
+        # As many shards at a time as there are processes; what is played beyond what is wanted is not used, whatever
+        # their number.
         numbered = enumerate(orders)
         while group := list(itertools.islice(numbered, distributed.processes())):
             play_share(run.progress, name, [functools.partial(unit, shard, order) for shard, order in group])
@@ -247,7 +251,9 @@ def _pretrain(run: Run) -> TrainState:
 
 
 def document_rows(run: Run, count: int, stream: int) -> list[Conversation]:
-    """`count` documents as rows, all of their tokens trained, without those longer than a row; `stream` chooses other documents."""
+    """`count` documents as rows, all of their tokens trained, without those longer than a row; `stream` chooses other
+    documents.
+    """
     return run.fitting(list(itertools.islice(_documents(run, stream), count)), "documents")
 
 

@@ -69,7 +69,8 @@ def check_platform(implementation: Implementation) -> None:
     needed = {"splash": "tpu", "cudnn": "gpu"}.get(implementation, platform)
     if platform != needed:
         raise UserError(
-            f"trainer.attention {implementation} runs on {needed} and this is {platform}: use auto, which takes the platform's own kernel"
+            f"trainer.attention {implementation} runs on {needed} and this is {platform}: use auto, which takes the "
+            "platform's own kernel"
         )
 
 

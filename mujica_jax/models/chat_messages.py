@@ -36,7 +36,8 @@ def read_messages(parts: Sequence[Part], scaffold: Scaffold, spell: Callable[[in
         piece = getattr(scaffold, name)
         if scaffold.before_system is not None and not any(isinstance(part, int) for part in piece):
             raise UserError(
-                f"the chat template puts {''.join(map(str, piece))!r} between two messages, where text could say the same: "
+                f"the chat template puts {''.join(map(str, piece))!r} between two messages, where text could say the "
+                "same: "
                 "use a template that parts messages by special tokens"
             )
     reader = _Reader(parts, spell)
@@ -67,7 +68,8 @@ class _Reader:
         rest = _after(self.parts, piece)
         if rest is None:
             raise UserError(
-                f"the conversation begins with {self.parts[:4]} and the chat template with {list(piece)}: use the tokenizer "
+                f"the conversation begins with {self.parts[:4]} and the chat template with {list(piece)}: use the "
+                "tokenizer "
                 "that rendered it"
             )
         self.parts = rest
@@ -84,7 +86,8 @@ class _Reader:
                     return said.removesuffix(lead)
             said += self._spell(part) if isinstance(part, int) else part
         raise UserError(
-            f"the conversation ends after {said[-40:]!r} where the chat template goes on with {list(pieces[0])}: send it up to the "
+            f"the conversation ends after {said[-40:]!r} where the chat template goes on with {list(pieces[0])}: send "
+            "it up to the "
             "place where the model writes"
         )
 

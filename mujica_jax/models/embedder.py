@@ -1,8 +1,8 @@
 """Texts to vectors, by an encoder (`models.encoder`) in the sentence-transformers layout.
 
-What is read of a folder beside the encoder's files: `tokenizer.json`; `modules.json` with `1_Pooling/config.json` says how
-token states become one vector, `sentence_bert_config.json` how many tokens are read, `config_sentence_transformers.json`
-which prefix queries and passages carry.
+What is read of a folder beside the encoder's files: `tokenizer.json`; `modules.json` with `1_Pooling/config.json` says
+how token states become one vector, `sentence_bert_config.json` how many tokens are read,
+`config_sentence_transformers.json` which prefix queries and passages carry.
 
 Texts are sorted by length and padded to a few lengths, so that a corpus compiles a handful of programs and pads little;
 the rows of a batch are split over the mesh's `data` axis.

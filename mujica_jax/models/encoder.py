@@ -1,7 +1,7 @@
 """A BERT encoder: bge, e5, contriever and MiniLM checkpoints in the Hugging Face layout.
 
-BERT of Devlin et al. (2019): learned positions, bidirectional attention, layer norm after each residual. `config.json` and
-`*.safetensors` of a folder are read. Called by `embedder`, which makes one vector of a text.
+BERT of Devlin et al. (2019): learned positions, bidirectional attention, layer norm after each residual. `config.json`
+and `*.safetensors` of a folder are read. Called by `embedder`, which makes one vector of a text.
 """
 
 import dataclasses
@@ -73,7 +73,8 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
         raise UserError(f"config.json lacks {missing.args[0]}: give a BERT checkpoint") from None
     if config.hidden_size % config.num_heads:
         raise UserError(
-            f"config.json has hidden_size {config.hidden_size} and num_attention_heads {config.num_heads}: the heads must divide it"
+            f"config.json has hidden_size {config.hidden_size} and num_attention_heads {config.num_heads}: the heads "
+            "must divide it"
         )
     return config
 

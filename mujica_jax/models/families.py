@@ -44,7 +44,8 @@ class Llama3RopeScaling:
     def __post_init__(self) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
-                f"rope scaling has high_freq_factor {self.high_freq_factor} and low_freq_factor {self.low_freq_factor}: "
+                f"rope scaling has high_freq_factor {self.high_freq_factor} and low_freq_factor "
+                f"{self.low_freq_factor}: "
                 "give a high_freq_factor above low_freq_factor"
             )
 
@@ -185,7 +186,8 @@ def _refuse_other_mathematics(family: Family, config: Mapping[str, Any]) -> None
     for name, (found, supported) in unsupported.items():
         if found != supported:
             raise UserError(
-                f"config.json sets {name} to {found!r}, this decoder computes only {supported!r}: choose another checkpoint"
+                f"config.json sets {name} to {found!r}, this decoder computes only {supported!r}: choose another "
+                "checkpoint"
             )
 
 
@@ -207,8 +209,10 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]
         fields.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     if kind != "llama3" or set(fields) != expected:
         raise UserError(
-            f"rope type {kind!r} with fields {sorted(fields)} is not supported, 'default' without fields and 'llama3' with "
-            f"{sorted(expected)} are: choose another checkpoint, or remove a scaling that you do not need from config.json"
+            f"rope type {kind!r} with fields {sorted(fields)} is not supported, 'default' without fields and 'llama3' "
+            "with "
+            f"{sorted(expected)} are: choose another checkpoint, or remove a scaling that you do not need from "
+            "config.json"
         )
     return theta, Llama3RopeScaling(**fields)
 

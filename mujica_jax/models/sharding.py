@@ -54,7 +54,8 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     must_use_all = len({device.process_index for device in available}) > 1
     if wanted > len(available) or (must_use_all and wanted != len(available)):
         raise UserError(
-            f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices and {len(available)} are available: "
+            f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices and {len(available)} are "
+            "available: "
             f"choose three numbers whose product is {'' if must_use_all else 'at most '}{len(available)}, "
             f"for example data=1, fsdp={len(available)}, tensor=1"
         )
@@ -122,7 +123,8 @@ def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if count % parts:
         raise UserError(
-            f"a batch of {count} rows cannot be split over data x fsdp = {parts} devices: use a multiple of {parts} rows"
+            f"a batch of {count} rows cannot be split over data x fsdp = {parts} devices: use a multiple of {parts} "
+            "rows"
         )
     if jax.process_count() == 1:
         return np.arange(count)

@@ -183,7 +183,8 @@ def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
     pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLED)
     if pickled:
         raise UserError(
-            f"{folder} has only pickled weights ({pickled[0]}), which can run code when opened: convert them to safetensors first"
+            f"{folder} has only pickled weights ({pickled[0]}), which can run code when opened: convert them to "
+            "safetensors first"
         )
     raise UserError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the directory of a Hugging Face checkpoint"

@@ -1,7 +1,8 @@
-"""What a user sees of a run: progress of a stage, the closing table, one solved question as a tree, and the metrics files.
+"""What a user sees of a run: progress of a stage, the closing table, one solved question as a tree, and the metrics
+files.
 
-Methods and entry points call this; it computes no score. Percentages are percent here (0 to 100), times are seconds. rich and
-tensorboardX are imported at their first use, so that importing this package costs nothing.
+Methods and entry points call this; it computes no score. Percentages are percent here (0 to 100), times are seconds.
+rich and tensorboardX are imported at their first use, so that importing this package costs nothing.
 """
 
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics

@@ -1,4 +1,6 @@
-"""The metrics of a run: `metrics.jsonl`, TensorBoard files and, if asked for, Weights & Biases. Nothing counted twice after a resume."""
+"""The metrics of a run: `metrics.jsonl`, TensorBoard files and, if asked for, Weights & Biases. Nothing counted twice
+after a resume.
+"""
 
 import json
 import math
@@ -23,11 +25,12 @@ TENSORBOARD_SUFFIX = ".metrics"  # tells this file from those of other writers i
 class MetricsLog:
     """Appends to `metrics.jsonl`, one object a line, and the numbers among its values to a TensorBoard file beside it.
 
-    A line is {"phase", "step", "time", ...values}. (phase, step) is its key: a resumed run that comes past a step again finds it in
-    the file and writes nothing. Within a phase steps rise. A last line that a kill cut short is removed at opening. The TensorBoard
-    file follows from the lines: it is made with the first number written, anew after a resume, since the kill may have come between
-    the two. On local disk nothing is held back: what was written is in the files, and a full disk is an error at that line. In a
-    bucket lines wait some seconds for an upload; `flush` is called before anything is written that a resumed run goes on from.
+    A line is {"phase", "step", "time", ...values}. (phase, step) is its key: a resumed run that comes past a step again
+    finds it in the file and writes nothing. Within a phase steps rise. A last line that a kill cut short is removed at
+    opening. The TensorBoard file follows from the lines: it is made with the first number written, anew after a resume,
+    since the kill may have come between the two. On local disk nothing is held back: what was written is in the files,
+    and a full disk is an error at that line. In a bucket lines wait some seconds for an upload; `flush` is called
+    before anything is written that a resumed run goes on from.
     """
 
     def __init__(
@@ -56,7 +59,9 @@ class MetricsLog:
         return step <= self._last_step.get(phase, -1)
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
-        """Append one line; False where an earlier run has written it. Values are strings, or numbers (anything `float` takes)."""
+        """Append one line; False where an earlier run has written it. Values are strings, or numbers (anything `float`
+        takes).
+        """
         if step <= self._earlier.get(phase, -1):
             return False
         last = self._last_step.get(phase, -1)
@@ -129,8 +134,8 @@ class NoMetrics:
 class _TensorBoard:
     """An event file, written in this thread.
 
-    tensorboardX's SummaryWriter hands events to a thread of its own through a bounded queue. On a full disk that thread ends, and the
-    queue then blocks the run for ever.
+    tensorboardX's SummaryWriter hands events to a thread of its own through a bounded queue. On a full disk that thread
+    ends, and the queue then blocks the run for ever.
     """
 
     def __init__(self, directory: RunPath) -> None:
@@ -189,7 +194,9 @@ def _last_steps(path: RunPath) -> dict[str, int]:
 
 
 def _json_value(value: Any) -> int | float | str:
-    """Strings and integers as they are, anything else as a float; JSON has no word for nan and inf: they become strings."""
+    """Strings and integers as they are, anything else as a float; JSON has no word for nan and inf: they become
+    strings.
+    """
     if isinstance(value, str | int):
         return value
     number = float(value)

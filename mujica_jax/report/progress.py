@@ -30,7 +30,8 @@ class Progress:
         with report.stage("warm-up", total=600, unit="steps") as stage:
             stage.update(120, loss=0.71, tokens_per_second=41_000)
 
-    A stage inside another one is shown below it. `stream` is stdout unless given; `live` overrides what the stream says of itself.
+    A stage inside another one is shown below it. `stream` is stdout unless given; `live` overrides what the stream says
+    of itself.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Progress:
     ) -> Iterator["Stage"]:
         """Show a stage until the block ends, then leave one line. `done` is what an earlier run had finished already.
 
-        `live` gives figures of the moment. It is asked whenever the stage is shown, on a terminal from the display's own thread.
+        `live` gives figures of the moment. It is asked whenever the stage is shown, on a terminal from the display's
+        own thread.
         """
         stage = Stage(self, name, total=total, unit=unit, done=done, clock=self._clock, live=live)
         with self._display() if self._live and not self._open else contextlib.nullcontext():
@@ -162,8 +164,8 @@ class Stage:
     def update(self, done: int, **figures: Figure) -> None:
         """`done` of `total` units so far, and figures to show with them; a figure stays until a newer one replaces it.
 
-        `acceptance` is a share (0 to 1), `em` and `f1` are percent. Costs about a microsecond: call it after every unit. Figures are
-        Python numbers: a device array would wait for the device.
+        `acceptance` is a share (0 to 1), `em` and `f1` are percent. Costs about a microsecond: call it after every
+        unit. Figures are Python numbers: a device array would wait for the device.
         """
         self.done = done
         self._values = self._values | figures  # a new one: the display reads it from its own thread

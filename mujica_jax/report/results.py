@@ -56,7 +56,9 @@ def summary_dict(summary: Summary) -> dict[str, Any]:
 
 
 def closing_table(phases: Sequence[PhaseRow]) -> "Table":
-    """A row a phase: scores in percent, greedy unless it says sampled, and searches a question. For `Progress.show` or `plain`."""
+    """A row a phase: scores in percent, greedy unless it says sampled, and searches a question. For `Progress.show` or
+    `plain`.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -99,7 +101,8 @@ def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any]) -> "Table
 
 
 def question_tree(question: Question, trajectory: Trajectory) -> "Tree":
-    """Question -> iterations -> sub-questions, each with the evidence its worker chose and the sentence it wrote; then the answer.
+    """Question -> iterations -> sub-questions, each with the evidence its worker chose and the sentence it wrote; then
+    the answer.
 
     Data is shown literally: "[bold]" in a passage is no markup, and control characters are made visible.
     """

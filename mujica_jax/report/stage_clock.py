@@ -15,7 +15,9 @@ COMPILING = "compiling"
 
 
 class StageClock:
-    """Stages may lie inside one another: the inner one has the time. Seconds of compilation are their own stage wherever they fall."""
+    """Stages may lie inside one another: the inner one has the time. Seconds of compilation are their own stage
+    wherever they fall.
+    """
 
     def __init__(
         self, *, compiled: Callable[[], float] = lambda: 0.0, clock: Callable[[], float] = time.monotonic

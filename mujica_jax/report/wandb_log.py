@@ -1,9 +1,10 @@
-"""The lines of `metrics.jsonl` to Weights & Biases, for those who have it: an optional package, imported when a run asks for it.
+"""The lines of `metrics.jsonl` to Weights & Biases, for those who have it: an optional package, imported when a run
+asks for it.
 
-Every phase has its own count of steps, as in the file. A run directory is one run there: a restart finds the identifier in the
-directory's `wandb/` and adds to it the lines that are new. The files of a run in a bucket are in `./wandb`, and each start is a run of
-its own there. What a kill took between a line and its arrival is in `metrics.jsonl` alone. In offline mode nothing leaves the machine
-until `wandb sync DIR/wandb/offline-run-*`.
+Every phase has its own count of steps, as in the file. A run directory is one run there: a restart finds the identifier
+in the directory's `wandb/` and adds to it the lines that are new. The files of a run in a bucket are in `./wandb`, and
+each start is a run of its own there. What a kill took between a line and its arrival is in `metrics.jsonl` alone. In
+offline mode nothing leaves the machine until `wandb sync DIR/wandb/offline-run-*`.
 """
 
 import importlib
@@ -52,7 +53,8 @@ class WandbLog:
             )
         except (wandb.Error, ValueError) as error:
             raise UserError(
-                f"wandb does not start in mode {mode} ({str(error).splitlines()[0]}): log in with `wandb login`, or set metrics.wandb "
+                f"wandb does not start in mode {mode} ({str(error).splitlines()[0]}): log in with `wandb login`, or "
+                "set metrics.wandb "
                 "to offline or off"
             ) from error
         self._phases: set[str] = set()

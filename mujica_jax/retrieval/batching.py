@@ -1,4 +1,6 @@
-"""Queries of many agents on their way to one index, service or endpoint: together in batches, the same one only once."""
+"""Queries of many agents on their way to one index, service or endpoint: together in batches, the same one only
+once.
+"""
 
 import asyncio
 import math
@@ -44,7 +46,8 @@ class Batcher(Generic[Result]):
         else:
             if len(self._waiting) >= self.max_waiting:
                 raise RetrieverOverloaded(
-                    f"{len(self._waiting)} searches wait, of at most {self.max_waiting}: come back later, or send fewer "
+                    f"{len(self._waiting)} searches wait, of at most {self.max_waiting}: come back later, or send "
+                    "fewer "
                     "at once"
                 )
             future = self._waiting[query, k] = loop.create_future()

@@ -43,8 +43,9 @@ class RemoteRetriever(Counted):
         concurrency: int = 8,
         policy: RetryPolicy = POLICY,
     ) -> None:
-        """`version` is that of the index; None takes what the first answer says. Another one later is refused: results would change
-        in the middle of a run."""
+        """`version` is that of the index; None takes what the first answer says. Another one later is refused: results
+        would change in the middle of a run.
+        """
         super().__init__()
         self.url, self.version = url.rstrip("/"), version
         self._client = HttpClient(
@@ -136,7 +137,8 @@ class RemoteRetriever(Counted):
             self.version = version
         elif version != self.version:
             raise RetrieverRefused(
-                f"{self.url} serves version {version} of its index and version {self.version} was searched before: serve that one again, "
+                f"{self.url} serves version {version} of its index and version {self.version} was searched before: "
+                "serve that one again, "
                 "or begin anew"
             )
 
@@ -150,7 +152,8 @@ def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
         raise UserError(error.reason) from error
     if (health.kind == "bm25") != (retriever == "bm25"):
         raise UserError(
-            f"retriever is {retriever} and {url} serves an index of kind {health.kind}: give another address or retriever"
+            f"retriever is {retriever} and {url} serves an index of kind {health.kind}: give another address or "
+            "retriever"
         )
     if top_k > health.passages:
         raise UserError(f"top_k is {top_k} and {url} serves an index of {health.passages:,} passages: lower top_k")

@@ -1,4 +1,6 @@
-"""What a retriever raises when a search cannot be answered. Agents catch RetrievalError; the episode ends as `retriever_failed`."""
+"""What a retriever raises when a search cannot be answered. Agents catch RetrievalError; the episode ends as
+`retriever_failed`.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,7 +9,9 @@ from mujica_jax.http.client import DeadlineExceeded, HttpError, RequestRefused
 
 
 class RetrievalError(Exception):
-    """A search that failed. `reason` is one sentence; `retryable` says whether the same search may succeed a moment later."""
+    """A search that failed. `reason` is one sentence; `retryable` says whether the same search may succeed a moment
+    later.
+    """
 
     def __init__(self, reason: str, *, retryable: bool) -> None:
         super().__init__(reason)

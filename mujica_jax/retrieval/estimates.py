@@ -34,8 +34,8 @@ CENTROID_ROUNDS = 13  # of ScaNN's clustering, with one that chooses where it be
 # it writes, the codebook once for every partition, with so many bytes a centre.
 SAMPLES_HELD, CHUNKS_HELD, CENTRES_A_BLOCK, CENTRE_BYTES = 4, 3, 16, 320
 FLOAT32_BYTES = 4
-# What an index of words was seen to hold while it is built: a number a word of the corpus, an array a passage, and while
-# scores are computed so many bytes for each passage of each word. The passages themselves are mapped.
+# What an index of words was seen to hold while it is built: a number a word of the corpus, an array a passage, and
+# while scores are computed so many bytes for each passage of each word. The passages themselves are mapped.
 WORD_BYTES, PASSAGE_BYTES, POSTING_BYTES = 4, 100, {"default": 40, "elasticsearch": 60}
 MATRIX = 1024  # rows and columns of the product that is timed
 GRAPH_SAMPLE_BYTES = 2**25  # of each file of triples, decompressed
@@ -65,7 +65,8 @@ def estimate_corpus(spec: IndexSpec, passages: int | None = None) -> Estimate:
         passages = len(sample) + sum(1 for _ in stream)
     if not sample or passages < 1:
         raise UserError(
-            f"{', '.join(spec.corpus)}: {len(sample)} passages were read and {passages} are asked for: give at least one"
+            f"{', '.join(spec.corpus)}: {len(sample)} passages were read and {passages} are asked for: give at least "
+            "one"
         )
     found = estimate_sample(spec, sample, passages)
     left_out = {} if skipped is None else {"skipped": skipped.count}

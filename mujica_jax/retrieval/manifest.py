@@ -5,8 +5,8 @@
     INDEX/...              what the kind of index needs
     INDEX/manifest.json    written last, by rename: every file with its size and checksum, and the version of the whole
 
-A directory without a manifest is half-built and never opened. Opening compares every file with its checksum, about a second a gigabyte.
-A damaged one is never mended in place: it is removed and built again.
+A directory without a manifest is half-built and never opened. Opening compares every file with its checksum, about a
+second a gigabyte. A damaged one is never mended in place: it is removed and built again.
 """
 
 import contextlib
@@ -65,12 +65,14 @@ def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
     manifest = read_json(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise UserError(
-            f"{folder / MANIFEST} is of format {manifest.get('format')!r} and format {FORMAT} is read here: {again(folder)}"
+            f"{folder / MANIFEST} is of format {manifest.get('format')!r} and format {FORMAT} is read here: "
+            f"{again(folder)}"
         )
     content = {name: value for name, value in manifest.items() if name not in (*ABOUT_CONTENT, *NOT_CONTENT)}
     if manifest["version"] != (found := _version(content, manifest["files"])):
         raise UserError(
-            f"{folder / MANIFEST} is damaged (its version is {manifest['version']!r} and what it says makes {found!r}): {again(folder)}"
+            f"{folder / MANIFEST} is damaged (its version is {manifest['version']!r} and what it says makes "
+            f"{found!r}): {again(folder)}"
         )
     for name in WHERE:
         if not isinstance(value := manifest.get(name), str | None):
@@ -83,7 +85,8 @@ def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
             raise UserError(f"{path} has {size:,} bytes and the manifest says {entry['bytes']:,}: {again(folder)}")
         if (found := sha256_of(path)) != entry["sha256"]:
             raise UserError(
-                f"{path} is damaged (its sha256 is {found[:12]}... and the manifest says {entry['sha256'][:12]}...): {again(folder)}"
+                f"{path} is damaged (its sha256 is {found[:12]}... and the manifest says {entry['sha256'][:12]}...): "
+                f"{again(folder)}"
             )
     return manifest
 
@@ -166,7 +169,8 @@ def _written(folder: Path) -> Iterator[None]:
             raise
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise UserError(
-            f"{folder} cannot be written ({reason}): make room where its disk, a quota or a limit (ulimit -f) is used up, and the "
+            f"{folder} cannot be written ({reason}): make room where its disk, a quota or a limit (ulimit -f) is used "
+            "up, and the "
             "same command goes on where this one was"
         ) from error
 
@@ -177,7 +181,8 @@ def _compare(folder: Path, begun: Mapping[str, Any], plan: Mapping[str, Any]) ->
     if mistaken := [name for name in differing if name not in WHERE]:
         name = "embedder" if mistaken[0] == "embedder_version" and "embedder" in differing else mistaken[0]
         raise UserError(
-            f"{folder} was begun with {name} {begun.get(name)!r} and this build has {plan.get(name)!r}: choose another --out or "
+            f"{folder} was begun with {name} {begun.get(name)!r} and this build has {plan.get(name)!r}: choose another "
+            "--out or "
             "remove the directory"
         )
 

@@ -1,6 +1,7 @@
 """Results of searches on disk, in SQLite: what was asked of one version of an index is never searched again.
 
-A cache that cannot be read or written costs time and no results: it is left alone from there on, and one line on the console says so.
+A cache that cannot be read or written costs time and no results: it is left alone from there on, and one line on the
+console says so.
 """
 
 import logging

@@ -4,9 +4,9 @@
     GET  /healthz   200 after a real search, 503 with the reason where that fails
     GET  /metrics   Prometheus's text format
 
-The line before the index is bounded: who comes when it is full is answered with 429 and Retry-After at once. 400 and 413 say what is wrong
-with a request, 503 and 504 that the index broke or was late; all of them as {"error": sentence}. Queries of all clients that arrive
-together are encoded together.
+The line before the index is bounded: who comes when it is full is answered with 429 and Retry-After at once. 400 and
+413 say what is wrong with a request, 503 and 504 that the index broke or was late; all of them as {"error": sentence}.
+Queries of all clients that arrive together are encoded together.
 """
 
 import asyncio
@@ -94,7 +94,8 @@ def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
             queries, k = _read(await _read_body(request), len(retriever.index.passages))
             if (different := len(set(queries))) > retriever.max_waiting:
                 raise BadRequest(
-                    f"the request has {different} queries and at most {retriever.max_waiting} may wait here: send fewer at once",
+                    f"the request has {different} queries and at most {retriever.max_waiting} may wait here: send "
+                    "fewer at once",
                     413,
                 )
             found = await asyncio.gather(*(retriever.hits(query, k) for query in queries))
@@ -113,7 +114,8 @@ def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
     checking: asyncio.Task[Health] | None = None
 
     async def healthz() -> JSONResponse:
-        nonlocal checking  # who asks while one search is under way hears of that one: however many ask, searches wait for one
+        # who asks while one search is under way hears of that one: however many ask, searches wait for one
+        nonlocal checking
         if checking is None or checking.done():
             checking = asyncio.create_task(retriever.health())
         try:
@@ -150,9 +152,12 @@ def address_of(opened: socket.socket) -> str:
 
 
 def serve_until_told(app: "fastapi.FastAPI", opened: socket.socket, told: str) -> None:
-    """Prints `told` once the port answers. SIGTERM and SIGINT end it from then on: requests under way are answered first."""
+    """Prints `told` once the port answers. SIGTERM and SIGINT end it from then on: requests under way are answered
+    first.
+    """
     server = make_server(app)
-    # The server takes the signals over, and sends those that it got on when it has ended; until then and meanwhile they come here.
+    # The server takes the signals over, and sends those that it got on when it has ended; until then and meanwhile they
+    # come here.
     before = {
         number: signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         for number in (signal.SIGTERM, signal.SIGINT)
@@ -224,7 +229,8 @@ def _answer(index: Index, found: Sequence[Hits]) -> bytes:
             size += len(shown[-1])
             if size > MAX_ANSWER_BYTES:
                 raise BadRequest(
-                    f"the answer would have more than {MAX_ANSWER_BYTES:,} bytes: send fewer queries at once, or a smaller k",
+                    f"the answer would have more than {MAX_ANSWER_BYTES:,} bytes: send fewer queries at once, or a "
+                    "smaller k",
                     413,
                 )
         results.append(b"[" + b",".join(shown) + b"]")

@@ -1,7 +1,8 @@
-"""How fast a device can be: the published figures of TPUs, and for every other device what its largest matrix product reaches.
+"""How fast a device can be: the published figures of TPUs, and for every other device what its largest matrix product
+reaches.
 
-The table stands here once: the share of the peak that training reaches (MFU) and the check that a program fits a chip read it. A CPU has
-no figure worth publishing, so it is measured, in well under a second and once a process.
+The table stands here once: the share of the peak that training reaches (MFU) and the check that a program fits a chip
+read it. A CPU has no figure worth publishing, so it is measured, in well under a second and once a process.
 """
 
 import dataclasses
@@ -46,8 +47,8 @@ def chip_of_topology(topology: str) -> Chip:
 
 
 def peak_flops_per_second(devices: Sequence[Any], dtype: str) -> float:
-    """FLOPs a second of all these devices together: published for chips that are in the table, in bfloat16 whatever `dtype` is,
-    as MFU is always quoted; measured in `dtype` for the others.
+    """FLOPs a second of all these devices together: published for chips that are in the table, in bfloat16 whatever
+    `dtype` is, as MFU is always quoted; measured in `dtype` for the others.
 
     The devices of a CPU are parts of one machine, which is measured as a whole.
     """

@@ -1,8 +1,10 @@
-"""The memory of the host: how much is free, how much was used, and a setting of the C library that decides how fast JAX trains on a CPU.
+"""The memory of the host: how much is free, how much was used, and a setting of the C library that decides how fast JAX
+trains on a CPU.
 
-XLA allocates a program's temporaries anew at every call. glibc hands blocks of that size straight from and back to the kernel, so
-each training step faults in and clears some 100 MB page by page: measured on a decoder of width 64 with 16 rows of 256 tokens, 80 of
-160 ms of processor time. Kept in the process, the memory is touched once. Entry points that compute on a CPU call this first.
+XLA allocates a program's temporaries anew at every call. glibc hands blocks of that size straight from and back to the
+kernel, so each training step faults in and clears some 100 MB page by page: measured on a decoder of width 64 with 16
+rows of 256 tokens, 80 of 160 ms of processor time. Kept in the process, the memory is touched once. Entry points that
+compute on a CPU call this first.
 """
 
 import ctypes
@@ -17,7 +19,8 @@ MAX_INT = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc never to return freed memory to the kernel. False where the C library is another one; nothing is lost then.
+    """Ask glibc never to return freed memory to the kernel. False where the C library is another one; nothing is lost
+    then.
 
     One arena, because the heaps of further ones cannot hold blocks above 64 MB. Call it before JAX starts its threads.
     """

@@ -1,4 +1,6 @@
-"""Where a run comes from: its configuration, the revision of this program, versions. Written once, compared when a run is resumed."""
+"""Where a run comes from: its configuration, the revision of this program, versions. Written once, compared when a run
+is resumed.
+"""
 
 import importlib.metadata
 import platform
@@ -42,7 +44,9 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """The commit, with "+changes" where the package differs from it; None outside a repository that tracks the package."""
+    """The commit, with "+changes" where the package differs from it; None outside a repository that tracks the
+    package.
+    """
     if not _git("ls-files", "--", "records.py"):
         return None
     revision = _git("rev-parse", "HEAD")

@@ -1,7 +1,7 @@
 """The task door: questions by split, an environment for each question, and a scoring rule.
 
-Methods and agents see these protocols and never a concrete task. What only a model that starts from scratch needs (demonstrations,
-pre-training text, text for a tokenizer) is a second protocol, which a real data set may leave out.
+Methods and agents see these protocols and never a concrete task. What only a model that starts from scratch needs
+(demonstrations, pre-training text, text for a tokenizer) is a second protocol, which a real data set may leave out.
 """
 
 import dataclasses
@@ -56,7 +56,9 @@ class Task(Protocol):
 
 @runtime_checkable
 class FromScratchTask(Protocol):
-    """What a task has besides, if a model can start from scratch on it. All of it is of the training side, never of dev or test."""
+    """What a task has besides, if a model can start from scratch on it. All of it is of the training side, never of dev
+    or test.
+    """
 
     def demonstrations(self) -> Sequence[tuple[Question, Environment]]:
         """Questions with gold evidence for scripted demonstrations, each with the environment it is answered in."""

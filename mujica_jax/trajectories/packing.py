@@ -98,7 +98,8 @@ def pack(
     lengths = _lengths(conversations, pairs)
     if lengths.size and lengths.max() > row_tokens:
         raise UserError(
-            f"a {'pair' if pairs else 'conversation'} of {lengths.max()} tokens does not fit into a row of {row_tokens} tokens: "
+            f"a {'pair' if pairs else 'conversation'} of {lengths.max()} tokens does not fit into a row of "
+            f"{row_tokens} tokens: "
             "raise trainer.row_tokens or lower agent.max_trajectory_tokens"
         )
     assert not lengths.size or lengths.min() > 0, "a conversation holds at least one token"

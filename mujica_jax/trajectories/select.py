@@ -4,10 +4,11 @@ After each batch of questions the threshold rises with the policy,
 
     K := max(K', (r_mean / r_sup + 1) / 2 * r_sup)
 
-where r_mean is the mean reward of the batch's *first* attempts, r_sup the best possible reward and K' the previous threshold. The paper
-prints the formula without the factor one half; its K would lie above r_sup and accept nothing, so we read the midpoint of r_mean
-and r_sup. A trajectory is kept if its reward is above K or reaches r_sup (K = r_sup would accept nothing otherwise), at most m a question.
-Learning is then plain maximum likelihood on the planner's conversation and on each of its workers', as independent rows.
+where r_mean is the mean reward of the batch's *first* attempts, r_sup the best possible reward and K' the previous
+threshold. The paper prints the formula without the factor one half; its K would lie above r_sup and accept nothing, so
+we read the midpoint of r_mean and r_sup. A trajectory is kept if its reward is above K or reaches r_sup (K = r_sup
+would accept nothing otherwise), at most m a question. Learning is then plain maximum likelihood on the planner's
+conversation and on each of its workers', as independent rows.
 
 Pure functions, called by `methods.mygo`.
 """
@@ -40,9 +41,9 @@ def select(
 ) -> list[Trajectory]:
     """At most `keep_per_question` accepted trajectories of each question, the earliest attempts first.
 
-    A trajectory whose first conversation (the planner's) repeats, token for token, one already kept for its question is dropped: it
-    would only weigh the same text twice. The result stands in the order in which questions first appear, attempts ascending, whatever
-    the order in which samplers finished within a question.
+    A trajectory whose first conversation (the planner's) repeats, token for token, one already kept for its question is
+    dropped: it would only weigh the same text twice. The result stands in the order in which questions first appear,
+    attempts ascending, whatever the order in which samplers finished within a question.
     """
     by_question: dict[str, list[Trajectory]] = collections.defaultdict(list)
     for trajectory in trajectories:

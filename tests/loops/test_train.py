@@ -1,4 +1,5 @@
-"""Whole runs, started as a user starts them: what they print and leave, what they tell of themselves, and what Ctrl-C leaves.
+"""Whole runs, started as a user starts them: what they print and leave, what they tell of themselves, and what Ctrl-C
+leaves.
 
 One file: the run that its default tests look at is waited for by one worker, while the other one does other tests.
 """

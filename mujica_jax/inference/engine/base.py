@@ -1,13 +1,15 @@
-"""The device side of sampling: KV memory in pages, one program that reads prompts and one that decodes several steps for all slots.
+"""The device side of sampling: KV memory in pages, one program that reads prompts and one that decodes several steps
+for all slots.
 
-An engine holds arrays and no policy. Which request sits in which slot, and which pages it has, is decided in `scheduler.py` with
-`paging.py`. There are two, with the same results:
+An engine holds arrays and no policy. Which request sits in which slot, and which pages it has, is decided in
+`scheduler.py` with `paging.py`. There are two, with the same results:
 
-- `contiguous.ContiguousEngine`, XLA on CPU and GPU: running sequences have a contiguous KV cache beside the pages, and a prefix that many
-  share is kept once and read by all of them together;
+- `contiguous.ContiguousEngine`, XLA on CPU and GPU: running sequences have a contiguous KV cache beside the pages, and
+  a prefix that many share is kept once and read by all of them together;
 - `ragged.RaggedEngine`, TPU: the ragged paged attention kernel reads and the programs write the pages themselves.
 
-Shapes are bounded, so the number of compiled programs is a few dozen whatever the traffic; `compiled_programs` counts them.
+Shapes are bounded, so the number of compiled programs is a few dozen whatever the traffic; `compiled_programs` counts
+them.
 """
 
 import abc
@@ -104,8 +106,9 @@ class Engine(abc.ABC):
         mesh: Mesh | None = None,
         cache_dtype: DTypeLike | None = None,
     ) -> None:
-        """With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys and values are kept in the compute type
-        unless `cache_dtype` says otherwise; they are computed with in the compute type."""
+        """With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys and values are kept in
+        the compute type unless `cache_dtype` says otherwise; they are computed with in the compute type.
+        """
         if mesh is not None:
             check_heads(decoder.config, mesh)
         self.config = decoder.config
@@ -160,7 +163,9 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (from, to), in the order of their leases: a page may be copied from and then copied to, never the other way."""
+        """Copy pages (from, to), in the order of their leases: a page may be copied from and then copied to, never the
+        other way.
+        """
 
     @abc.abstractmethod
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
@@ -176,8 +181,9 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
-        """The slot's request is over. `broken_pages` hold values that are not finite: masked positions weigh 0, and 0 x NaN is NaN
-        for whoever comes next, so they and the slot are emptied."""
+        """The slot's request is over. `broken_pages` hold values that are not finite: masked positions weigh 0, and 0 x
+        NaN is NaN for whoever comes next, so they and the slot are emptied.
+        """
 
 
 def advance(
@@ -208,8 +214,9 @@ def filtered(state: SlotState) -> bool:
 
 
 def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*shape"]:
-    """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its range would become NaN; and int8
-    would wrap round."""
+    """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its range would become NaN;
+    and int8 would wrap round.
+    """
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(values), -LEVELS, LEVELS).astype(dtype)
     if jnp.dtype(dtype).itemsize == 1:

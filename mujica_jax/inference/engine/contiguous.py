@@ -1,17 +1,20 @@
-"""The engine on XLA, for CPU and GPU: every running request has a row of contiguous memory, the pages are where it comes from and goes.
+"""The engine on XLA, for CPU and GPU: every running request has a row of contiguous memory, the pages are where it
+comes from and goes.
 
-Gathering pages anew at every step would cost as much memory traffic as the step itself. So a request's pages are loaded into its slot's
-row once, decoding goes on in the row, and what was computed is written back to the pages when it is to be shared. A row remembers which
-pages it holds, so a conversation that comes back to its slot loads nothing.
+Gathering pages anew at every step would cost as much memory traffic as the step itself. So a request's pages are loaded
+into its slot's row once, decoding goes on in the row, and what was computed is written back to the pages when it is to
+be shared. A row remembers which pages it holds, so a conversation that comes back to its slot loads nothing.
 
-What several rows begin with (a system prompt, worked examples) is held once, as a prefix: its scores are one matrix product for all rows
-instead of a read for each, and the rows hold only what follows. With a shared prompt of 384 tokens this reads a third of the memory
-(prefix sharing as in Hydragen, arXiv 2402.05099, section 3). Rows are as wide as the longest of them needs, in steps of 1, 1.5, 2, 3, ...,
-and there are as many as run: all slots, half or a quarter of them.
+What several rows begin with (a system prompt, worked examples) is held once, as a prefix: its scores are one matrix
+product for all rows instead of a read for each, and the rows hold only what follows. With a shared prompt of 384 tokens
+this reads a third of the memory (prefix sharing as in Hydragen, arXiv 2402.05099, section 3). Rows are as wide as the
+longest of them needs, in steps of 1, 1.5, 2, 3, ..., and there are as many as run: all slots, half or a quarter of
+them.
 
-Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim], where n counts pages, rows or prefixes:
-both products then run along what lies together (on CPU a fifth to a half faster with 48 rows than keys laid out like values, and as fast
-with 256). Token t of a sequence lies at t - offset of its row, where offset is the length of its prefix.
+Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim], where n counts
+pages, rows or prefixes: both products then run along what lies together (on CPU a fifth to a half faster with 48 rows
+than keys laid out like values, and as fast with 256). Token t of a sequence lies at t - offset of its row, where offset
+is the length of its prefix.
 """
 
 import dataclasses
@@ -88,7 +91,9 @@ class ContiguousEngine(Engine):
         self._start(pages)
 
     def _start(self, pages: memory.KeysValues) -> None:
-        """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of one that was never killed."""
+        """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of one that was never
+        killed.
+        """
         rows = self._empty(self._row_levels[0], min(self._smallest_width, self._largest_width))
         self._memory = memory.Memory(pages, rows, self._empty(1, 0))
         self._slot_caches = [_SlotCache() for _ in range(self.slots)]
@@ -183,7 +188,8 @@ class ContiguousEngine(Engine):
         held = self._slot_caches[slot]
         held.active, held.last_used = False, self._clock
         if broken_pages:
-            # A request that was given up before its prompt was read has no row; -1 would be the last one, which is somebody else's.
+            # A request that was given up before its prompt was read has no row; -1 would be the last one, which is
+            # somebody else's.
             row = held.row if held.row >= 0 else self._num_rows
             for some in _parts([(page,) for page in broken_pages]):
                 (pages,) = _padded(some, (self.num_pages,))
@@ -391,7 +397,9 @@ class ContiguousEngine(Engine):
 
 
 def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """The longest beginning that at least MIN_PREFIX_ROWS sequences, and half of those that begin as they do, have in common."""
+    """The longest beginning that at least MIN_PREFIX_ROWS sequences, and half of those that begin as they do, have in
+    common.
+    """
     common: list[tuple[int, int]] = []
     while True:
         counts: dict[tuple[int, int], int] = {}

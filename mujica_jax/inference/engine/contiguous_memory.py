@@ -1,4 +1,6 @@
-"""The memory of the resident engine, and the programs that move what is in it. No model, no policy; the layout stands in `resident.py`."""
+"""The memory of the resident engine, and the programs that move what is in it. No model, no policy; the layout stands
+in `resident.py`.
+"""
 
 import functools
 from collections.abc import Callable

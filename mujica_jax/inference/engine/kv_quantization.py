@@ -3,10 +3,10 @@
     kept = round(x / scale)        scale = MARGIN * max |x| / 127, over the keys, or values, of one channel
     query . key = (query * scale of the keys) . kept        mixed values = (weights . kept) * scale of the values
 
-So attention itself computes as ever, on any platform. Rotary angles turn channel i and i + head_dim / 2 into each other as positions
-grow: the two share a scale. The maxima are taken over random tokens, as a function of the policy alone: what was asked before changes no
-answer. What lies beyond the range is clipped (`engine.narrowed`). A channel's scale holds for all positions, so it is not stored with
-them. Called by the engines where `cache_dtype` is int8.
+So attention itself computes as ever, on any platform. Rotary angles turn channel i and i + head_dim / 2 into each other
+as positions grow: the two share a scale. The maxima are taken over random tokens, as a function of the policy alone:
+what was asked before changes no answer. What lies beyond the range is clipped (`engine.narrowed`). A channel's scale
+holds for all positions, so it is not stored with them. Called by the engines where `cache_dtype` is int8.
 """
 
 import functools
@@ -54,7 +54,8 @@ def calibrate_scales(graph: nnx.GraphDef, weights: nnx.State) -> KVScales:
 
 
 def scaled(attend: Callable[..., Any], scales: KVScales | None) -> Callable[..., Any]:
-    """`attend(layer, query, key, value, *memory)` with keys and values divided by their scales, and what it mixes multiplied again.
+    """`attend(layer, query, key, value, *memory)` with keys and values divided by their scales, and what it mixes
+    multiplied again.
 
     The result is an array, or a tuple that begins with it. Without scales nothing is done.
     """

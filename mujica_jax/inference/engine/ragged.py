@@ -1,12 +1,12 @@
 """The engine on TPU: pages are read where they lie, by the ragged paged attention kernel, and written in place.
 
-All layers share one array of pages, [layers x num_pages, page_tokens, 2 x kv_heads, head_dim]; keys and values of a head stand side by
-side, as the kernel wants them, and page n of layer l lies at l x num_pages + n. So the layers run in a scan, compile time does not grow
-with depth, and the array is carried through without a copy. The kernel is told its block sizes: its own table asks the device that runs,
-and fails where a program is compiled for another one.
+All layers share one array of pages, [layers x num_pages, page_tokens, 2 x kv_heads, head_dim]; keys and values of a
+head stand side by side, as the kernel wants them, and page n of layer l lies at l x num_pages + n. So the layers run in
+a scan, compile time does not grow with depth, and the array is carried through without a copy. The kernel is told its
+block sizes: its own table asks the device that runs, and fails where a program is compiled for another one.
 
-Over a mesh the heads are split over `tensor`: each device holds the pages of its own key and value heads, and the kernel runs on each
-device's heads alone.
+Over a mesh the heads are split over `tensor`: each device holds the pages of its own key and value heads, and the
+kernel runs on each device's heads alone.
 """
 
 import functools
@@ -41,7 +41,8 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 
 MIN_PREFILL_TOKENS = 256
-# Of the kernel: tokens of keys read at once, and queries a block when prompts are read. A decode step has one query a sequence.
+# Of the kernel: tokens of keys read at once, and queries a block when prompts are read. A decode step has one query a
+# sequence.
 BLOCK_KEY_TOKENS, BLOCK_QUERIES, BLOCK_DECODE_QUERIES = 512, 128, 32
 VMEM_BYTES = 64 << 20
 LANES = (
@@ -75,7 +76,8 @@ def check_tiles(config: DecoderConfig, tensor: int, dtype: DTypeLike) -> None:
     words = heads // in_a_word
     if heads % in_a_word or (words % 8 and words not in (1, 2, 4)):
         raise UserError(
-            f"{config.num_kv_heads} key and value heads over engine.tensor {tensor} are {heads // 2} a device, and the TPU kernel "
+            f"{config.num_kv_heads} key and value heads over engine.tensor {tensor} are {heads // 2} a device, and the "
+            "TPU kernel "
             f"cannot read so many of {jnp.dtype(dtype).name}: lower engine.tensor or use another engine.cache_dtype"
         )
 
@@ -293,7 +295,9 @@ def _decode(
 
 
 def _attend(layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences, block_queries: int) -> Callable:
-    """attend(layer, query, key, value, pages) -> (mixed values, pages with the new keys and values); [1, tokens, heads, head_dim]."""
+    """attend(layer, query, key, value, pages) -> (mixed values, pages with the new keys and values); [1, tokens, heads,
+    head_dim].
+    """
     key_pages = max(1, min(BLOCK_KEY_TOKENS // layout.page_tokens, sequences.tables.shape[1]))
 
     def on_a_device(

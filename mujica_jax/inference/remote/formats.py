@@ -1,9 +1,11 @@
 """What is asked of an OpenAI-compatible endpoint and what it answers, in its two ways.
 
-`completions` is for servers that know the tokenizer's ids, such as vLLM: ids go there and ids come back, with their log-probabilities.
-`chat` is for every other one, such as GPT-4.1: the conversation goes there as messages, and the reply's text is encoded here.
+`completions` is for servers that know the tokenizer's ids, such as vLLM: ids go there and ids come back, with their
+log-probabilities. `chat` is for every other one, such as GPT-4.1: the conversation goes there as messages, and the
+reply's text is encoded here.
 
-Fields that vLLM adds to the OpenAI interface (`top_k`, `min_p`, `stop_token_ids`, `return_token_ids`, ...) are sent in completions only.
+Fields that vLLM adds to the OpenAI interface (`top_k`, `min_p`, `stop_token_ids`, `return_token_ids`, ...) are sent in
+completions only.
 """
 
 import dataclasses
@@ -59,7 +61,8 @@ class CompletionsFormat:
             "prompt": [int(id) for id in prompt],
             "max_tokens": params.max_new_tokens,
             "seed": params.seed,
-            # All that shapes the distribution is said: what is left out, vLLM takes from the model's generation_config.json.
+            # All that shapes the distribution is said: what is left out, vLLM takes from the model's
+            # generation_config.json.
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
@@ -85,7 +88,8 @@ class CompletionsFormat:
         if read_prompt is not None and read_prompt != list(prompt):
             count = len(read_prompt) if isinstance(read_prompt, list) else "no list of"
             raise ReplyError(
-                f"the endpoint read {count} prompt tokens that are not the {len(prompt)} sent: it must take ids as they are"
+                f"the endpoint read {count} prompt tokens that are not the {len(prompt)} sent: it must take ids as "
+                "they are"
             )
         if not ids:
             raise ReplyError(
@@ -97,14 +101,17 @@ class CompletionsFormat:
             raise ReplyError(f"the endpoint gave {len(logprobs)} log-probabilities for {len(ids)} tokens")
         if not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
             raise ReplyError(
-                f"the endpoint's token ids {min(ids)}..{max(ids)} leave the vocabulary of {self._tokenizer.vocab_size}: give the "
+                f"the endpoint's token ids {min(ids)}..{max(ids)} leave the vocabulary of "
+                f"{self._tokenizer.vocab_size}: give the "
                 "tokenizer of the model that it serves"
             )
         kept, finish, stop_string = self._ending(ids, params, finish)
         if not kept:
             raise ReplyError(
-                f"the endpoint ended a completion by {_brief(choice.get('stop_reason') or 'stop')} and its last token {ids[-1]} is none "
-                f"of the stop tokens {sorted(self._stops(params))}: serve the model of this tokenizer, with the stop token among the ids"
+                f"the endpoint ended a completion by {_brief(choice.get('stop_reason') or 'stop')} and its last token "
+                f"{ids[-1]} is none "
+                f"of the stop tokens {sorted(self._stops(params))}: serve the model of this tokenizer, with the stop "
+                "token among the ids"
             )
         return Reply(
             token_ids=tuple(ids[:kept]),
@@ -121,7 +128,9 @@ class CompletionsFormat:
     def _ending(
         self, ids: Sequence[int], params: SamplingParams, finish: FinishReason
     ) -> tuple[int, FinishReason, str | None]:
-        """(tokens, why, stop string) of the completion, read from its ids as our own engine does; 0 tokens if nothing in them ends it."""
+        """(tokens, why, stop string) of the completion, read from its ids as our own engine does; 0 tokens if nothing
+        in them ends it.
+        """
         matcher, stops = StopMatcher(params.stop_strings), self._stops(params)
         for count, id in enumerate(ids, start=1):
             if id in stops:
@@ -169,7 +178,8 @@ class ChatFormat:
         text = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(text, str) or (not text and finish == "length"):
             raise ReplyError(
-                f"the endpoint gave no text and ended by {finish!r}: it refused, or it thought for all of its {params.max_new_tokens} "
+                f"the endpoint gave no text and ended by {finish!r}: it refused, or it thought for all of its "
+                f"{params.max_new_tokens} "
                 "tokens (agent.max_turn_tokens)"
             )
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may hold halves of characters

@@ -1,8 +1,10 @@
-"""The `Generator` protocol over an OpenAI-compatible endpoint: GPT-4.1 as a few-shot baseline, a model that vLLM serves on TPUs.
+"""The `Generator` protocol over an OpenAI-compatible endpoint: GPT-4.1 as a few-shot baseline, a model that vLLM serves
+on TPUs.
 
-A request waits for one of `concurrency` places, is sent, and is sent again after transient errors (`http/retry.py`): a busy or failing
-server, a broken connection, an attempt without answer, an answer that is no JSON. The pause doubles each time, varies with the request's
-seed, and is at least what the server asks for. One deadline covers all of it. What the endpoint refuses is not sent again.
+A request waits for one of `concurrency` places, is sent, and is sent again after transient errors (`http/retry.py`): a
+busy or failing server, a broken connection, an attempt without answer, an answer that is no JSON. The pause doubles
+each time, varies with the request's seed, and is at least what the server asks for. One deadline covers all of it. What
+the endpoint refuses is not sent again.
 """
 
 import asyncio
@@ -45,8 +47,10 @@ class RemoteStatistics:
 
     def sentence(self) -> str:
         return (
-            f"{self.requests:,} requests, {self.retries:,} retries, {self.failed:,} failed; {self.prompt_tokens:,} prompt and "
-            f"{self.generated_tokens:,} generated tokens; {self.waiting_seconds:.1f} s waiting and {self.serving_seconds:.1f} s "
+            f"{self.requests:,} requests, {self.retries:,} retries, {self.failed:,} failed; {self.prompt_tokens:,} "
+            "prompt and "
+            f"{self.generated_tokens:,} generated tokens; {self.waiting_seconds:.1f} s waiting and "
+            f"{self.serving_seconds:.1f} s "
             f"serving, summed over requests; {self.cut_replies:,} replies cut"
         )
 
@@ -71,7 +75,8 @@ class RemoteGenerator:
         max_attempts: int = 6,
         first_wait_seconds: float = 0.5,
     ) -> None:
-        """`tokenizer` is that of the served model with completions; with chat any that has a chat template, as the ids are ours.
+        """`tokenizer` is that of the served model with completions; with chat any that has a chat template, as the ids
+        are ours.
 
         `timeout_seconds` limits one attempt and `deadline_seconds` a whole request that brings no deadline of its own.
         """

@@ -1,9 +1,10 @@
 """N-Triples, as Wikidata's truthy dump: the lines that a graph keeps.
 
-These are labels and aliases in the chosen languages, ids of merged entities, and statements: in Wikidata's dumps `prop/direct/...`, in
-others every predicate outside the vocabularies that describe data (DESCRIBING), or the chosen ones. Texts in other languages, blank nodes
-and unknown values are left out without a word. Lines are chosen here and parsed by the store, but for those whose object is a quoted triple
-with another one in it: they are refused here, for the store's parser has no bound on how deep it goes and ends the process.
+These are labels and aliases in the chosen languages, ids of merged entities, and statements: in Wikidata's dumps
+`prop/direct/...`, in others every predicate outside the vocabularies that describe data (DESCRIBING), or the chosen
+ones. Texts in other languages, blank nodes and unknown values are left out without a word. Lines are chosen here and
+parsed by the store, but for those whose object is a quoted triple with another one in it: they are refused here, for
+the store's parser has no bound on how deep it goes and ends the process.
 """
 
 import contextlib
@@ -129,7 +130,9 @@ class Lines:
         return "none" if predicate.startswith(DESCRIBING) else "statement"
 
     def _is_wanted(self, rest: bytes, role: str) -> bool:
-        """The object: a text in a chosen language or in none, for names a text, for redirects an entity of Wikidata's."""
+        """The object: a text in a chosen language or in none, for names a text, for redirects an entity of
+        Wikidata's.
+        """
         if role == "redirect":
             return rest.startswith(b"<" + sparql.ENTITY.encode())
         if rest.startswith(b'"'):

@@ -47,8 +47,8 @@ NO_ANSWER = (
     TypeError,
     AttributeError,
 )  # of a text that should be a table of results
-# A table of results is five brackets deep, and two more for each quoted triple in another one. The parser has no bound of its own for these
-# and ends the process.
+# A table of results is five brackets deep, and two more for each quoted triple in another one. The parser has no bound
+# of its own for these and ends the process.
 MAX_BRACKETS = 16
 CHECK_ATTEMPTS = 3
 PUBLIC_QUERIES_PER_SECOND = 10.0
@@ -152,8 +152,9 @@ class SparqlEndpoint(KnowledgeGraph):
 
 
 def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_SECOND) -> SparqlEndpoint:
-    """An endpoint that answers, with what it ever answered on this machine. For the start of a run, before there is an event loop. Raises
-    UserError."""
+    """An endpoint that answers, with what it ever answered on this machine. For the start of a run, before there is an
+    event loop. Raises UserError.
+    """
     name = hashlib.sha256(address.removeprefix(SCHEME).encode()).hexdigest()[:16]
     cache = SearchCache(cache_folder("searches"), f"sparql-{name}")
     endpoint = SparqlEndpoint(address, cache=cache, queries_per_second=queries_per_second)

@@ -3,8 +3,8 @@
     INDEX/graph/          the store of pyoxigraph
     INDEX/loaded.json     how far the files were read, and what was counted; written when a chunk is on the disk
 
-A chunk that was being written is read again: a store is a set, so a triple that comes twice is there once. plan.json, manifest.json and the
-rules of opening are those of every index (`manifest.py`).
+A chunk that was being written is read again: a store is a set, so a triple that comes twice is there once. plan.json,
+manifest.json and the rules of opening are those of every index (`manifest.py`).
 """
 
 import dataclasses
@@ -115,8 +115,9 @@ def read_progress(folder: Path) -> Loaded:
 
 
 def load(store: "Store", spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None) -> Iterator[Loaded]:
-    """Reads on from where `loaded` is, of each file its beginning if `max_bytes` says so. What `loaded` says counts from
-    when it is given out and the store was flushed."""
+    """Reads on from where `loaded` is, of each file its beginning if `max_bytes` says so. What `loaded` says counts
+    from when it is given out and the store was flushed.
+    """
     tables = [is_table(path) for path in spec.files]
     while loaded.stage != "done":
         if loaded.file < len(spec.files):

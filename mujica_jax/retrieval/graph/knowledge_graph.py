@@ -1,4 +1,5 @@
-"""A knowledge graph that is asked in SPARQL: entities by Q-id, label and alias, and the triples of an entity in both directions.
+"""A knowledge graph that is asked in SPARQL: entities by Q-id, label and alias, and the triples of an entity in both
+directions.
 
 `GraphStore` answers from our own store and `endpoint.py` from another host; what is asked and how answers are read is
 one and the same (`sparql.py`). A bounded number of triples is looked at in each direction: countries and professions
@@ -40,8 +41,9 @@ class KnowledgeGraph(Counted, abc.ABC):
         return tuple(end.triple for end in await self.ends_of(key, limit))
 
     async def ends_of(self, key: str, limit: int | None = None) -> list[End]:
-        """`triples_of` with whether the entity is the triple's object. The id of an entity that was merged into another one stands for
-        that one. Raises RetrievalError."""
+        """`triples_of` with whether the entity is the triple's object. The id of an entity that was merged into another
+        one stands for that one. Raises RetrievalError.
+        """
         with self.counted_search():
             found = sparql.entity_iri(key)
             if found is None and (names := await self._namesakes(key)):
@@ -61,9 +63,11 @@ class KnowledgeGraph(Counted, abc.ABC):
         return await self.ask(sparql.triples_query(entity, self.languages, MAX_TRIPLES), read)
 
     async def find(self, name: str) -> list[str]:
-        """Keys of the entities with this Q-id or IRI, or else called so: by label, then alias. The first is the likeliest.
+        """Keys of the entities with this Q-id or IRI, or else called so: by label, then alias. The first is the
+        likeliest.
 
-        Files that name entities without Q-ids are searched up to case, spacing and a closing parenthesis too. Raises RetrievalError.
+        Files that name entities without Q-ids are searched up to case, spacing and a closing parenthesis too. Raises
+        RetrievalError.
         """
         entity = sparql.entity_iri(name)
         if entity is None:
@@ -80,7 +84,9 @@ class KnowledgeGraph(Counted, abc.ABC):
 
 
 class GraphStore(KnowledgeGraph):
-    """In pyoxigraph's store, on disk or in memory. A query takes a thread, so that a slow disk holds up no other episode."""
+    """In pyoxigraph's store, on disk or in memory. A query takes a thread, so that a slow disk holds up no other
+    episode.
+    """
 
     def __init__(
         self, store: "pyoxigraph.Store", *, version: str, languages: tuple[str, ...], deadline_seconds: float = 60.0

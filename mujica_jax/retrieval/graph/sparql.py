@@ -1,16 +1,21 @@
-"""What a knowledge graph is asked in SPARQL, and what the rows say: the same texts for our own store and for any endpoint.
+"""What a knowledge graph is asked in SPARQL, and what the rows say: the same texts for our own store and for any
+endpoint.
 
-The data are in Wikidata's vocabulary: a property `wikibase:directClaim` says which predicate states it, entities and properties have
-`rdfs:label` and `skos:altLabel`. Our store holds what files of other shapes say in these terms too (`graph_files.py`).
+The data are in Wikidata's vocabulary: a property `wikibase:directClaim` says which predicate states it, entities and
+properties have `rdfs:label` and `skos:altLabel`. Our store holds what files of other shapes say in these terms too
+(`graph_files.py`).
 
 What a triple reads as:
 
 - a label is the one in the first of `languages` that has any, then one without a language;
-- an entity without such a label (a Q-id alone says nothing to a model) makes no triple; another IRI reads as its last part;
-- a date is written `14 November 1961`. Truthy statements do not say how exact a date is, so the first of January reads as its year;
+- an entity without such a label (a Q-id alone says nothing to a model) makes no triple; another IRI reads as its last
+  part;
+- a date is written `14 November 1961`. Truthy statements do not say how exact a date is, so the first of January reads
+  as its year;
 - texts in other languages, unknown values, and properties whose values are for machines (MACHINE_TYPES) are left out.
 
-Names and keys come from users and models. They enter a query as terms that pyoxigraph has checked and written, never as text.
+Names and keys come from users and models. They enter a query as terms that pyoxigraph has checked and written, never as
+text.
 """
 
 import re
@@ -28,7 +33,8 @@ ENTITY = "http://www.wikidata.org/entity/"
 DIRECT = "http://www.wikidata.org/prop/direct/"
 LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
-SEARCHED_LABEL = "http://www.w3.org/2004/02/skos/core#hiddenLabel"  # as `normalise_label` writes it; of files that we named ourselves
+# as `normalise_label` writes it; of files that we named ourselves
+SEARCHED_LABEL = "http://www.w3.org/2004/02/skos/core#hiddenLabel"
 DIRECT_CLAIM = "http://wikiba.se/ontology#directClaim"
 REDIRECT = "http://www.w3.org/2002/07/owl#sameAs"  # from the id of an entity that was merged into another one
 PROPERTY_TYPE = "http://wikiba.se/ontology#propertyType"
@@ -117,7 +123,9 @@ def triples_query(entity: "pyoxigraph.NamedNode", languages: Sequence[str], most
 
 
 def find_query(name: str, languages: Sequence[str]) -> str:
-    """Entities called `name`: by label (0), by alias (1), by the label in lower case (2), by that without its closing parenthesis (3)."""
+    """Entities called `name`: by label (0), by alias (1), by the label in lower case (2), by that without its closing
+    parenthesis (3).
+    """
     from pyoxigraph import Literal
 
     names = [*(Literal(name, language=language) for language in languages), Literal(name)]
@@ -151,7 +159,9 @@ def read_redirect(rows: Iterable[Row]) -> str | None:
 
 
 def read_namesakes(rows: Iterable[Row]) -> list[str]:
-    """Keys of the entities that are called best, the lowest Q-id first: the entities that were made first are the better known ones."""
+    """Keys of the entities that are called best, the lowest Q-id first: the entities that were made first are the
+    better known ones.
+    """
     ranks: dict[str, int] = {}
     for row in rows:
         iri, rank = row["entity"].value, int(row["rank"].value)

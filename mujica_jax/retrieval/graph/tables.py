@@ -1,7 +1,8 @@
 """Tab-separated triples with the columns COLUMNS, and as a graph on disk keeps them.
 
-Entities with Q-ids are Wikidata's, under the first label that is met, the others being aliases. An end without a Q-id is the entity with
-one that alone is called so in these files, up to case, spacing and a closing parenthesis, else an entity of its own.
+Entities with Q-ids are Wikidata's, under the first label that is met, the others being aliases. An end without a Q-id
+is the entity with one that alone is called so in these files, up to case, spacing and a closing parenthesis, else an
+entity of its own.
 """
 
 import urllib.parse
@@ -62,7 +63,9 @@ class Table:
         return [(row.subject, row.subject_id), *([] if row.object_is_literal else [(row.object, row.object_id)])]
 
     def _called(self, text: str) -> "Any":
-        """The entity with a Q-id that alone is called so, up to case and spacing, or else up to a closing parenthesis."""
+        """The entity with a Q-id that alone is called so, up to case and spacing, or else up to a closing
+        parenthesis.
+        """
         from pyoxigraph import Literal, NamedNode
 
         searched, normal = NamedNode(sparql.SEARCHED_LABEL), normalise_label(text)

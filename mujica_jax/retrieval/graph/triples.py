@@ -1,12 +1,13 @@
 """A knowledge graph in memory: triples found by the entity they name, in either direction.
 
-An entity's key is its Q-id where the file gives one, else its label. The same entity can stand in one row with its Q-id and in the
-next without, "Norman Foster" in one and "Norman Foster (director)" in the other; so
+An entity's key is its Q-id where the file gives one, else its label. The same entity can stand in one row with its Q-id
+and in the next without, "Norman Foster" in one and "Norman Foster (director)" in the other; so
 
 - a Q-id finds the rows that carry it, and rows without Q-ids that name one of its labels;
 - a label finds every row that names it.
 
-Two labels name the same where they are equal up to case and spacing, or one is the other without its closing parenthesis.
+Two labels name the same where they are equal up to case and spacing, or one is the other without its closing
+parenthesis.
 """
 
 import dataclasses
@@ -26,8 +27,9 @@ _closing_parenthesis = re.compile(r"\s*\([^()]*\)$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Triple:
-    """`subject_id` and `object_id` are Q-ids or empty; a literal object (a date) is no entity, and known by its relation, by its id,
-    or because the source says so (`literal`)."""
+    """`subject_id` and `object_id` are Q-ids or empty; a literal object (a date) is no entity, and known by its
+    relation, by its id, or because the source says so (`literal`).
+    """
 
     subject: str
     relation: str
@@ -81,9 +83,11 @@ class TripleGraph(Counted):
         return len(self.triples)
 
     def triples_of(self, entity_id: str, limit: int | None = None) -> tuple[Triple, ...]:
-        """Triples that name the entity, as subject before as object, in file order, no two alike; at most `limit` of them.
+        """Triples that name the entity, as subject before as object, in file order, no two alike; at most `limit` of
+        them.
 
-        `entity_id` is a Q-id or a label as `find`, `subject_key` and `object_key` return it; an unknown one has no triples.
+        `entity_id` is a Q-id or a label as `find`, `subject_key` and `object_key` return it; an unknown one has no
+        triples.
         """
         return tuple(end.triple for end in self.ends_of(entity_id, limit))
 
@@ -99,8 +103,9 @@ class TripleGraph(Counted):
         return list(found.values())
 
     def find(self, name: str) -> str | None:
-        """The key of the entity called `name`: a Q-id, else an exact label, a label up to case and spacing, or one up to a
-        closing parenthesis. A label that several Q-ids share is its own key. None where nothing is called so."""
+        """The key of the entity called `name`: a Q-id, else an exact label, a label up to case and spacing, or one up
+        to a closing parenthesis. A label that several Q-ids share is its own key. None where nothing is called so.
+        """
         if name in self._ends_of_id:
             return name
         if name in self._ids_of_label:

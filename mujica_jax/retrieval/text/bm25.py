@@ -3,8 +3,9 @@
     score(q, d) = sum over t in q of  ln(1 + (N - df + 1/2) / (df + 1/2)) * tf / (tf + k1 * (1 - b + b * |d| / avg|d|))
 
 - `default`: bm25s as it comes (words of two and more characters, English stop words removed, k1 = 1.5, b = 0.75).
-- `elasticsearch`: Lucene's standard analyser and similarity (Unicode word tokens, no stop words, k1 = 1.2, b = 0.75), with |d|
-  rounded as Lucene stores it in one byte. Chinese and Japanese text is not split into single characters as Lucene does.
+- `elasticsearch`: Lucene's standard analyser and similarity (Unicode word tokens, no stop words, k1 = 1.2, b = 0.75),
+  with |d| rounded as Lucene stores it in one byte. Chinese and Japanese text is not split into single characters as
+  Lucene does.
 
 The indexed text is title, newline, text. On the 6,119-passage 2Wiki corpus the two differ by 3.5 points of recall@2.
 """
@@ -34,7 +35,9 @@ _unicode_words = re.compile(rf"{_WORD}(?:(?:(?<=[^\W\d_])['’.:·](?=[^\W\d_])|
 
 
 class Bm25Index:
-    """An index in memory, or mapped from the disk. Building takes about 70 microseconds a passage; a search reads its words' postings."""
+    """An index in memory, or mapped from the disk. Building takes about 70 microseconds a passage; a search reads its
+    words' postings.
+    """
 
     def __init__(
         self,
@@ -155,7 +158,9 @@ def _default_index() -> "bm25s.BM25":
 
 
 def _lucene_index() -> "bm25s.BM25":
-    """A bm25s index whose precomputed scores use Lucene's rounded lengths (the average length stays exact, as in Lucene)."""
+    """A bm25s index whose precomputed scores use Lucene's rounded lengths (the average length stays exact, as in
+    Lucene).
+    """
     import bm25s
     import numpy
 

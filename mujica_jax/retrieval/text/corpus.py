@@ -1,11 +1,12 @@
-"""Passages of files, local or in a bucket, one at a time: records of `{title, text}` in any form that `corpus_records.py` reads.
+"""Passages of files, local or in a bucket, one at a time: records of `{title, text}` in any form that
+`corpus_records.py` reads.
 
-Records that say it otherwise are understood too: wiki-18 (`contents` is the title in quotes, a newline, the text) and the HotpotQA
-abstracts (a tar of bz2 JSON Lines whose `text` is a list of sentences).
+Records that say it otherwise are understood too: wiki-18 (`contents` is the title in quotes, a newline, the text) and
+the HotpotQA abstracts (a tar of bz2 JSON Lines whose `text` is a list of sentences).
 
-A passage without a title or text, or with an id that came before, is refused with its file and line, or skipped and counted where the
-caller asks for that. Where a record carries no `id` (or `_id`), its position in the whole corpus is its id. Indexes (`bm25.py` and the
-dense ones) refer to passages by position.
+A passage without a title or text, or with an id that came before, is refused with its file and line, or skipped and
+counted where the caller asks for that. Where a record carries no `id` (or `_id`), its position in the whole corpus is
+its id. Indexes (`bm25.py` and the dense ones) refer to passages by position.
 """
 
 import dataclasses
@@ -42,7 +43,9 @@ class Passage:
 
 @dataclasses.dataclass
 class Skipped:
-    """Counts the records that are left out, and remembers what the first of them lacked. A caller that gives one asks for skipping."""
+    """Counts the records that are left out, and remembers what the first of them lacked. A caller that gives one asks
+    for skipping.
+    """
 
     count: int = 0
     first: str = ""
@@ -61,7 +64,8 @@ def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -
         try:
             passage = _passage(record, str(position), place)
             if not ids.add(passage.id):
-                # Where it came first is read again from the beginning: for the one sentence that is shown, not for all that are counted.
+                # Where it came first is read again from the beginning: for the one sentence that is shown, not for all
+                # that are counted.
                 first = "" if skipped is not None and skipped.first else _first_place(passage.id, paths)
                 advice = "each file once" if first == place else "each passage its own id"
                 raise UserError(
@@ -78,7 +82,9 @@ def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -
 
 
 class PassageIds:
-    """Which ids came before: 16 bytes of a hash each, sorted. Of a hundred million two are taken for one with probability 10^-23."""
+    """Which ids came before: 16 bytes of a hash each, sorted. Of a hundred million two are taken for one with
+    probability 10^-23.
+    """
 
     def __init__(self) -> None:
         self._sorted, self._recent = np.empty(0, "S16"), set[bytes]()
@@ -117,7 +123,8 @@ def _passage(record: object, position: str, place: str) -> Passage:
         value = fields.get(field)
         if not isinstance(value, str) or not value.strip():
             raise UserError(
-                f"{place}: the passage's {field} is {_repr.repr(value)}; every passage needs a title and a text that is not empty"
+                f"{place}: the passage's {field} is {_repr.repr(value)}; every passage needs a title and a text that "
+                "is not empty"
             )
     identifier = fields.get("id", fields.get("_id"))
     passage = Passage(

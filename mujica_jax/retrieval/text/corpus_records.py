@@ -1,4 +1,5 @@
-"""Records of files, local or in a bucket, one at a time: JSON arrays and JSON Lines, plain, `.gz` or `.bz2`, in a tar or not; Parquet.
+"""Records of files, local or in a bucket, one at a time: JSON arrays and JSON Lines, plain, `.gz` or `.bz2`, in a tar
+or not; Parquet.
 
 What is no JSON, or cannot be read at all, is refused with file and line.
 """
@@ -45,7 +46,9 @@ def open_text(path: str | Path) -> Iterator[TextIO]:
 
 
 def check_text(text: str) -> None:
-    """A command line whose bytes are no UTF-8, and an escaped half of a character in JSON, give strings that nothing can write down."""
+    """A command line whose bytes are no UTF-8, and an escaped half of a character in JSON, give strings that nothing
+    can write down.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -170,7 +173,8 @@ def _array_records(path: str | Path, file: TextIO, begun: str) -> Iterator[tuple
                     raise _no_record(path, line, error) from error
                 if len(text) - position > MAX_RECORD_CHARACTERS:
                     raise UserError(
-                        f"{path}, line {line_number}: no JSON record that ends within {MAX_RECORD_CHARACTERS:,} characters "
+                        f"{path}, line {line_number}: no JSON record that ends within {MAX_RECORD_CHARACTERS:,} "
+                        "characters "
                         f"({error.msg} in line {line}); expected {FORMATS}"
                     ) from error
             except (ValueError, RecursionError) as error:

@@ -1,4 +1,5 @@
-"""Passages by their embeddings: queries are embedded and searched by inner product, among a corpus's embeddings or a few texts.
+"""Passages by their embeddings: queries are embedded and searched by inner product, among a corpus's embeddings or a
+few texts.
 
 Two engines have one interface, `search(queries, k) -> scores, positions`: every embedding looked at on the devices of
 JAX (`exact.py`), and ScaNN (`scann_search.py`).
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 class VectorSearch(Protocol):
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1 where there is no further one."""
+        """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1 where there is no
+        further one.
+        """
         ...
 
 
@@ -53,7 +56,9 @@ def check_k(k: int, passages: Sequence[Passage]) -> None:
 
 
 def nearest(embedder: "Embedder", query: str, texts: Sequence[str], k: int) -> Hits:
-    """The k best of a few texts (ten given passages, an entity's triples), embedded on the spot. Fewer texts give fewer."""
+    """The k best of a few texts (ten given passages, an entity's triples), embedded on the spot. Fewer texts give
+    fewer.
+    """
     if not texts:
         return []
     vectors = embedder.embed(texts, "passage")

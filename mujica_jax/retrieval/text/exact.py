@@ -1,8 +1,8 @@
 """Maximum-inner-product search on the devices of JAX: embeddings split over them by rows, every row looked at.
 
-Each device scores its rows block by block and keeps the k best; the best of all devices are merged. `exact` finds what sorting all
-scores finds, ties in the order of the corpus; with a recall target the k best of a block come from `jax.lax.approx_max_k` (Chern et al.,
-2022), which TPUs compute without a sort and other platforms exactly.
+Each device scores its rows block by block and keeps the k best; the best of all devices are merged. `exact` finds what
+sorting all scores finds, ties in the order of the corpus; with a recall target the k best of a block come from
+`jax.lax.approx_max_k` (Chern et al., 2022), which TPUs compute without a sort and other platforms exactly.
 """
 
 import functools
@@ -19,7 +19,8 @@ from mujica_jax.retrieval.text.embeddings import Embeddings
 
 ROWS = "rows"  # the one axis of the mesh
 BLOCK_ROWS = 16_384  # scored at once: with 256 queries the scores take 16 MiB
-MAX_QUERIES = 256  # in one call of the program; their number and k are rounded up to a power of two, so that few programs are compiled
+# in one call of the program; their number and k are rounded up to a power of two, so that few programs are compiled
+MAX_QUERIES = 256
 LANES = 128
 
 
@@ -27,7 +28,9 @@ class ExactSearch:
     """Embeddings in the memory of some devices."""
 
     def __init__(self, embeddings: Embeddings, mesh: Mesh | None = None, recall_target: float | None = None) -> None:
-        """On all devices of this process unless a mesh with the one axis `rows` is given; a recall target allows approximate search."""
+        """On all devices of this process unless a mesh with the one axis `rows` is given; a recall target allows
+        approximate search.
+        """
         self.mesh = rows_mesh() if mesh is None else mesh
         self.rows, self._recall_target = len(embeddings), recall_target
         self._block_rows, padded = layout(self.rows, self.mesh.size)
@@ -84,8 +87,11 @@ def layout(rows: int, devices: int) -> tuple[int, int]:
 
 @functools.cache
 def search_program(mesh: Mesh, block_rows: int, k: int, recall_target: float | None) -> Callable[..., Any]:
-    """jit of (vectors [rows, dimension], scales [rows] or None, queries [queries, dimension], rows that count) -> scores, positions."""
-    # Products of float32: a bfloat16 vector is exact in it, and so is an integer. Approximate search may round queries too.
+    """jit of (vectors [rows, dimension], scales [rows] or None, queries [queries, dimension], rows that count) ->
+    scores, positions.
+    """
+    # Products of float32: a bfloat16 vector is exact in it, and so is an integer. Approximate search may round queries
+    # too.
     precision = jax.lax.Precision.HIGHEST if recall_target is None else jax.lax.Precision.DEFAULT
 
     def best_of(scores: Array, positions: Array, count: int) -> tuple[Array, Array]:

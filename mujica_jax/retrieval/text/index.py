@@ -40,7 +40,9 @@ class Index(Protocol):
     def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """For each query the positions and scores of the k best passages, best first. Raises UserError where k is out of range."""
+        """For each query the positions and scores of the k best passages, best first. Raises UserError where k is out
+        of range.
+        """
         ...
 
 
@@ -118,8 +120,8 @@ def build(folder: Path, spec: IndexSpec, reporter: Reporter) -> tuple[dict[str, 
 def open_index(
     folder: str | Path, embedder: str | None = None, prefixes: str | None = None, recall_target: float | None = None
 ) -> Index:
-    """An index, every file of it found whole. Name and prefixes of the embedder are those it was built with where none are given, and
-    it is compared with that one.
+    """An index, every file of it found whole. Name and prefixes of the embedder are those it was built with where none
+    are given, and it is compared with that one.
 
     `recall_target` below 1 lets the accelerator search approximately.
     """
@@ -130,7 +132,8 @@ def open_index(
     passages = PassageFile(folder / FILE)
     if len(passages) != manifest["passages"]:
         raise UserError(
-            f"{folder / FILE} holds {len(passages):,} passages and the manifest says {manifest['passages']:,}: {again(folder)}"
+            f"{folder / FILE} holds {len(passages):,} passages and the manifest says {manifest['passages']:,}: "
+            f"{again(folder)}"
         )
     if manifest["kind"] == "bm25":
         return Bm25Index.load(folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"])
@@ -168,8 +171,10 @@ def check_embedder(folder: Path, manifest: Mapping[str, Any], embedder: Embedder
         if manifest[name] != ours:
             what = name.removeprefix("embedder_")
             raise UserError(
-                f"the index {folder} was built with the embedder {manifest['embedder']} ({what} {manifest[name]}) and the embedder "
-                f"{embedder.name} has {what} {ours}: name the one it was built with, its prefixes as well, or build it again"
+                f"the index {folder} was built with the embedder {manifest['embedder']} ({what} {manifest[name]}) and "
+                "the embedder "
+                f"{embedder.name} has {what} {ours}: name the one it was built with, its prefixes as well, or build it "
+                "again"
             )
 
 
@@ -204,7 +209,9 @@ def _embed(
 
 
 def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict[str, Any]:
-    """ScaNN's files take their place when all of them are written; until then a killed build goes on with them. Returns the parameters."""
+    """ScaNN's files take their place when all of them are written; until then a killed build goes on with them. Returns
+    the parameters.
+    """
     from mujica_jax.retrieval.text.scann_build import write_scann
     from mujica_jax.retrieval.text.scann_search import parameters_for
 
@@ -218,7 +225,9 @@ def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict
 
 
 def _take(source: Path, folder: Path) -> None:
-    """Passages and embeddings of another index, without a copy where the file system can; its counts before its passages."""
+    """Passages and embeddings of another index, without a copy where the file system can; its counts before its
+    passages.
+    """
     for path in (*source.glob("embeddings.*"), source / PROGRESS, source / COUNTS, source / FILE):
         if not (folder / path.name).exists():
             unfinished = folder / f".{path.name}.new"

@@ -1,4 +1,5 @@
-"""Passages on disk: an Arrow file that is mapped, not read, so that a corpus of any size costs the memory of what is looked at.
+"""Passages on disk: an Arrow file that is mapped, not read, so that a corpus of any size costs the memory of what is
+looked at.
 
 A passage's position in the file is its position in every index made of it.
 """

@@ -1,4 +1,6 @@
-"""Recall of an index: the mean share of a question's gold titles among the titles of its first k passages, in percent."""
+"""Recall of an index: the mean share of a question's gold titles among the titles of its first k passages, in
+percent.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,9 @@ Asked = tuple[str, set[str]]  # a question and its gold titles
 def measure_recall(
     index: Index, folder: str, questions: Sequence[Asked], file: str, ks: Sequence[int]
 ) -> dict[str, Any]:
-    """`folder` is the index's, `file` the questions'. Raises UserError where the index has none of their gold titles."""
+    """`folder` is the index's, `file` the questions'. Raises UserError where the index has none of their gold
+    titles.
+    """
     check_k(min(ks), index.passages)
     check_k(max(ks), index.passages)
     wanted = set().union(*(gold for _, gold in questions))
@@ -24,7 +28,8 @@ def measure_recall(
     unknown = wanted - {passage.title for passage in index.passages.titled(wanted)}
     if unknown == wanted:
         raise UserError(
-            f"none of the {len(wanted):,} gold titles of {file} is a title in {folder}: give the questions of its corpus"
+            f"none of the {len(wanted):,} gold titles of {file} is a title in {folder}: give the questions of its "
+            "corpus"
         )
     began = time.monotonic()
     encoded = index.encode([text for text, _ in questions])
@@ -46,7 +51,9 @@ def measure_recall(
 
 
 def read_questions(file: str) -> list[Asked]:
-    """Records with `question` and `supporting_facts`: titles, or as official records have it a title and a sentence each."""
+    """Records with `question` and `supporting_facts`: titles, or as official records have it a title and a sentence
+    each.
+    """
     questions = list(_questions(file))
     if not questions:
         raise UserError(f"{file} holds no question: give a file with at least one")

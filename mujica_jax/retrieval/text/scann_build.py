@@ -1,8 +1,9 @@
 """ScaNN's files written in chunks, so that the embeddings of a corpus are never in memory as a whole.
 
-ScaNN's own builder takes float32 of all rows and copies them: four times the bytes of bfloat16 and more. Here it is given a sample, and
-partitions and codebook come of that. Under these it then assigns and hashes chunk after chunk, as it does with all rows at once, and
-what it finds is put together in the files that its loader reads; a test compares them with those of its own builder.
+ScaNN's own builder takes float32 of all rows and copies them: four times the bytes of bfloat16 and more. Here it is
+given a sample, and partitions and codebook come of that. Under these it then assigns and hashes chunk after chunk, as
+it does with all rows at once, and what it finds is put together in the files that its loader reads; a test compares
+them with those of its own builder.
 
     FOLDER/trained/          what ScaNN learned from the sample
     FOLDER/trained.json      written after it: checksums and parameters
@@ -46,7 +47,9 @@ def write_scann(
     folder: Path,
     on_rows: Callable[[int], None] = lambda done: None,
 ) -> Path:
-    """The folder with the whole index, inside `folder`. Goes on with what an earlier start left there, if that had the same parameters."""
+    """The folder with the whole index, inside `folder`. Goes on with what an earlier start left there, if that had the
+    same parameters.
+    """
     index, trained = folder / "index", folder / "trained"
     about = dataclasses.asdict(parameters) | {"rows": len(embeddings), "dimension": embeddings.dimension}
     if not _is_trained(folder, about):
@@ -142,7 +145,9 @@ def _serialize(searcher: Any, folder: Path) -> None:
 
 
 def _put(path: Path, rows: np.ndarray, start: int, of: int) -> None:
-    """Some rows of a .npy file, which has its full size on the disk from the first ones on. Raises OSError where that is full."""
+    """Some rows of a .npy file, which has its full size on the disk from the first ones on. Raises OSError where that
+    is full.
+    """
     file = np.lib.format.open_memmap(path, "r+" if start else "w+", rows.dtype, (of, *rows.shape[1:]))
     if not start:  # a page that is written and has no place on the disk would end the process by a signal
         with open(path, "r+b") as opened:

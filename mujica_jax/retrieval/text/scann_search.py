@@ -1,8 +1,9 @@
-"""Maximum-inner-product search by ScaNN (Guo et al., 2020), on the host: a tree of partitions, asymmetric hashing, exact reordering.
+"""Maximum-inner-product search by ScaNN (Guo et al., 2020), on the host: a tree of partitions, asymmetric hashing,
+exact reordering.
 
-Of every query the nearest partitions are scored by four-bit hashes of two dimensions each, and the best of these again by vectors of
-eight bits. The parameters follow from the size of the corpus and stand in the index's manifest; a small corpus is scored whole. A saved
-index is loaded without building anything.
+Of every query the nearest partitions are scored by four-bit hashes of two dimensions each, and the best of these again
+by vectors of eight bits. The parameters follow from the size of the corpus and stand in the index's manifest; a small
+corpus is scored whole. A saved index is loaded without building anything.
 
 ScaNN has wheels for Linux on x86-64 alone. It is imported when it is used: it brings TensorFlow.
 """
@@ -20,15 +21,16 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.manifest import again
 
 MIN_ROWS = 1024  # below, training a tree and hashes on so little would cost recall and save nothing
-# Questions lie apart from passages: of 6,119 passages 1,900 scored rows cost 3.1 points of recall@5, 3,100 rows cost 0.3.
+# Questions lie apart from passages: of 6,119 passages 1,900 scored rows cost 3.1 points of recall@5, 3,100 rows cost
+# 0.3.
 MIN_ROWS_SCORED = 16_384
 SHARE_SEARCHED = 0.3  # of the partitions
 # At least; sample and partitions are what takes memory while an index is built.
 TRAINING_ROWS, TRAINING_ROWS_A_LEAF = 50_000, 64
 REORDERED_OF_K = 10  # candidates of a search for each result
-# What ScaNN's kernels for vector instructions are compiled for, as Linux names it. Two variables tell ScaNN which of them it may use. Its
-# start sets them by what the processor has, but in the wheels of 1.4 the answer is always no: they use SSE4 everywhere, and a search
-# takes 1.6 to 2 times as long. So they are set here.
+# What ScaNN's kernels for vector instructions are compiled for, as Linux names it. Two variables tell ScaNN which of
+# them it may use. Its start sets them by what the processor has, but in the wheels of 1.4 the answer is always no: they
+# use SSE4 everywhere, and a search takes 1.6 to 2 times as long. So they are set here.
 KERNELS = {
     "avx2": {"avx2", "fma", "f16c", "bmi1", "bmi2"},
     "avx512": {"avx2", "fma", "f16c", "bmi1", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512cd", "avx512vl"},
@@ -50,11 +52,12 @@ class ScannParameters:
 
 
 def parameters_for(rows: int, *, of_length_1: bool) -> ScannParameters:
-    """About sqrt(rows) partitions of sqrt(rows) rows; three tenths of them are searched, and so many that enough rows are scored.
+    """About sqrt(rows) partitions of sqrt(rows) rows; three tenths of them are searched, and so many that enough rows
+    are scored.
 
-    The nearest partitions are those whose centres have the largest products with the query. The mean of a partition is the shorter
-    the wider the partition is spread, so among embeddings of length 1 its length would say nothing about its passages: there the
-    centres have length 1 as well.
+    The nearest partitions are those whose centres have the largest products with the query. The mean of a partition is
+    the shorter the wider the partition is spread, so among embeddings of length 1 its length would say nothing about
+    its passages: there the centres have length 1 as well.
     """
     if rows < MIN_ROWS:
         return ScannParameters(leaves=0, leaves_searched=0, training_rows=0, reordered=0)
@@ -88,7 +91,9 @@ class ScannSearch:
         return cls(searcher, rows, parameters)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1 where the leaves held no more."""
+        """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1 where the leaves held
+        no more.
+        """
         if not len(queries):
             return np.empty((0, k), np.float32), np.empty((0, k), np.int64)
         searched: dict[str, int] = {"final_num_neighbors": k}
@@ -107,7 +112,8 @@ def package() -> Any:
         from scann.scann_ops.py import scann_ops_pybind
     except ImportError as error:
         raise UserError(
-            f"ScaNN cannot be imported ({error}); it has wheels for Linux on x86-64: use an index of kind exact elsewhere"
+            f"ScaNN cannot be imported ({error}); it has wheels for Linux on x86-64: use an index of kind exact "
+            "elsewhere"
         ) from error
     for kernels in usable_kernels():
         kernels_allowed(scann_ops_pybind, kernels).value = True
@@ -115,7 +121,9 @@ def package() -> Any:
 
 
 def kernels_allowed(scann: Any, kernels: str) -> ctypes.c_bool:
-    """ScaNN's own variable, read at every search and when rows are laid out in memory. A ScaNN that has none gets one that nobody reads."""
+    """ScaNN's own variable, read at every search and when rows are laid out in memory. A ScaNN that has none gets one
+    that nobody reads.
+    """
     name = f"should_use_{kernels}"
     try:
         library = ctypes.CDLL(scann.scann_pybind.__file__)

@@ -1,7 +1,8 @@
-"""One part of the tiny world: countries, cities, five generations of people, their films, and the facts that each of them carries.
+"""One part of the tiny world: countries, cities, five generations of people, their films, and the facts that each of
+them carries.
 
-Everything is drawn from generators seeded with the world's seed and the part's name, one a purpose: leaving facts out of the graph
-renames nobody, and a longer training side changes no test entity.
+Everything is drawn from generators seeded with the world's seed and the part's name, one a purpose: leaving facts out
+of the graph renames nobody, and a longer training side changes no test entity.
 """
 
 import random
@@ -72,8 +73,8 @@ FILM_WEIGHTS = {
 class WorldPart:
     """Entities by number, with `facts[number]` = {relation: number of an entity, or literal}.
 
-    `inverse` turns the facts round. Those in `hidden` are true, and asked about, and not in the graph. A `copy` after the original,
-    which is 0, has the same facts between entities of other names, all years moved by the same number.
+    `inverse` turns the facts round. Those in `hidden` are true, and asked about, and not in the graph. A `copy` after
+    the original, which is 0, has the same facts between entities of other names, all years moved by the same number.
     """
 
     def __init__(self, part: names.Part, config: TinyWorldConfig, questions: int, copy: int = 0) -> None:

@@ -1,8 +1,9 @@
 """Names of the tiny world: word pools, and a namer that keeps train, demonstrations, dev and test apart.
 
-A full name joins two words. A checksum of the pair says to which part of the world it belongs, so every word is used everywhere and no
-full name twice: a model can know the words of a test name, never the name. A checksum and not a rule: what a model can learn of the pairs
-it sees (which last names go with which first names) would otherwise speak against every test name.
+A full name joins two words. A checksum of the pair says to which part of the world it belongs, so every word is used
+everywhere and no full name twice: a model can know the words of a test name, never the name. A checksum and not a rule:
+what a model can learn of the pairs it sees (which last names go with which first names) would otherwise speak against
+every test name.
 """
 
 import random
@@ -22,45 +23,52 @@ SHARES: dict[Part, range] = {
 LEARNING_SHARES = range(29, 100)
 
 MALE_NAMES = tuple(
-    """Adam Alan Albert Arthur Basil Bruno Carl Cecil Conrad Cyril Daniel David Dennis Edgar Edwin Emil Felix Frank Harry Henry Hugh
-    Isaac Ivan Jacob James John Karl Keith Leo Louis Luke Max Miles Neil Oscar Owen Paul Peter Ralph Simon""".split()
+    """Adam Alan Albert Arthur Basil Bruno Carl Cecil Conrad Cyril Daniel David Dennis Edgar Edwin Emil Felix Frank
+    Harry Henry Hugh Isaac Ivan Jacob James John Karl Keith Leo Louis Luke Max Miles Neil Oscar Owen Paul Peter Ralph
+    Simon""".split()
 )
 FEMALE_NAMES = tuple(
-    """Ada Agnes Alice Anna Celia Clara Cora Daisy Diana Dora Doris Edith Eliza Ella Elsie Emily Emma Ethel Eva Fanny Flora Grace Greta
-    Helen Hilda Ida Irene Iris Jane Janet Joan Julia Laura Lena Lucy Mary Nora Olga Rose Ruth""".split()
+    """Ada Agnes Alice Anna Celia Clara Cora Daisy Diana Dora Doris Edith Eliza Ella Elsie Emily Emma Ethel Eva Fanny
+    Flora Grace Greta Helen Hilda Ida Irene Iris Jane Janet Joan Julia Laura Lena Lucy Mary Nora Olga Rose Ruth
+    """.split()
 )
 LAST_NAMES = tuple(
-    """Adler Allen Ames Avery Baker Banks Beck Bell Blake Bowen Boyd Brown Burke Burns Byrne Carey Carr Casey Chase Clark Cohen Cox
-    Craig Crane Cross Dean Dixon Doyle Drake Dunn Eaton Ellis Evans Flynn Foley Frost Grant Hale Hall Hart Hayes Hicks Hobbs
-    Hogan Jones Kelly Kemp Kerr Klein Lane Lloyd Logan Lucas Lynch Marsh Mason Meyer Nash Nolan Shaw""".split()
+    """Adler Allen Ames Avery Baker Banks Beck Bell Blake Bowen Boyd Brown Burke Burns Byrne Carey Carr Casey Chase
+    Clark Cohen Cox Craig Crane Cross Dean Dixon Doyle Drake Dunn Eaton Ellis Evans Flynn Foley Frost Grant Hale Hall
+    Hart Hayes Hicks Hobbs Hogan Jones Kelly Kemp Kerr Klein Lane Lloyd Logan Lucas Lynch Marsh Mason Meyer Nash Nolan
+    Shaw""".split()
 )
 ADJECTIVES = tuple(
-    """Autumn Bitter Black Blind Blue Bold Brave Bright Broken Bronze Calm Clever Cold Copper Cruel Dark Deadly Deep Divine Double
-    Dusty Empty Faded False Famous Fatal Final Flying Frosty Frozen Gentle Glass Golden Grand Green Guilty Happy Hidden Hollow
-    Holy Honest Idle Iron Long Lost Loud Lucky Magic Merry Noble Open Paper Pink Plain Proud Quiet Rapid Red Sober Third""".split()
+    """Autumn Bitter Black Blind Blue Bold Brave Bright Broken Bronze Calm Clever Cold Copper Cruel Dark Deadly Deep
+    Divine Double Dusty Empty Faded False Famous Fatal Final Flying Frosty Frozen Gentle Glass Golden Grand Green Guilty
+    Happy Hidden Hollow Holy Honest Idle Iron Long Lost Loud Lucky Magic Merry Noble Open Paper Pink Plain Proud Quiet
+    Rapid Red Sober Third""".split()
 )
 NOUNS = tuple(
-    """Affair Album Anchor Angel Apple Arrow Bird Boat Cabin Chain Clock Cloud Coast Comet Crown Dawn Dream Duel Duke Eagle Echo Fable
-    Fever Field Flame Gate Ghost Heart Hero Hill Horse Hotel Hour House Hunt Jewel Judge Lady Lion Mask Mill Money Moon Night
-    Ocean Party Piano Pilot Poet Queen Rebel Rider Ring River Road Robe Room Ship Shore Song""".split()
+    """Affair Album Anchor Angel Apple Arrow Bird Boat Cabin Chain Clock Cloud Coast Comet Crown Dawn Dream Duel Duke
+    Eagle Echo Fable Fever Field Flame Gate Ghost Heart Hero Hill Horse Hotel Hour House Hunt Jewel Judge Lady Lion Mask
+    Mill Money Moon Night Ocean Party Piano Pilot Poet Queen Rebel Rider Ring River Road Robe Room Ship Shore Song
+    """.split()
 )
 TITLE_STARTS = ("", "The ", "The ", "Her ", "Our ")
 CITY_STARTS = ("", "New ", "Old ", "Port ", "Fort ", "Lake ", "Mount ", "East ", "West ", "Upper ")
 CITY_STEMS = tuple(
-    """Ashford Aston Barrow Bedwell Belmont Branton Burnley Calder Carlow Chelton Clifton Colby Corwen Dalwick Darnell Denholm Derwent
-    Drayton Dunmore Elstow Farnham Felton Fernley Foxhall Granby Hadley Halford Hexham Hollins Huxley Ilford Kelso Kendal
-    Kenmore Kilburn Kirkby Langley Linwood Ludlow Malden Marlow Melrose Moreton Newbury Norwick Oakham Oxley Pembury Penrith
-    Preston Quarley Radford Redhill Ripley Rugby Rydal Selby Sutton Walden Whitby""".split()
+    """Ashford Aston Barrow Bedwell Belmont Branton Burnley Calder Carlow Chelton Clifton Colby Corwen Dalwick Darnell
+    Denholm Derwent Drayton Dunmore Elstow Farnham Felton Fernley Foxhall Granby Hadley Halford Hexham Hollins Huxley
+    Ilford Kelso Kendal Kenmore Kilburn Kirkby Langley Linwood Ludlow Malden Marlow Melrose Moreton Newbury Norwick
+    Oakham Oxley Pembury Penrith Preston Quarley Radford Redhill Ripley Rugby Rydal Selby Sutton Walden Whitby
+    """.split()
 )
 COUNTRY_STARTS = ("", "North ", "South ", "Great ", "Lower ", "Free ", "United ", "Royal ", "Inner ", "Outer ")
 COUNTRY_STEMS = tuple(
-    """Arvania Cardonia Corvalia Dormark Elbonia Estovia Fenland Galdora Halvania Illyrica Jorvik Kaldonia Lorania Maravia Norvenia
-    Quentia Ravonia Ulmark Xandria Zelmark""".split()
+    """Arvania Cardonia Corvalia Dormark Elbonia Estovia Fenland Galdora Halvania Illyrica Jorvik Kaldonia Lorania
+    Maravia Norvenia Quentia Ravonia Ulmark Xandria Zelmark""".split()
 )
 UNIVERSITY_ENDINGS = (" University", " College", " Academy")
 EMPLOYER_ENDINGS = (" Press", " Studios", " Theatre", " Museum")
 OCCUPATIONS = tuple(
-    "actor architect banker chemist dancer engineer farmer journalist lawyer painter poet singer soldier teacher".split()
+    "actor architect banker chemist dancer engineer farmer journalist lawyer painter poet singer soldier "
+    "teacher".split()
 )
 GENRES = tuple("comedy crime drama horror musical romance thriller war western".split())
 

@@ -1,7 +1,9 @@
-"""Question templates of the tiny world: a path of relations from each topic, a rule that turns the ends into an answer, wordings.
+"""Question templates of the tiny world: a path of relations from each topic, a rule that turns the ends into an answer,
+wordings.
 
-The four kinds and the wordings are those of 2WikiMultihopQA (Ho et al., 2020). The evidence of a question lists its path step by step,
-topic after topic: for two topics and two steps (a, director, p), (b, director, q), (p, date of birth, x), (q, date of birth, y).
+The four kinds and the wordings are those of 2WikiMultihopQA (Ho et al., 2020). The evidence of a question lists its
+path step by step, topic after topic: for two topics and two steps (a, director, p), (b, director, q), (p, date of
+birth, x), (q, date of birth, y).
 """
 
 import dataclasses
@@ -22,7 +24,9 @@ MONTHS: tuple[str, ...] = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One search: `relation` of a topic entity (`candidate` counts from 0) or of the object found by the hop `after`."""
+    """One search: `relation` of a topic entity (`candidate` counts from 0) or of the object found by the hop
+    `after`.
+    """
 
     relation: str
     candidate: int | None = None
@@ -40,7 +44,9 @@ class Template:
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """The searches that answer the question, in the order of its evidences; hops of one step do not depend on each other."""
+        """The searches that answer the question, in the order of its evidences; hops of one step do not depend on each
+        other.
+        """
         first = [Hop(relation=self.path[0], candidate=topic) for topic in range(self.topics)]
         later = [
             Hop(relation=relation, after=(step - 1) * self.topics + topic)

@@ -1,4 +1,6 @@
-"""Which questions a part of the tiny world asks: kinds in the shares of 2Wiki, no question twice, half of the yes/no answers yes."""
+"""Which questions a part of the tiny world asks: kinds in the shares of 2Wiki, no question twice, half of the yes/no
+answers yes.
+"""
 
 import dataclasses
 import random
@@ -24,7 +26,8 @@ class Plan:
 
 
 def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Plan]:
-    """The first `count` questions of a part; fewer of them are always a beginning of more, as long as the part is the same.
+    """The first `count` questions of a part; fewer of them are always a beginning of more, as long as the part is the
+    same.
 
     Raises UserError when the part holds fewer questions of some kind.
     """

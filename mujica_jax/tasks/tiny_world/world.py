@@ -1,8 +1,9 @@
 """The tiny world: a generated encyclopaedia with the question kinds of 2WikiMultihopQA, needing no download.
 
-It has four parts without a common entity (`facts.py`): train, demonstrations, dev and test. Their names share words and no full name
-(`names.py`). Each question is a template (`questions.py`) filled with entities whose facts reach the end of its path
-(`sampling.py`), so its answer can be computed again from its evidences. A part is generated when it is first asked for.
+It has four parts without a common entity (`facts.py`): train, demonstrations, dev and test. Their names share words and
+no full name (`names.py`). Each question is a template (`questions.py`) filled with entities whose facts reach the end
+of its path (`sampling.py`), so its answer can be computed again from its evidences. A part is generated when it is
+first asked for.
 """
 
 import itertools
@@ -73,7 +74,9 @@ class TinyGraph:
         return self.materials(entity.id)
 
     def materials(self, key: str) -> tuple[Material, ...]:
-        """An entity's own triples and, as far as there is room, some that point at it, shuffled; none for a key nobody has."""
+        """An entity's own triples and, as far as there is room, some that point at it, shuffled; none for a key nobody
+        has.
+        """
         found = self._world.locate(key)
         if found is None:
             return ()

@@ -1,11 +1,12 @@
 """Renamed copies of gold chains, so that a model learns to copy names instead of memorising them.
 
-A copy keeps a question's wording, relations and structure. Every entity of the question and of its small graph gets a new name, put
-together from words of training-side names of the same sort (people, works, places, organisations); a word is replaced by the same
-word everywhere in a copy, so families keep a common surname and a title keeps its resemblance to its alias. Countries become other
-countries in the same form ("American" -> "French", "Italy" -> "Peru"), one to one. Dates keep their written form and each entity's
-dates move together by a number of years; answers are computed anew from the changed evidence. Distractor triples of relations that
-the entity did not have are added, and the order of the triples is shuffled.
+A copy keeps a question's wording, relations and structure. Every entity of the question and of its small graph gets a
+new name, put together from words of training-side names of the same sort (people, works, places, organisations); a word
+is replaced by the same word everywhere in a copy, so families keep a common surname and a title keeps its resemblance
+to its alias. Countries become other countries in the same form ("American" -> "French", "Italy" -> "Peru"), one to one.
+Dates keep their written form and each entity's dates move together by a number of years; answers are computed anew from
+the changed evidence. Distractor triples of relations that the entity did not have are added, and the order of the
+triples is shuffled.
 """
 
 import dataclasses
@@ -53,16 +54,15 @@ SORT_OF_SUBJECT: dict[str, Sort] = {relation: sort for sort, relations in _SUBJE
 
 # Words that give a name its form and stay: articles and particles, ranks, kinds of institutions and places.
 KEPT_WORDS = frozenset(
-    """a an the of and in on at to for from by with or vs n o und et y e
-    de la le les l' du des d' del della di da do dos das das el al los las il lo i gli der die das den dem von van zu zur ten ter af av
-    ibn bin bint abu ben bat st st. saint san santa sir dame lord lady king queen emperor empress prince princess duke duchess count
-    countess earl baron baroness baronet viscount viscountess marquess marquis margrave landgrave landgravine elector archduke
-    archduchess grand infante infanta sultan sultana shah khan pasha bey tsar pope bishop archbishop cardinal jr jr. sr sr. dr. mr.
-    mrs. miss elder younger
-    university college school academy institute conservatory museum library company records pictures studios press corporation
-    kingdom empire republic dynasty sultanate
-    lake river mount mountain island airport station railway village county district city church abbey cathedral cemetery
-    film song album magazine""".split()
+    """a an the of and in on at to for from by with or vs n o und et y e de la le les l' du des d' del della di da do
+    dos das das el al los las il lo i gli der die das den dem von van zu zur ten ter af av ibn bin bint abu ben bat st
+    st. saint san santa sir dame lord lady king queen emperor empress prince princess duke duchess count countess earl
+    baron baroness baronet viscount viscountess marquess marquis margrave landgrave landgravine elector archduke
+    archduchess grand infante infanta sultan sultana shah khan pasha bey tsar pope bishop archbishop cardinal jr jr. sr
+    sr. dr. mr. mrs. miss elder younger university college school academy institute conservatory museum library company
+    records pictures studios press corporation kingdom empire republic dynasty sultanate lake river mount mountain
+    island airport station railway village county district city church abbey cathedral cemetery film song album magazine
+    """.split()
 )
 ROMAN_NUMERALS = ("II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X", "XI", "XII")
 INITIALS = "ABCDEFGHJKLMNPRSTW"
@@ -93,7 +93,9 @@ class Piece:
 
 
 class NameParts:
-    """What new names are made of: words and closed labels of the training side, and the relations its entities carry."""
+    """What new names are made of: words and closed labels of the training side, and the relations its entities
+    carry.
+    """
 
     def __init__(self, triples: Iterable[Triple]) -> None:
         words: dict[tuple[Sort, str], dict[str, None]] = {}
@@ -159,7 +161,9 @@ class Renamer:
         return " ".join(piece.word if piece.kept else self._word(piece, sort) for piece in _pieces(label))
 
     def date(self, text: str, shift_years: int, *, move_day: bool) -> str:
-        """The date moved by a number of years, in the same written form; its day and month are drawn anew where `move_day`."""
+        """The date moved by a number of years, in the same written form; its day and month are drawn anew where
+        `move_day`.
+        """
         date = parse_date(text)
         if date is None:
             return text
@@ -215,7 +219,9 @@ class Renamer:
         return self._new[f"as {label}"]
 
     def _once(self, key: str, pool: Sequence[str]) -> str:
-        """The replacement for `key`, drawn from the pool on first use; another one than every other key has, where possible."""
+        """The replacement for `key`, drawn from the pool on first use; another one than every other key has, where
+        possible.
+        """
         if key in self._new:
             return self._new[key]
         new = self.random.choice(pool)
@@ -253,7 +259,9 @@ def _pieces(label: str) -> tuple[Piece, ...]:
 
 
 def _last_word(words: Sequence[str]) -> int:
-    """Position of a person's family name: the last word before a comma or parenthesis that is no numeral and no kept word."""
+    """Position of a person's family name: the last word before a comma or parenthesis that is no numeral and no kept
+    word.
+    """
     last = 0
     for position, word in enumerate(words):
         if word.startswith("("):

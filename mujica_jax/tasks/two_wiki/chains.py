@@ -1,8 +1,8 @@
 """From gold evidence to an answer: what a planner must conclude in 2WikiMultihopQA, as plain functions.
 
-Compositional and inference questions end at the object of the last evidence. Comparison questions name two entities and compare a
-date, a life span, a country or a number of directors; bridge comparisons compare the same of the two films' directors. Scripted
-demonstrations are made only of questions whose gold answer these functions reproduce.
+Compositional and inference questions end at the object of the last evidence. Comparison questions name two entities and
+compare a date, a life span, a country or a number of directors; bridge comparisons compare the same of the two films'
+directors. Scripted demonstrations are made only of questions whose gold answer these functions reproduce.
 """
 
 import re
@@ -120,7 +120,9 @@ _two_names_then_rule = re.compile(r"was .+ or .+ (first|earlier|later|last)\W*$"
 
 
 def comparison_rule(question_text: str) -> ComparisonRule | None:
-    """What a comparison question asks of its two entities, read from the words outside their names; None where it is none."""
+    """What a comparison question asks of its two entities, read from the words outside their names; None where it is
+    none.
+    """
     text = question_text.strip()
     if ends := _two_names_then_rule.match(text):  # "Was X or Y born first?"
         return "earlier_date" if _earlier.match(ends[1]) else "later_date"
@@ -139,7 +141,9 @@ def comparison_rule(question_text: str) -> ComparisonRule | None:
 
 
 def evidence_rounds(evidences: Sequence[Evidence]) -> list[list[Evidence]]:
-    """Evidences in the rounds a planner can ask them in: one whose subject is found by another comes a round after it."""
+    """Evidences in the rounds a planner can ask them in: one whose subject is found by another comes a round after
+    it.
+    """
     depths: list[int] = []
     for position, evidence in enumerate(evidences):
         before = [depths[i] for i in range(position) if _found_by(evidence, evidences[i])]
@@ -151,7 +155,9 @@ def evidence_rounds(evidences: Sequence[Evidence]) -> list[list[Evidence]]:
 
 
 def chain_ends(evidences: Sequence[Evidence]) -> dict[str, list[Evidence]]:
-    """For each entity that a chain begins with, what was asked last of it; empty where some chain breaks off or has over two steps."""
+    """For each entity that a chain begins with, what was asked last of it; empty where some chain breaks off or has
+    over two steps.
+    """
     rounds = evidence_rounds(evidences)
     groups: dict[str, list[Evidence]] = {}
     for evidence in rounds[0] if rounds else ():
@@ -201,7 +207,9 @@ def country_form(label: str) -> str:
 
 
 def parse_date(text: str) -> Date | None:
-    """Dates as "November 14, 1961", "14 November 1961", "March 1961", "1961", "1961-03-02", each also with BC; else None."""
+    """Dates as "November 14, 1961", "14 November 1961", "March 1961", "1961", "1961-03-02", each also with BC; else
+    None.
+    """
     text = text.strip().lower()
     before_christ = re.search(r"\s+(bc|bce)$", text)
     if before_christ:
@@ -220,7 +228,9 @@ def parse_date(text: str) -> Date | None:
 
 
 def compare_dates(first: Date, second: Date) -> int:
-    """-1, 0 or 1 as the first is earlier, not comparable or equal, or later; unknown parts are left out on both sides."""
+    """-1, 0 or 1 as the first is earlier, not comparable or equal, or later; unknown parts are left out on both
+    sides.
+    """
     for one, other in zip(first, second, strict=True):
         if one == 0 or other == 0:
             return 0

@@ -1,7 +1,8 @@
-"""Questions with usable gold chains for scripted demonstrations: as they are, and in renamed copies with a small graph of their own.
+"""Questions with usable gold chains for scripted demonstrations: as they are, and in renamed copies with a small graph
+of their own.
 
-A copy is made when it is read, from the question's id and the copy's number alone, in about a third of a millisecond; nothing is
-stored. `augmentation.py` says how names change.
+A copy is made when it is read, from the question's id and the copy's number alone, in about a third of a millisecond;
+nothing is stored. `augmentation.py` says how names change.
 """
 
 import dataclasses
@@ -40,7 +41,9 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyPlan:
-    """What all copies of one question share. `labels` and `sorts` are the original name of each entity and what it is."""
+    """What all copies of one question share. `labels` and `sorts` are the original name of each entity and what it
+    is.
+    """
 
     question: Question
     places: tuple[Mention, ...]  # where the text names each candidate

@@ -1,8 +1,10 @@
-"""2WikiMultihopQA records as their files hold them: official `dev.json` and `train.json`, and the smaller files made from them.
+"""2WikiMultihopQA records as their files hold them: official `dev.json` and `train.json`, and the smaller files made
+from them.
 
-One question can stand in several files with different fields (evidences here, aliases there); they are merged by id. Evidences
-carry labels, and Q-ids only where the record gives `evidences_id`; `entity_ids` names the subjects of every record, so the ids of
-all subjects and bridge entities are known here, and from here the graph learns which labels mean the same entity.
+One question can stand in several files with different fields (evidences here, aliases there); they are merged by id.
+Evidences carry labels, and Q-ids only where the record gives `evidences_id`; `entity_ids` names the subjects of every
+record, so the ids of all subjects and bridge entities are known here, and from here the graph learns which labels mean
+the same entity.
 """
 
 import dataclasses
@@ -94,8 +96,9 @@ def chain_evidences(triples: Sequence[Triple]) -> tuple[Evidence, ...]:
 def with_known_ids(rows: Iterable[Triple], records: Iterable[Record]) -> list[Triple]:
     """Graph rows with clean labels and the Q-ids that gold evidences give them.
 
-    A file of triples has no Q-id where its record gave none, and a wrong one where a record lists evidences and their ids in
-    different orders; `Record.triples` has both put right. A row that questions use for several entities becomes several rows.
+    A file of triples has no Q-id where its record gave none, and a wrong one where a record lists evidences and their
+    ids in different orders; `Record.triples` has both put right. A row that questions use for several entities becomes
+    several rows.
     """
     known: dict[tuple[str, str, str], dict[tuple[str, str], None]] = {}
     for record in records:
@@ -123,8 +126,9 @@ def clean_label(label: str) -> str:
 def mentions(text: str, labels: Sequence[str], titles: Sequence[str]) -> list[Mention] | None:
     """Where a question names each of the entities, in their order; None where one of them cannot be found.
 
-    Questions name an entity by its passage title In Title Case: the label, the label with a parenthesis, or (in questions with one
-    topic) another name. The longest label is looked for first, so that "Love" is not found inside "Love Story".
+    Questions name an entity by its passage title In Title Case: the label, the label with a parenthesis, or (in
+    questions with one topic) another name. The longest label is looked for first, so that "Love" is not found inside
+    "Love Story".
     """
     found: dict[str, Mention] = {}
     for label in sorted(labels, key=len, reverse=True):
@@ -157,7 +161,8 @@ def _record(value: object, place: str) -> Record | None:
     text, answer = fields.get("question"), fields.get("answer")
     if not identifier or not isinstance(text, str) or not text.strip():
         raise UserError(
-            f"{place}: _id is {identifier!r} and question {text!r}; both are needed, as in the official 2WikiMultihopQA format"
+            f"{place}: _id is {identifier!r} and question {text!r}; both are needed, as in the official "
+            "2WikiMultihopQA format"
         )
     if not answer:
         return None
@@ -192,8 +197,8 @@ def _merge(first: Record, second: Record) -> Record:
 def _gold_triples(fields: Mapping[str, Any]) -> tuple[tuple[Triple, ...], tuple[str, ...]]:
     """Evidences with ids, and the topics' ids.
 
-    `entity_ids` lists the subjects in the order in which the evidences first name them: topic and bridge entity of a single chain,
-    both topics of a comparison, two films and their two directors of a bridge comparison.
+    `entity_ids` lists the subjects in the order in which the evidences first name them: topic and bridge entity of a
+    single chain, both topics of a comparison, two films and their two directors of a bridge comparison.
     """
     evidences = [tuple(clean_label(cell) for cell in evidence) for evidence in fields.get("evidences") or ()]
     entity_ids = [part for part in (fields.get("entity_ids") or "").split("_") if part]

@@ -1,4 +1,6 @@
-"""What 2WikiMultihopQA is searched in, as its configuration says: an index or a service of passages, a graph or an endpoint."""
+"""What 2WikiMultihopQA is searched in, as its configuration says: an index or a service of passages, a graph or an
+endpoint.
+"""
 
 from collections.abc import Sequence
 
@@ -24,7 +26,8 @@ def open_passages(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
     """What is searched, and the passages in which questions have their gold ones."""
     if config.index is not None and config.index.startswith(SCHEME):
         raise UserError(
-            f"environment is text and the index {config.index} is a graph: give an index of passages, or --task.environment graph"
+            f"environment is text and the index {config.index} is a graph: give an index of passages, or "
+            "--task.environment graph"
         )
     if config.index is not None and config.index.startswith(("http://", "https://")):
         return open_remote(config.index, config.retriever, config.top_k), _corpus(config)
@@ -40,14 +43,17 @@ def open_knowledge_graph(index: str, queries_per_second: float) -> KnowledgeGrap
         return open_endpoint(index, queries_per_second)
     if index.startswith(("http://", "https://")):
         raise UserError(
-            f"environment is graph and the index {index} is a service of passages: write {SCHEME}{index} for a SPARQL endpoint, or give "
+            f"environment is graph and the index {index} is a service of passages: write {SCHEME}{index} for a SPARQL "
+            "endpoint, or give "
             "the directory of a graph"
         )
     return open_graph(index)
 
 
 def ranking(config: TwoWikiConfig) -> Ranking | None:
-    """How an entity's triples are ordered where they are more than `top_k`; None: by the words they share with the query."""
+    """How an entity's triples are ordered where they are more than `top_k`; None: by the words they share with the
+    query.
+    """
     if config.retriever == "bm25":
         return None
     embedder = find_embedder(config.embedder).load()
@@ -59,14 +65,16 @@ def _index(config: TwoWikiConfig) -> Index:
     if config.index is None:
         if config.retriever == "dense":
             raise UserError(
-                "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index build --corpus "
+                "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index "
+                "build --corpus "
                 f"FILE --kind exact --embedder {config.embedder} --out DIR` and give --task.index DIR"
             )
         return Bm25Index(_corpus(config), "default")
     kind = read_kind(config.index)
     if kind == KIND:
         raise UserError(
-            f"environment is text and the index {config.index} is a graph: give an index of passages, or --task.environment graph"
+            f"environment is text and the index {config.index} is a graph: give an index of passages, or "
+            "--task.environment graph"
         )
     if (kind == "bm25") != (config.retriever == "bm25"):
         raise UserError(

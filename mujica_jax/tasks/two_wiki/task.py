@@ -91,7 +91,8 @@ class TwoWiki:
         return self._questions[split]
 
     def demonstrations(self) -> Demonstrations:
-        """Training questions whose gold answer follows from their evidence, then `augmented_copies` renamed copies of each.
+        """Training questions whose gold answer follows from their evidence, then `augmented_copies` renamed copies of
+        each.
 
         The answer of a demonstration is written as the graph labels it: questions write names In Title Case.
         """
@@ -109,7 +110,9 @@ class TwoWiki:
         )
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
-        """Graph: facts combined from renamed copies, see `pretraining_text.py`. Text: the passages of the training side."""
+        """Graph: facts combined from renamed copies, see `pretraining_text.py`. Text: the passages of the training
+        side.
+        """
         if self._demonstrated_in is not None:
             return documents(self._vocabulary, seed)
         passages = self._training_passages()
@@ -136,7 +139,9 @@ class TwoWiki:
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
-        """Labels and values of renamed copies that no demonstration uses. A work has a director or the like, a person none."""
+        """Labels and values of renamed copies that no demonstration uses. A work has a director or the like, a person
+        none.
+        """
         labels: dict[str, list[str]] = {"work": [], "other": []}
         values: dict[str, dict[str, list[str]]] = {"work": {}, "other": {}}
         usable = [question for question in self._train if follows_from_evidence(question)]
@@ -240,7 +245,8 @@ def graph_question(record: Record, graph: TripleGraph) -> Question | None:
 def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     if config.augmented_copies:
         raise UserError(
-            f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set augmented_copies "
+            f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set "
+            "augmented_copies "
             "to 0 or environment to graph"
         )
     retriever, passages = open_passages(config)
