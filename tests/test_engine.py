@@ -181,10 +181,10 @@ def test_rows_of_one_prefill_call_do_not_see_each_other(engine):
 
 def test_a_slot_that_is_neither_prefilled_nor_running_keeps_its_row_bit_for_bit(engine):
     engine.prefill([PrefillRow(3, pages_of_slot(3), 0, SEQUENCE)])
-    row = engine._held[3].row
+    row = engine._slot_caches[3].row
     before = [np.array(layer[row, :, :40]) for layer in engine._memory.rows.values]
     decoded(engine, started(engine, {0: SEQUENCE[:9], 1: SEQUENCE[:30]}, 8))
-    after = [np.array(layer[engine._held[3].row, :, :40]) for layer in engine._memory.rows.values]
+    after = [np.array(layer[engine._slot_caches[3].row, :, :40]) for layer in engine._memory.rows.values]
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
@@ -271,8 +271,8 @@ def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
         for slot in range(1, 6)
     ]
     engine.prefill(rows)
-    assert engine._memory.groups.shape[1] == len(SHARED)
-    assert [held.offset for held in engine._held] == [len(SHARED)] * 6 + [0, 0]
+    assert engine._memory.prefixes.shape[1] == len(SHARED)
+    assert [held.offset for held in engine._slot_caches] == [len(SHARED)] * 6 + [0, 0]
     for slot in range(1, 6):
         state.token[slot], state.position[slot], state.remaining[slot] = prompts[slot][-1], len(prompts[slot]) - 1, 12
     for slot, (tokens, log_probs) in decoded(engine, state).items():
@@ -310,7 +310,7 @@ def lowered_decode(engine: Engine) -> Any:
         engine._memory,
         idle(engine._num_rows),
         Places(whole, whole - 1),
-        engine._group_lengths(),
+        engine._prefix_lengths(),
         engine._stops,
         steps=DECODE_STEPS,
         filtered=False,
@@ -322,7 +322,7 @@ def lowered_prefill(engine: Engine) -> Any:
     whole = np.zeros(4, np.int32)
     tiles = Tiles(np.zeros((4, 16), np.int32), whole, whole, whole, Places(whole, whole - 1))
     lowered = prefill_program.lower(
-        engine._graph, engine._weights, engine._scales, engine._memory, tiles, engine._group_lengths()
+        engine._graph, engine._weights, engine._scales, engine._memory, tiles, engine._prefix_lengths()
     )
     return lowered.compile().memory_analysis()
 

@@ -181,7 +181,7 @@ def test_a_request_that_is_cancelled_before_its_prompt_is_read_takes_nobodys_row
         third = asyncio.create_task(generator.generate(random_tokens(60, seed=3), params(20)))
         while len(generator._running) < 3:
             await asyncio.sleep(0)
-        assert engine._held[2].row == -1 and engine._held[1].row == engine._num_rows - 1
+        assert engine._slot_caches[2].row == -1 and engine._slot_caches[1].row == engine._num_rows - 1
         third.cancel()
         return [await first, await second]
 

@@ -147,6 +147,7 @@ def documented(heading: str) -> set[str]:
 def test_every_metric_that_is_written_is_documented_and_the_other_way_round(undisturbed):
     headings = {"learn": "Learning", "sampling": "The engine", "evaluating": "The engine", "mygo": "MyGO"}
     headings |= {"mismatch": "Train-inference mismatch", "time": "Where the time goes", "store": "The run directory"}
+    headings |= {"retrieval": "Searches"}
     written: dict[str, set[str]] = {heading: set() for heading in headings.values()}
     for line in json_lines(undisturbed.directory / "metrics.jsonl"):
         written[headings[line["phase"].rpartition("/")[2]]] |= set(line) - {"phase", "step", "time"}
