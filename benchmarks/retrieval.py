@@ -1,6 +1,7 @@
 """Searching and embedding, beside faiss, hnswlib and sentence-transformers; one JSON line a row.
 
-    python benchmarks/retrieval.py search --work FOLDER [--rows 1000000] [--peers-python PYTHON] [--rounds 5] [--engines scann faiss-hnsw]
+    python benchmarks/retrieval.py search --work FOLDER [--rows 1000000] [--peers-python PYTHON] \\
+        [--rounds 5] [--engines scann faiss-hnsw]
     python benchmarks/retrieval.py encode --corpus FILE [--embedder minilm] [--peers-python PYTHON] [--rounds 5]
 
 `search`: clustered_vectors.py makes the vectors. Every engine is a process of its own with as many threads as the

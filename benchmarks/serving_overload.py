@@ -1,6 +1,7 @@
 """What clients of the gRPC server see under more load than there is room for.
 
-    python benchmarks/serving_overload.py DIRECTORY [--slots 8] [--queue-size 32] [--load 4] [--rounds 4] [--new-tokens 32]
+    python benchmarks/serving_overload.py DIRECTORY [--slots 8] [--queue-size 32] [--load 4] [--rounds 4] \\
+        [--new-tokens 32]
 
 DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. `load` x (slots +
 queue-size) clients send `rounds` requests each, one after the other; who is refused pauses for 0.1 s before the next.

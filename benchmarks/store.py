@@ -1,6 +1,7 @@
 """Shards and bytes a second of the run directory: local disk beside a bucket.
 
-    python benchmarks/store.py [--shards 40] [--rows 64] [--turn-tokens 300] [--policy-bytes 64000000] [--bucket gs://BUCKET/PREFIX]
+    python benchmarks/store.py [--shards 40] [--rows 64] [--turn-tokens 300] [--policy-bytes 64000000] \\
+        [--bucket gs://BUCKET/PREFIX]
 
 Writes shards of random trajectories (a planner and two workers of three turns each), reads each back as a run does,
 with every check, and writes and fetches one policy. Prints one JSON line: what was measured, then for both places

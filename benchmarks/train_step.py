@@ -1,6 +1,7 @@
 """Tokens a second of the training step, and its share of the fastest matrix product this machine does.
 
-    python benchmarks/train_step.py DIRECTORY [--rows 4] [--row-tokens 512] [--dtype float32] [--attention auto] [--remat auto]
+    python benchmarks/train_step.py DIRECTORY [--rows 4] [--row-tokens 512] [--dtype float32] [--attention auto] \\
+        [--remat auto]
 
 DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. The rows are packed
 from conversations of uneven length of which a third is trained, as an agent's are. The floating-point operations of a

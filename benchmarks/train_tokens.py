@@ -1,7 +1,8 @@
 """Tokens a second of training on conversations of uneven length, beside Tunix's PeftTrainer and a plain transformers
 loop.
 
-    python benchmarks/train_tokens.py --checkpoint DIRECTORY [--seconds 60] [--rows 2] [--tunix-python PYTHON] [--without transformers]
+    python benchmarks/train_tokens.py --checkpoint DIRECTORY [--seconds 60] [--rows 2] [--tunix-python PYTHON] \\
+        [--without transformers]
 
 2,000 conversations, lognormal lengths of median 350 and at most 2,048 tokens, the last third of each trained, as an
 agent's are. Counted are the tokens of conversations, never padding. Every trainer runs in a process of its own, one
@@ -62,7 +63,7 @@ def ours(checkpoint: str, given: dict[str, np.ndarray], *, rows: int, seconds: f
 
     keep_freed_memory()
     decoder = load_checkpoint(checkpoint, dtype=jnp.float32)
-    config = TrainerConfig(row_tokens=MAX_TOKENS, rows_per_step=rows, remat=remat)  # pyright: ignore[reportArgumentType]
+    config = TrainerConfig(row_tokens=MAX_TOKENS, rows_per_step=rows, remat=remat)  # pyright: ignore
     trainer = Trainer(decoder.config, config)
     state, rate = trainer.initial_state(decoder), schedule(peak=1e-5, end_value=1e-5, total_steps=1)
     packed = pack(conversations(given), row_tokens=MAX_TOKENS, seed=0)

@@ -1,6 +1,7 @@
 """2WikiMultihopQA over passages, with Llama-3.1-8B on 32 chips (v5e:4x8).
 
-    python -m mujica_jax.train configs/two_wiki_text_llama_8b_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX
+    python -m mujica_jax.train configs/two_wiki_text_llama_8b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
+        --task.index INDEX
 
 The training step compiles for this topology and fits (`tests/test_tpu_compile.py`); a whole run there is still to come.
 The engine splits Llama-3.1-8B's eight heads of keys over eight chips. Questions, attempts and learning rates are those

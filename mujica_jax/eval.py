@@ -2,7 +2,8 @@
 
     python -m mujica_jax.eval --checkpoint RUN [--policy N] [--section.field value ...]
     python -m mujica_jax.eval CONFIG --checkpoint HF_DIR [--out DIR] [--section.field value ...]
-    python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat --remote.tokenizer DIR [...]
+    python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat \\
+        --remote.tokenizer DIR [...]
 
 RUN is a run directory: its config.json is the configuration and its latest policy is evaluated. A Hugging Face
 directory needs the name of a configuration, as `train` takes it; given with a run, that one replaces the run's own.

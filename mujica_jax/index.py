@@ -2,7 +2,7 @@
 
     python -m mujica_jax.index build --corpus FILE [FILE ...] --kind scann|exact|bm25 [--embedder NAME] --out DIR
     python -m mujica_jax.index build --embeddings INDEX --kind scann --out DIR
-    python -m mujica_jax.index build --corpus FILE [FILE ...] --kind graph [--languages en] [--properties P57 ...] --out DIR
+    python -m mujica_jax.index build --corpus FILE [FILE ...] --kind graph [--languages en] [--properties P57] --out DIR
     python -m mujica_jax.index estimate --corpus FILE [FILE ...] --kind KIND [--passages N]
     python -m mujica_jax.index recall --index DIR --questions FILE [--k 2 5 20]
     python -m mujica_jax.index query --index DIR "Who directed The Purple Shore?"

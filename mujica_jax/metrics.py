@@ -2,7 +2,7 @@
 
 | rule | official script | what is particular |
 |---|---|---|
-| `hotpot` | HotpotQA `hotpot_evaluate_v1.py` | F1 is zero when one side is yes, no or noanswer and the other is not; one gold answer |
+| `hotpot` | HotpotQA `hotpot_evaluate_v1.py` | F1 is 0 if just one side is yes, no or noanswer; one gold answer |
 | `two_wiki` | 2WikiMultihopQA `2wikimultihop_evaluate_v1.1.py` | as `hotpot`, over the answer and its aliases |
 | `musique` | MuSiQue `metrics/answer.py` | plain token F1; two empty sides agree (F1 = 1) |
 | `triviaqa` | TriviaQA `triviaqa_evaluation.py` | punctuation becomes a space instead of nothing |
@@ -23,9 +23,8 @@ from typing import Literal
 
 Rule = Literal["hotpot", "two_wiki", "musique", "triviaqa", "cover_em"]
 
-CLOSED_ANSWERS = frozenset(
-    {"yes", "no", "noanswer"}
-)  # a partial match of these earns nothing under hotpot and two_wiki
+# A partial match of these earns nothing under hotpot and two_wiki.
+CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 TRIVIAQA_PUNCTUATION = string.punctuation + "‘’´`"
 
 _articles = re.compile(r"\b(a|an|the)\b")

@@ -1,6 +1,8 @@
 """A build of an index that is killed by SIGKILL at a chosen moment.
 
-    kill_at("text.embeddings.write_json", 2, ["build", ...])      before the second call of mujica_jax.retrieval.text.embeddings.write_json
+    kill_at("text.embeddings.write_json", 2, ["build", ...])
+
+kills it before the second call of `mujica_jax.retrieval.text.embeddings.write_json`.
 
 As a program it is the build: it says when the moment has come and waits there for its end. Chunks are small ones.
 """

@@ -108,6 +108,8 @@ def test_ids_link_a_bridge_under_two_names():
 THREE_DIRECTORS = (("X", "director", "A"), ("Y", "director", "B"), ("Y", "director", "C"))
 X_BORN, X_DIED = ("X", "date of birth", "1900"), ("X", "date of death", "1990")
 Y_BORN, Y_DIED = ("Y", "date of birth", "1950"), ("Y", "date of death", "2020")
+Y_AMERICAN = ("Y", "country of citizenship", "U.S.")
+Y_PERUVIAN = ("Y", "country of citizenship", "Peru")
 X_FROM_TWO = (("X", "country of citizenship", "American"), ("X", "country of citizenship", "French"))
 TWO_DEATHS = (("A", "date of death", "2 May 1999"), ("B", "date of death", "May 1, 1999"))
 
@@ -124,8 +126,8 @@ TWO_DEATHS = (("A", "date of death", "2 May 1999"), ("B", "date of death", "May 
         ("comparison", "Who is older, X or Y?", [X_BORN], None),
         ("comparison", "Who lived longer, X or Y?", [X_BORN, X_DIED, Y_BORN, Y_DIED], "X"),
         ("comparison", "Who lived longer, X or Y?", [X_BORN, Y_BORN, Y_DIED], None),
-        ("comparison", "Are X and Y from the same country?", [*X_FROM_TWO, ("Y", "country of citizenship", "U.S.")], "yes"),
-        ("comparison", "Are X and Y from the same country?", [*X_FROM_TWO, ("Y", "country of citizenship", "Peru")], "no"),
+        ("comparison", "Are X and Y from the same country?", [*X_FROM_TWO, Y_AMERICAN], "yes"),
+        ("comparison", "Are X and Y from the same country?", [*X_FROM_TWO, Y_PERUVIAN], "no"),
         ("comparison", "Which film has more directors, X or Y?", THREE_DIRECTORS, "Y"),
         ("comparison", "Which film is better, X or Y?", [X_BORN, Y_BORN], None),
         ("bridge_comparison", "Which film has the director who died later, X or Y?",

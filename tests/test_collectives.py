@@ -17,7 +17,8 @@ HloModule jit_step, is_scheduled=true
 
 %fused_gather (param: bf16[4,8]) -> bf16[16,8] {
   %param = bf16[4,8]{1,0} parameter(0)
-  ROOT %all-gather.2 = bf16[16,8]{1,0:T(8,128)} all-gather(%param), channel_id=3, dimensions={0}, metadata={op_name="step/while/dot"}
+  ROOT %all-gather.2 = bf16[16,8]{1,0:T(8,128)} all-gather(%param), channel_id=3, dimensions={0}, \
+metadata={op_name="step/while/dot"}
 }
 
 %ring_body (state: (f32[2,4], s32[])) -> (f32[2,4], s32[]) {
@@ -48,7 +49,8 @@ ENTRY %main (x: f32[8]) -> f32[2] {
   %layers = (f32[8], s32[]) while(%start), condition=%layer_condition, body=%layer_body
   %norms = (f32[8]{0}, f8e4m3fn[64]{0}) all-reduce-start(%a, %b), channel_id=7, to_apply=%sum
   %done = (f32[8]{0}, f8e4m3fn[64]{0}) all-reduce-done(%norms)
-  ROOT %reduce-scatter = f32[2]{0} reduce-scatter(%x), channel_id=8, dimensions={0}, to_apply=%sum, metadata={op_name="step/head"}
+  ROOT %reduce-scatter = f32[2]{0} reduce-scatter(%x), channel_id=8, dimensions={0}, to_apply=%sum, \
+metadata={op_name="step/head"}
 }
 """
 

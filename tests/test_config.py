@@ -300,7 +300,7 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
     monkeypatch.setattr(run, "Checkpoints", asked)
     own: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
     with pytest.raises(Asked, match="7"):
-        run.Run.learn(own, "warm-up", None, None, steps=1, peak=1.0, end_value=0.0)  # pyright: ignore[reportArgumentType]
+        run.Run.learn(own, "warm-up", None, None, steps=1, peak=1.0, end_value=0.0)  # pyright: ignore
 
 
 def test_help_texts_stand_where_they_are_looked_for():

@@ -185,7 +185,7 @@ def test_a_worker_turn_without_a_field_says_that_nothing_was_found(text):
 
 pieces = st.sampled_from(
     [
-        *(f"<{slash}{tag}>" for tag in ("think", "action", "search", "answer", "select", "sentence") for slash in ("", "/")),
+        *(f"<{slash}{tag}>" for tag in "think action search answer select sentence".split() for slash in ("", "/")),
         "Search([0], \"Who?\")",
         "Search([",
         "], \"",

@@ -141,7 +141,8 @@ for shape in [(2, 2, 2), (1, 2, 4), (1, 8, 1)]:
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient, expected_gradient)
     wanted = jax.tree.leaves(shardings_of(decoder, mesh))
-    assert all(leaf.sharding.is_equivalent_to(w, leaf.ndim) for leaf, w in zip(jax.tree.leaves(nnx.state(decoder)), wanted))
+    for leaf, sharding in zip(jax.tree.leaves(nnx.state(decoder)), wanted, strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 try:
     shard_batch({"tokens": tokens[:6]}, mesh)
 except UserError as error:

@@ -298,7 +298,8 @@ Assistant: <think> The question asks for the mother of Ilse Vandermark. No mater
 Context:
 [0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.
 [1] Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.
-Assistant: <think> The question asks where Ilse Vandermark was born. Passage [1] says that she was born in Ghent. </think>
+Assistant: <think> The question asks where Ilse Vandermark was born. Passage [1] says that she was \
+born in Ghent. </think>
 <select> [1] </select>
 <sentence> Ilse Vandermark was born in Ghent. </sentence>""",
 }

@@ -57,7 +57,8 @@ class TwoWikiConfig:
     index: str | None = None
     # What a SPARQL endpoint is asked at most: as much as public ones allow. Raise it for one of your own.
     queries_per_second: float = 10.0
-    embedder: str = DEFAULT_EMBEDDER  # with retriever dense: a folder, minilm, or a Hugging Face name; the one the index was built with
+    # With retriever dense, the embedder the index was built with: a folder, minilm, or a Hugging Face name.
+    embedder: str = DEFAULT_EMBEDDER
 
 
 TaskConfig = TinyWorldConfig | TwoWikiConfig

@@ -1,6 +1,6 @@
 """Loss spikes: an update whose loss or gradient norm stands out above those before it is skipped, and counted.
 
-    skip where  x > mean + deviations * max(deviation, mean / 100),     x = the loss, or the gradient norm before clipping
+    skip where  x > mean + deviations * max(deviation, mean / 100)    x: the loss, or the gradient norm before clipping
 
 Mean and standard deviation are over the updates of this phase that were made: of all of them until there are `window`,
 from then on with weights that fade by 1 / window an update. Before there are `window` nothing is skipped, for nobody

@@ -167,8 +167,8 @@ def _splash(query: Array, key: Array, value: Array, segment_ids: Array, *, inter
         keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
 
         def one_row(queries: Array, keys: Array, values: Array, segments: Array) -> Array:
-            ids = splash.SegmentIds(q=segments, kv=segments)
-            return jax.vmap(functools.partial(kernel, segment_ids=ids))(queries, keys, values)  # pyright: ignore[reportReturnType]
+            over_heads = jax.vmap(functools.partial(kernel, segment_ids=splash.SegmentIds(q=segments, kv=segments)))
+            return over_heads(queries, keys, values)  # pyright: ignore[reportReturnType]
 
         mixed = jax.vmap(one_row)(grouped, keys, values, segment_ids)  # [batch, kv_heads, sharing, time, head_dim]
         return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)

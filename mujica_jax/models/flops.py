@@ -1,7 +1,7 @@
 """Floating-point operations of a training step, by formula and without what is recomputed:
 
-    slots x 6 x weights of the layers                   (a multiply-add is two, the backward pass twice the forward pass)
-    + trained tokens x 6 x weights of the head          (untrained positions never meet the head)
+    slots x 6 x weights of the layers              (a multiply-add is two, the backward pass twice the forward pass)
+    + trained tokens x 6 x weights of the head     (untrained positions never meet the head)
     + 12 x layers x heads x head_dim x sum over conversations of length x (length + 1) / 2
 
 With LoRA a frozen weight has no gradient of its own and counts 4 in the place of 6; the adapters beside it count 6.

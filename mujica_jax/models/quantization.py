@@ -1,6 +1,8 @@
 """Weights in eight bits for the engine, by qwix: a quarter of the memory of float32, half of that of bfloat16.
 
-    kernel = values * scale        values int8 or float8_e4m3fn; scale = max |kernel| / 127.5 or / 448, one float32 an output channel
+    kernel = values * scale    values: int8, scale = max |kernel| / 127.5; or float8_e4m3fn, scale = max |kernel| / 448
+
+The scale is float32, one an output channel.
 
 Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the compute type, and
 activations are not rounded. Training stays in float32: the engine's copy is made anew for every policy. Called by

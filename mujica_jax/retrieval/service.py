@@ -1,6 +1,7 @@
 """An index behind HTTP, for samplers on other hosts.
 
-    POST /search    {"queries": ["..."], "k": 5} -> {"version": "...", "results": [[{"id", "title", "text", "score"}, ...], ...]}
+    POST /search    {"queries": ["..."], "k": 5} ->
+                    {"version": "...", "results": [[{"id", "title", "text", "score"}, ...], ...]}
     GET  /healthz   200 after a real search, 503 with the reason where that fails
     GET  /metrics   Prometheus's text format
 

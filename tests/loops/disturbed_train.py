@@ -1,6 +1,7 @@
 """Starts of `mujica_jax.train` in which something happens on the way.
 
-    python disturbed_train.py '[{"words": ["CONFIG", "--run", "DIR"], "signal": "SIGKILL", "phase": "warm-up: learning", "update": 40}]'
+    python disturbed_train.py \\
+        '[{"words": ["CONFIG", "--run", "DIR"], "signal": "SIGKILL", "phase": "warm-up: learning", "update": 40}]'
 
 Every start is a process of its own, forked from one that has imported everything and built the world: both together
 take longer than most starts. What becomes of each is printed as one JSON line: status, output, messages, and the
@@ -9,8 +10,8 @@ seconds from the signal to the end.
 A model of this size answers nothing right, so no round would keep or learn anything. Here every third planner
 conversation, by its tokens, is worth the best reward. A start may name
 
-    signal      and where it comes: at the `update`-th progress report of a `phase` (0: as it begins), or instead of the `write`-th time
-                that something is brought to the disk or renamed
+    signal      and where it comes: at the `update`-th progress report of a `phase` (0: as it begins), or instead of
+                the `write`-th time that something is brought to the disk or renamed
     saved       a pattern of files in the run directory: the signal waits until there is one
     then_write  SIGKILL follows instead of that-th write after the signal
     full        "disk": from the `write`-th such time on the disk takes nothing more

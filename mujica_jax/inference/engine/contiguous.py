@@ -222,7 +222,9 @@ class ContiguousEngine(Engine):
             pages = self._versions(row.pages)
             if row.slot in to_load:
                 prefix = self._longest_prefix(pages, row.start)
-                offset = 0 if prefix < 0 else self._prefixes[prefix].tokens  # pyright: ignore[reportOptionalMemberAccess]
+                offset = 0
+                if prefix >= 0:
+                    offset = self._prefixes[prefix].tokens  # pyright: ignore[reportOptionalMemberAccess]
                 held.prefix, held.offset = prefix, offset
                 first, last = offset // self.page_tokens, -(-row.start // self.page_tokens)
                 moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]

@@ -260,4 +260,6 @@ def _usage(answer: Mapping[str, Any]) -> tuple[int, int] | None:
     if not isinstance(usage, Mapping):
         return None
     counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    return counts if all(type(count) is int and count >= 0 for count in counts) else None  # pyright: ignore[reportReturnType]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        return None
+    return counts  # pyright: ignore[reportReturnType]

@@ -1,6 +1,6 @@
 """Maximum likelihood.
 
-    loss = - sum over trained t of log p(x_t | x_<t) / number of trained t     (over the whole batch, never over padding)
+    loss = - sum over trained t of log p(x_t | x_<t) / number of trained t    (over the whole batch, never over padding)
          + z_loss * sum over trained t of logsumexp(logits_t-1)^2 / number of trained t
 
 The second line, off by default, keeps logits from drifting by a constant, which log p does not see and bfloat16 does

@@ -1,9 +1,10 @@
 """The clipped policy-gradient losses GRPO and DAPO.
 
-    ratio_t     = exp(log p(x_t) - log p_sampled(x_t))                         p_sampled: the policy that wrote the token
+    ratio_t     = exp(log p(x_t) - log p_sampled(x_t))              p_sampled: the policy that wrote the token
     objective_t = min(ratio_t A, clip(ratio_t, 1 - clip_low, 1 + clip_high) A)
-    A           = (reward - mean of its group) / std of its group              (Mujica-MyGO, section 3.2; "Learning When to Search", 5)
-    KL_t        = r - log r - 1,  r = p_reference(x_t) / p(x_t)                (DeepSeekMath, equation 4)
+    A           = (reward - mean of its group) / std of its group   (Mujica-MyGO, section 3.2;
+                                                                     "Learning When to Search", section 5)
+    KL_t        = r - log r - 1,  r = p_reference(x_t) / p(x_t)     (DeepSeekMath, equation 4)
 
     GRPO: loss = - mean over conversations of the mean over their trained tokens of (objective_t - kl_coefficient KL_t)
                                                                                (DeepSeekMath, equation 3)

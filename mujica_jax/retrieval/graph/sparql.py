@@ -42,8 +42,8 @@ NAMED = "urn:mujica:named:"  # an entity of which a file says nothing but its la
 RELATION = "urn:mujica:relation:"
 UNKNOWN_VALUE = "/.well-known/genid/"
 MACHINE_TYPES = (
-    "ExternalId", "Url", "CommonsMedia", "GeoShape", "TabularData", "Math", "MusicalNotation", "GlobeCoordinate", "WikibaseSense",
-    "WikibaseLexeme", "WikibaseForm", "EntitySchema",
+    "ExternalId", "Url", "CommonsMedia", "GeoShape", "TabularData", "Math", "MusicalNotation", "GlobeCoordinate",
+    "WikibaseSense", "WikibaseLexeme", "WikibaseForm", "EntitySchema",
 )  # fmt: skip
 LANGUAGES = ("en", "mul")  # mul: Wikidata's for names that are the same in every language
 MAX_NAMESAKES = 1000  # entities of one name that are looked at

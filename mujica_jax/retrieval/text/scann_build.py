@@ -7,8 +7,9 @@ them with those of its own builder.
 
     FOLDER/trained/          what ScaNN learned from the sample
     FOLDER/trained.json      written after it: checksums and parameters
-    FOLDER/index/            hashed_dataset.npy [rows, blocks] uint8, a code of four bits a block; datapoint_to_token.npy [rows] int32,
-                             the partition; int8_dataset.npy [rows, dimension], round(x * multiplier); and the trained files
+    FOLDER/index/            hashed_dataset.npy [rows, blocks] uint8, a code of four bits a block;
+                             datapoint_to_token.npy [rows] int32, the partition;
+                             int8_dataset.npy [rows, dimension], round(x * multiplier); and the trained files
     FOLDER/hashed.json       how many rows are there: a killed build goes on behind them
 
 The most memory is taken by the sample, a few times in float32.

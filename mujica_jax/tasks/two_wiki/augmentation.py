@@ -23,30 +23,29 @@ from mujica_jax.tasks.two_wiki.chains import COUNTRY_FORMS, MONTHS, country_form
 Sort = Literal["person", "work", "place", "organisation", "country", "closed", "other"]
 
 COUNTRY_RELATIONS = frozenset({"country", "country of citizenship", "country of origin"})
-CLOSED_RELATIONS = frozenset(
-    {"cause of death", "award received", "occupation"}
-)  # their objects are swapped as whole labels
+# Their objects are swapped as whole labels.
+CLOSED_RELATIONS = frozenset({"cause of death", "award received", "occupation"})
 _OBJECTS: dict[Sort, tuple[str, ...]] = {
     "country": tuple(COUNTRY_RELATIONS),
     "closed": tuple(CLOSED_RELATIONS),
     "place": ("place of birth", "place of death", "place of burial", "place of detention"),
     "organisation": ("educated at", "employer", "publisher"),
     "person": (
-        "director", "father", "mother", "spouse", "sibling", "child", "performer", "composer", "producer", "editor", "presenter",
-        "creator", "student of", "doctoral advisor", "founded by", "screenwriter",
+        "director", "father", "mother", "spouse", "sibling", "child", "performer", "composer", "producer", "editor",
+        "presenter", "creator", "student of", "doctoral advisor", "founded by", "screenwriter",
     ),
 }  # fmt: skip
 _SUBJECTS: dict[Sort, tuple[str, ...]] = {
     "place": ("country",),
     "organisation": ("inception", "founded by"),
     "work": (
-        "director", "publication date", "performer", "composer", "country of origin", "producer", "publisher", "editor", "presenter",
-        "creator", "screenwriter",
+        "director", "publication date", "performer", "composer", "country of origin", "producer", "publisher", "editor",
+        "presenter", "creator", "screenwriter",
     ),
     "person": (
-        "date of birth", "date of death", "place of birth", "place of death", "place of burial", "place of detention", "father",
-        "mother", "spouse", "sibling", "child", "educated at", "employer", "award received", "cause of death", "occupation",
-        "country of citizenship", "student of", "doctoral advisor",
+        "date of birth", "date of death", "place of birth", "place of death", "place of burial", "place of detention",
+        "father", "mother", "spouse", "sibling", "child", "educated at", "employer", "award received",
+        "cause of death", "occupation", "country of citizenship", "student of", "doctoral advisor",
     ),
 }  # fmt: skip
 SORT_OF_OBJECT: dict[str, Sort] = {relation: sort for sort, relations in _OBJECTS.items() for relation in relations}
