@@ -159,7 +159,7 @@ def _side(deciding: Sequence[Evidence], other: Sequence[Evidence]) -> str:
 
 
 def sample_text() -> Iterator[str]:
-    """What prompts, scripts and reading documents say besides names and facts: text for a from-scratch tokenizer."""
+    """What prompts, scripts and pre-training documents say besides names and facts: text for a from-scratch tokenizer."""
     call = protocol.SearchCall(query="Who is the of", candidate=0)
     for kind in ("graph", "text"):
         for role in ("planner", "worker"):

@@ -16,7 +16,7 @@ Differences from the engines JetStream was written for:
 The orchestrator prefills and generates in different threads; the engine takes one call at a time, so a lock is held a
 call, and given back between the chunks of a long prompt. One slot more than decode at a time computes prompts.
 
-Importing this module imports TensorFlow (by seqio). Our own server, `serving.py`, does without.
+Importing this module imports TensorFlow (by seqio). Our own server, `server.py`, does without.
 """
 
 import dataclasses
@@ -285,7 +285,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
     token ids.
 
     JetStream puts texts together from single tokens, and bytes of a character only if each is a token of its own: a
-    character that is spread over longer tokens is shown as U+FFFD. Token ids, and texts of `serving.py`, are right in
+    character that is spread over longer tokens is shown as U+FFFD. Token ids, and texts of `server.py`, are right in
     any case.
     """
 

@@ -1,4 +1,4 @@
-"""Reading documents: what a from-scratch decoder learns to read on, in place of the web.
+"""Pre-training documents: what a from-scratch decoder learns to read on, in place of the web.
 
 A language model that has read nothing copies no name and finds no line in a list; a demonstration shows it one look-up
 among a hundred tokens, and a few hundred demonstrations are learnt by heart before they are understood. A document here

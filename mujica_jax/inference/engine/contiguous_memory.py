@@ -1,5 +1,5 @@
-"""The memory of the resident engine, and the programs that move what is in it. No model, no policy; the layout stands
-in `resident.py`.
+"""The memory of the contiguous engine, and the programs that move what is in it. No model, no policy; the layout
+stands in `contiguous.py`.
 """
 
 import functools

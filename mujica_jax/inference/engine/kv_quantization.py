@@ -5,7 +5,7 @@
 
 So attention itself computes as ever, on any platform. Rotary angles turn channel i and i + head_dim / 2 into each other
 as positions grow: the two share a scale. The maxima are taken over random tokens, as a function of the policy alone:
-what was asked before changes no answer. What lies beyond the range is clipped (`engine.narrowed`). A channel's scale
+what was asked before changes no answer. What lies beyond the range is clipped (`base.narrowed`). A channel's scale
 holds for all positions, so it is not stored with them. Called by the engines where `cache_dtype` is int8.
 """
 

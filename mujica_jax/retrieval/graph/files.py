@@ -1,5 +1,5 @@
-"""Files of a knowledge graph, read in pieces and never whole: tables (`graph_tables.py`) and N-Triples
-(`graph_dumps.py`), plain, `.gz` or `.bz2`, local or in a bucket; and what of them is kept.
+"""Files of a knowledge graph, read in pieces and never whole: tables (`tables.py`) and N-Triples (`dumps.py`),
+plain, `.gz` or `.bz2`, local or in a bucket; and what of them is kept.
 
 A line that cannot be read is refused with file and line, or left out and counted where the caller asks for that.
 """

@@ -3,7 +3,7 @@ endpoint.
 
 The data are in Wikidata's vocabulary: a property `wikibase:directClaim` says which predicate states it, entities and
 properties have `rdfs:label` and `skos:altLabel`. Our store holds what files of other shapes say in these terms too
-(`graph_files.py`).
+(`files.py`).
 
 What a triple reads as:
 

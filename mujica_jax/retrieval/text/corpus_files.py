@@ -1,7 +1,7 @@
 """Files that passages and triples are read from: local ones, and objects in Google Cloud Storage (`gs://BUCKET/NAME`).
 
 An object is read range by range and never fetched whole. A range whose connection breaks is asked for again
-(`bucket.py`: bounded, with a deadline), so a reader of a large corpus goes on where it was. All ranges are of the
+(`storage/gcs.py`: bounded, with a deadline), so a reader of a large corpus goes on where it was. All ranges are of the
 object that was there at the beginning, and what was read from the first byte to the last is compared with the service's
 checksum.
 """
