@@ -22,7 +22,8 @@ from mujica_jax.train import DEFAULT_CONFIG
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = {path.name: re.findall(r"^```\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE) for path in DOCUMENTS}
-LINES = [line.split("  #")[0].strip() for blocks in BLOCKS.values() for block in blocks for line in block.splitlines()]
+WHOLE = [block.replace("\\\n", " ") for blocks in BLOCKS.values() for block in blocks]  # a line that goes on is one
+LINES = [line.split("  #")[0].strip() for block in WHOLE for line in block.splitlines()]
 MAKE = sorted({line for line in LINES if line.startswith("make ")})
 TRAIN = sorted({line for line in LINES if line.startswith("python -m mujica_jax.train")})
 
