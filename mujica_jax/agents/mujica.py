@@ -130,7 +130,7 @@ class _Episode:
         try:
             found = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # where one failed the episode is over: nobody reads what the others find
+            for task in tasks:  # if one fails the episode is over, and the others are not needed
                 task.cancel()
         first_new = len(self._candidates)
         known = {entity.id for entity in self._candidates}

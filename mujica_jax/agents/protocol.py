@@ -23,7 +23,7 @@ from mujica_jax.tasks.task import EnvironmentKind
 PromptMode = Literal["brief", "zero_shot", "few_shot"]
 
 NOTHING_FOUND = "No relevant information found."
-OBSERVATION = "Obs:"  # begins what the planner is told; a model that writes it itself is cut there
+OBSERVATION = "Obs:"  # begins a message to the planner; a model that writes it itself is cut there
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

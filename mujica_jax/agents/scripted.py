@@ -31,7 +31,7 @@ _YEAR = re.compile(r"\b\d{3,4}\b")
 
 
 class ScriptedPolicy:
-    """Writes any question's episode; what it cannot do right it leaves unanswered.
+    """Writes any question's episode; what it cannot answer rightly it leaves unanswered.
 
     Its one kind of noise: with the probability `miss_rate` its worker says that nothing was found where the fact stands
     before it. The planner then gives up, as after any fact that is missing.
@@ -159,7 +159,9 @@ def _side(deciding: Sequence[Evidence], other: Sequence[Evidence]) -> str:
 
 
 def sample_text() -> Iterator[str]:
-    """What prompts, scripts and pre-training documents say besides names and facts: text for a from-scratch tokenizer."""
+    """What prompts, scripts and pre-training documents say besides names and facts: text for a from-scratch
+    tokenizer.
+    """
     call = protocol.SearchCall(query="Who is the of", candidate=0)
     for kind in ("graph", "text"):
         for role in ("planner", "worker"):

@@ -68,7 +68,7 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "seed": 0,
 }
 ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "trainer.lora_alpha", "sampling.temperature", "eval.temperature")
-BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.miss_rate")  # and at least 0: shares
+BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.miss_rate")  # shares: also at least 0
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 MAX_PORT = 65535
 MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits

@@ -205,7 +205,7 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What a run tells of itself, beside metrics.jsonl, which is always written (docs/metrics.md). May change at a
+    """What a run reports beside metrics.jsonl, which is always written (docs/metrics.md). May change at a
     restart.
     """
 

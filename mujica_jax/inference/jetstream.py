@@ -272,7 +272,7 @@ class JetStreamEngine(engine_api.Engine):
         return tokens, valid
 
     def _end(self, slot: int, running: _Running) -> None:
-        """Leave what the slot computed in its pages, for whoever begins alike."""
+        """Leave what the slot computed in its pages, for requests with the same prefix."""
         computed = len(running.tokens) - 1
         if computed > running.flushed:
             self._engine.flush([FlushRow(slot, running.block_table.pages, running.flushed, computed)])

@@ -1,6 +1,6 @@
 """A generator behind JetStream's gRPC protocol (`Orchestrator`: Decode, HealthCheck), for JetStream's clients.
 
-What is different from JetStream's own server: the queue is bounded, and whoever finds it full is told
+What is different from JetStream's own server: the queue is bounded, and a request that finds it full gets
 RESOURCE_EXHAUSTED at once; a client that goes away, or whose deadline passes, frees its slot; a bad request is told
 INVALID_ARGUMENT instead of ending the process; texts are whole wherever token borders fall. As there, the stop token is
 not part of an answer.

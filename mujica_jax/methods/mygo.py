@@ -181,21 +181,21 @@ def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -
                 played += len(shard)
                 stage.update(played)
 
-        def first_attempts(index: int, heard: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
-            return run.sample(number, index, [_attempt(run, q, 0, number) for q in shards[index]], heard)
+        def first_attempts(index: int, callback: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
+            return run.sample(number, index, [_attempt(run, q, 0, number) for q in shards[index]], callback)
 
         play("first attempts", first_attempts)
         firsts = {trajectory.question_id: trajectory for trajectory in trajectories}
         mean_reward = mean_first_attempt_reward(trajectories)
         k = threshold(previous_k=previous_k, mean_first_attempt_reward=mean_reward, best_reward=best)
 
-        def later_attempts(index: int, heard: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
+        def later_attempts(index: int, callback: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
             def wave(earlier: Sequence[Trajectory]) -> list[Attempt]:
                 tried = [*(firsts[question.id] for question in shards[index]), *earlier]
                 following = next_attempts(_config(run), shards[index], tried, k=k, best_reward=best)
                 return [_attempt(run, question, attempt, number) for question, attempt in following]
 
-            return run.sample_waves(number, len(shards) + index, wave, heard)
+            return run.sample_waves(number, len(shards) + index, wave, callback)
 
         play("later attempts", later_attempts)
     if distributed.is_primary():

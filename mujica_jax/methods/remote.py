@@ -50,7 +50,7 @@ class Endpoint:
 
 
 def open_endpoint(remote: RemoteConfig, config: Config, out: "RunPath") -> Endpoint:
-    """Tokenizer and generator of an endpoint that `config_checks.check_remote` found whole. Nothing is asked of it
+    """Tokenizer and generator of an endpoint that `config.checks.check_remote` accepted. Nothing is asked of it
     yet.
     """
     from mujica_jax.inference.remote.generator import RemoteGenerator

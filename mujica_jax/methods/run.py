@@ -71,8 +71,8 @@ class PhaseResult:
 
 
 class Run:
-    """The parts of a run, made once by `train`: store, task, tokenizer, agent, trainer and engine, and what tells of
-    them.
+    """The parts of a run, made once by `train`: store, task, tokenizer, agent, trainer and engine, and what
+    reports on them.
     """
 
     def __init__(
@@ -128,9 +128,7 @@ class Run:
 
     @contextlib.contextmanager
     def counted(self, kind: str, step: int) -> Iterator[None]:
-        """Work of the engine that is told in one line of metrics: what it did in here, which is nothing where all was
-        on disk already.
-        """
+        """Writes one line of metrics about the engine's work in this block. It is zero if all was on disk already."""
         before = self.generator.statistics
         with self.clock.stage(kind.rpartition("/")[2]):
             yield
@@ -139,12 +137,12 @@ class Run:
             self.metrics.write(kind, step, did)
 
     def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
-        """Tell how far the engine's log-probabilities are from those of the trainer, whose `state` is what they were
-        sampled from.
+        """Write how far the engine's log-probabilities are from the trainer's. The trajectories were sampled from
+        `state`.
         """
         conversations = self.config.metrics.compared_conversations
-        told = distributed.broadcast(MISMATCH, lambda: self.metrics.has(MISMATCH, round_number))
-        if not conversations or told:
+        written = distributed.broadcast(MISMATCH, lambda: self.metrics.has(MISMATCH, round_number))
+        if not conversations or written:
             return
         with self.clock.stage("scoring"):
             found = compared(
@@ -274,7 +272,7 @@ class Run:
             folder, keep=self.config.trainer.keep_checkpoints, io_statistics=self.store.io_statistics
         )
         found = checkpoints.restore_latest(self.trainer.abstract_state())
-        # A step reuses its state's buffers; what `start` returns stays whole for whoever else begins from it.
+        # A step reuses its state's buffers; what `start` returns stays whole for others that begin from it.
         state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
         input_state = None if found is None else found[1].get("input")
         rates = schedule(peak=peak, end_value=end_value, total_steps=steps, warmup_steps=warmup_steps, stretch=stretch)
@@ -321,7 +319,7 @@ class Run:
                 due = result.stopped or done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS
                 if distributed.broadcast(f"{name}: save", lambda due=due: due) and done > saved:
                     with self.clock.stage("saving"):
-                        self.metrics.flush()  # a resumed run does not come past these steps again
+                        self.metrics.flush()  # a resumed run does not repeat these steps
                         checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
                     last_save, saved = time.monotonic(), done
                 if result.stopped:
@@ -379,7 +377,7 @@ class Run:
             result = PhaseResult(row=row, forward_tokens=forward_tokens, trained_slots=trained_slots)
             if distributed.is_primary():
                 self._write_scores(name, scores)
-                # Before the phase counts as done: after that it is not come past again.
+                # Before the phase counts as done: a restart skips a phase that is done.
                 self._write_seconds(f"{phase.prefix}{TIME}", step)
                 self.metrics.write(
                     f"{phase.prefix}{RETRIEVAL}", step, dataclasses.asdict(statistics_of(self.task, scores.questions))

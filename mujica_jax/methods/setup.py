@@ -190,8 +190,8 @@ def require_packages(config: Config) -> None:
 
 
 def check_dtypes(config: Config) -> None:
-    """This platform computes in the types that the configuration names: each is tried, for no table of platforms stays
-    true.
+    """This platform computes in the types that the configuration names: each is tried, as a table of platforms would
+    grow stale.
     """
     named = {
         "trainer.dtype": config.trainer.dtype,

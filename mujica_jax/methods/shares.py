@@ -1,4 +1,4 @@
-"""Work that the hosts of a job share: each plays a part with its own engine, and all meet in the store.
+"""Work that the hosts of a job share: each plays a part with its own engine and leaves it in the store.
 
 What a unit of work gives does not depend on who plays it (`run.Run.sample_waves`), so the number of hosts changes only
 who does what. With one process nothing of this happens.
@@ -13,7 +13,7 @@ from mujica_jax.runtime import distributed
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.store import Store
 
-Unit = Callable[[Callable[[Trajectory], None]], object]  # plays its episodes and leaves a shard; told each episode
+Unit = Callable[[Callable[[Trajectory], None]], object]  # plays its episodes, passes each on and leaves a shard
 
 
 def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:

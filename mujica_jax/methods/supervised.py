@@ -185,13 +185,13 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     def chosen(start: int) -> Sequence[Question]:
         return questions[start : start + config.sampling.shard_questions]
 
-    def unit(shard: int, order: tuple[int, int], heard: Callable[[Trajectory], None]) -> list[Trajectory]:
+    def unit(shard: int, order: tuple[int, int], callback: Callable[[Trajectory], None]) -> list[Trajectory]:
         number, start = order
         attempts = [
             Attempt(question=question, number=number, seed=config.seed, temperature=config.sampling.temperature)
             for question in chosen(start)
         ]
-        return run.sample(WARM_UP.step, shard, attempts, heard, agent=few_shot)[1]
+        return run.sample(WARM_UP.step, shard, attempts, callback, agent=few_shot)[1]
 
     name = f"{WARM_UP.name}: sampling with worked examples"
     with (

@@ -25,9 +25,9 @@ TENSORBOARD_SUFFIX = ".metrics"  # tells this file from those of other writers i
 class MetricsLog:
     """Appends to `metrics.jsonl`, one object a line, and the numbers among its values to a TensorBoard file beside it.
 
-    A line is {"phase", "step", "time", ...values}. (phase, step) is its key: a resumed run that comes past a step again
-    finds it in the file and writes nothing. Within a phase steps rise. A last line that a kill cut short is removed at
-    opening. The TensorBoard file follows from the lines: it is made with the first number written, anew after a resume,
+    A line is {"phase", "step", "time", ...values}. (phase, step) is its key: a resumed run that repeats a step finds it
+    in the file and writes nothing. Within a phase steps rise. A last line that a kill cut short is removed at opening.
+    The TensorBoard file follows from the lines: it is made with the first number written, and again after a resume,
     since the kill may have come between the two. On local disk nothing is held back: what was written is in the files,
     and a full disk is an error at that line. In a bucket lines wait some seconds for an upload; `flush` is called
     before anything is written that a resumed run goes on from.

@@ -2,7 +2,7 @@
 
 clock = StageClock(compiled=lambda: compile_counter().seconds)
 with clock.stage("sampling"): ...
-clock.take()        # {"sampling": 12.1, "compiling": 3.0, "other": 0.2}, and begin anew
+clock.take()        # {"sampling": 12.1, "compiling": 3.0, "other": 0.2}, and start from zero
 """
 
 import collections

@@ -43,7 +43,7 @@ PREFIX = "mujica_retrieval_"
 MEANINGS = {
     "queries": "Queries that arrived",
     "cached": "Queries answered from the disk",
-    "shared": "Queries answered with the same one of somebody else at the same time",
+    "shared": "Queries answered together with an equal one that was under way",
     "batches": "Batches searched",
     "failed": "Queries that ended in an error",
     "encode_seconds": "Seconds encoding queries",

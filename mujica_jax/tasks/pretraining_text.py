@@ -4,7 +4,7 @@ A language model that has read nothing copies no name and finds no line in a lis
 among a hundred tokens, and a few hundred demonstrations are learnt by heart before they are understood. A document here
 lists some facts of one entity, as materials look, and reads them off again in another order, each with the number of
 its line. All of it is trained, as a text is in pre-training: a label that every line repeats is a lesson in copying
-too. Facts are drawn anew for every document (any label of a kind with any value of a relation), so that there is
+too. Facts are drawn again for every document (any label of a kind with any value of a relation), so that there is
 nothing to remember and all to look up. Other documents put years in order, which is all a reader needs to know of
 dates.
 

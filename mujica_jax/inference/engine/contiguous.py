@@ -1,9 +1,9 @@
 """The engine on XLA, for CPU and GPU: every running request has a row of contiguous memory, the pages are where it
 comes from and goes.
 
-Gathering pages anew at every step would cost as much memory traffic as the step itself. So a request's pages are loaded
-into its slot's row once, decoding goes on in the row, and what was computed is written back to the pages when it is to
-be shared. A row remembers which pages it holds, so a conversation that comes back to its slot loads nothing.
+Gathering pages again at every step would cost as much memory traffic as the step itself. So a request's pages are
+loaded into its slot's row once, decoding goes on in the row, and what was computed is written back to the pages when it
+is to be shared. A row remembers which pages it holds, so a conversation that comes back to its slot loads nothing.
 
 What several rows begin with (a system prompt, worked examples) is held once, as a prefix: its scores are one matrix
 product for all rows instead of a read for each, and the rows hold only what follows. With a shared prompt of 384 tokens
@@ -202,7 +202,7 @@ class ContiguousEngine(Engine):
         return len(self._slot_of_row)
 
     def _evict(self, held: _SlotCache) -> None:
-        """What a slot had in a row is there no more."""
+        """Drops what the slot had in a row."""
         if held.row >= 0:
             self._slot_of_row[held.row] = -1
         held.row, held.pages, held.tokens, held.prefix, held.offset = -1, [], 0, -1, 0

@@ -1,4 +1,4 @@
-"""The two programs of the resident engine: one reads prompts into rows, one decodes several steps for all rows."""
+"""The two programs of the contiguous engine: one reads prompts into rows, one decodes several steps for all rows."""
 
 import functools
 from typing import NamedTuple

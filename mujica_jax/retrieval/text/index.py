@@ -47,7 +47,7 @@ class Index(Protocol):
 
 
 class Reporter(Protocol):
-    """Who is told how far a build is."""
+    """Receives how far a build is."""
 
     def stage(self, name: str, total: int | None, unit: str) -> Any:
         """A context manager that gives what is called with the number of units done."""

@@ -2,7 +2,7 @@
 them carries.
 
 Everything is drawn from generators seeded with the world's seed and the part's name, one a purpose: leaving facts out
-of the graph renames nobody, and a longer training side changes no test entity.
+of the graph changes no name, and a longer training side changes no test entity.
 """
 
 import random
@@ -19,7 +19,7 @@ GENERATIONS = 5
 FIRST_BIRTH_YEAR = 1800
 GENERATION_YEARS = 35  # with births spread over BIRTH_SPREAD_YEARS, parents are 21 to 49 years old
 BIRTH_SPREAD_YEARS = 15
-LIFE_YEARS = (51, 95)  # nobody dies before the last child is born
+LIFE_YEARS = (51, 95)  # everyone lives until the last child is born
 PRESENT_YEAR = 2020  # who would die later is alive
 FIRST_FILM_GENERATION = 2  # born from 1870 on
 FIRST_FILM_YEAR = 1900
@@ -110,7 +110,7 @@ class WorldPart:
         return len(self.labels) - 1
 
     def _borrows(self) -> bool:
-        """Drawn anew for every entity, from the stream of names, whatever the share is."""
+        """Drawn once an entity, from the stream of names, for any share."""
         return self._naming.random() < self._config.distractor_names
 
     def _date(self, first_year: int, last_year: int) -> str:
@@ -207,7 +207,7 @@ class WorldPart:
         self._random.shuffle(men)
         self._random.shuffle(women)
         couples = []
-        for man, woman in zip(men, women, strict=False):  # whoever is left over stays single
+        for man, woman in zip(men, women, strict=False):  # those left over stay single
             fathers = [self.facts[person.number].get("father") for person in (man, woman)]
             siblings = fathers[0] is not None and fathers[0] == fathers[1]
             if self._random.random() < SHARE_MARRIED and not siblings:
@@ -248,7 +248,7 @@ class WorldPart:
             self._add("film", title, facts)
 
     def _limit_facts(self) -> None:
-        """People and films keep MIN_FACTS to `facts_per_entity` of theirs; the rest of the truth is forgotten."""
+        """People and films keep MIN_FACTS to `facts_per_entity` of their facts; the rest is dropped."""
         draw = self._generator("room").random
         most = self._config.facts_per_entity
         for number, kind in enumerate(self.kinds):

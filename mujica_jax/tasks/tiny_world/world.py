@@ -74,8 +74,8 @@ class TinyGraph:
         return self.materials(entity.id)
 
     def materials(self, key: str) -> tuple[Material, ...]:
-        """An entity's own triples and, as far as there is room, some that point at it, shuffled; none for a key nobody
-        has.
+        """An entity's own triples and, as far as there is room, some that point at it, shuffled; none for an
+        unknown key.
         """
         found = self._world.locate(key)
         if found is None:

@@ -4,8 +4,8 @@ A copy keeps a question's wording, relations and structure. Every entity of the 
 new name, put together from words of training-side names of the same sort (people, works, places, organisations); a word
 is replaced by the same word everywhere in a copy, so families keep a common surname and a title keeps its resemblance
 to its alias. Countries become other countries in the same form ("American" -> "French", "Italy" -> "Peru"), one to one.
-Dates keep their written form and each entity's dates move together by a number of years; answers are computed anew from
-the changed evidence. Distractor triples of relations that the entity did not have are added, and the order of the
+Dates keep their written form and each entity's dates move together by a number of years; answers are computed again
+from the changed evidence. Distractor triples of relations that the entity did not have are added, and the order of the
 triples is shuffled.
 """
 
@@ -160,7 +160,7 @@ class Renamer:
         return " ".join(piece.word if piece.kept else self._word(piece, sort) for piece in _pieces(label))
 
     def date(self, text: str, shift_years: int, *, move_day: bool) -> str:
-        """The date moved by a number of years, in the same written form; its day and month are drawn anew where
+        """The date moved by a number of years, in the same written form; its day and month are drawn again where
         `move_day`.
         """
         date = parse_date(text)
@@ -207,8 +207,8 @@ class Renamer:
         name, people = COUNTRY_FORMS[country_form(label)]
         parts, random = self.parts, self.random
         if f"country {name}" not in self._new:
-            draws = random.choices(parts.country_names, parts.country_weights, k=20)
-            drawn = next((draw for draw in draws if f"country {draw}" not in self._taken), name)
+            candidates = random.choices(parts.country_names, parts.country_weights, k=20)
+            drawn = next((draw for draw in candidates if f"country {draw}" not in self._taken), name)
             self._new[f"country {name}"] = drawn
             self._taken.add(f"country {drawn}")
         if f"as {label}" not in self._new:

@@ -75,7 +75,7 @@ def read_questions(files: Iterable[Path]) -> list[Record]:
 
 
 def chain_evidences(triples: Sequence[Triple]) -> tuple[Evidence, ...]:
-    """The gold chain as a searcher meets it: a bridge entity is called what the triple that found it calls it."""
+    """The gold chain as a searcher sees it: a bridge entity is called what the triple that found it calls it."""
     found_as: dict[str, str] = {}
     evidences = []
     for triple in triples:

@@ -1,18 +1,15 @@
 """2WikiMultihopQA (Ho et al., 2020) as a task: questions over its knowledge graph or over a corpus of passages.
 
 - `environment="graph"` (2Wiki-KG): every question with evidences. Its candidates are the topic entities that the
-question itself
-names, under the graph's labels, in the order of the question; a search returns the triples of one entity, in both
-directions: of
-  the data folder's graph, or of the one that `index` names. Demonstrations are always played in the data folder's.
+  question itself names, under the graph's labels, in the order of the question. A search returns the triples of one
+  entity, in both directions, from the data folder's graph or the one that `index` names. Demonstrations are always
+  played in the data folder's.
 - `environment="text"` (2Wiki-Text): the questions made for the corpus (`questions*.jsonl`, with aliases) whose gold
-passages it
-  holds; a search is BM25 over the corpus, or whatever the index that `index` names does with its own corpus.
+  passages it holds. A search is BM25 over the corpus, or what the index that `index` names does with its own.
 
 Questions are held out by a hash of their id, half of them as dev and half as test. Held-out questions, and triples or
-passages that
-no training question uses, appear neither in demonstrations' new names nor in the tokenizer's text; the graph and the
-corpus that are searched are the whole ones.
+passages that no training question uses, appear neither in demonstrations' new names nor in the tokenizer's text. The
+graph and the corpus that are searched are the whole ones.
 """
 
 import dataclasses
