@@ -113,8 +113,7 @@ def main() -> int:
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     print(
         f"{count / 1e6:.1f}M parameters, {given.rows} rows of {given.row_tokens}, {given.dtype}: {tokens} tokens a "
-        "step "
-        f"({tokens / chosen.size / given.row_tokens:.0%} of the slots), {operations / 1e9:.1f} GFLOP"
+        f"step ({tokens / chosen.size / given.row_tokens:.0%} of the slots), {operations / 1e9:.1f} GFLOP"
     )
     print(f"matrix product: {peak / 1e9:.0f} GFLOP/s; a step at that speed: {operations / peak * 1e3:.1f} ms")
     print(f"seen: {seconds * 1e3:.1f} ms, {tokens / seconds:.0f} tokens/s, {operations / seconds / peak:.1%} of it")

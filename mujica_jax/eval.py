@@ -127,8 +127,7 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     if remote is not None and (name is None or checkpoint is not None):
         raise UserError(
             f"--remote.base-url is {remote}: an endpoint is evaluated under a configuration and without a checkpoint, "
-            "as in "
-            f"`python -m mujica_jax.eval {HELP_CONFIG} --remote.base-url {remote} ...`"
+            f"as in `python -m mujica_jax.eval {HELP_CONFIG} --remote.base-url {remote} ...`"
         )
     if name is None and checkpoint is not None:
         config = _run_config(run_path(checkpoint))

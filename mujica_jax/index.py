@@ -166,8 +166,7 @@ def serve(given: argparse.Namespace) -> None:
     if kind == GRAPH:
         raise UserError(
             f"{given.index} is a graph, which a SPARQL server serves: `pip install oxigraph`, then `oxigraph "
-            "serve-read-only "
-            f"--location {given.index}/graph --bind {given.host}:{given.port}`, and give --task.index "
+            f"serve-read-only --location {given.index}/graph --bind {given.host}:{given.port}`, and give --task.index "
             f"sparql+http://HOST:{given.port}/query"
         )
     opened = open_port(given.host, given.port)

@@ -57,8 +57,7 @@ def test_the_rendezvous_tells_all_processes_the_names_of_all():
 def test_the_rendezvous_names_the_missing_processes():
     answer = (
         "processes 1, 3 of 4 did not come to distributed.coordinator ADDRESS within 1 s: start all of them at the same "
-        "time, "
-        "and let their machines reach that address"
+        "time, and let their machines reach that address"
     )
     assert called((4, 0), (4, 2), deadline=1.0) == [answer, answer]
 

@@ -52,8 +52,7 @@ class ScriptedPolicy:
         if not isinstance(state, PlannerState | WorkerState):
             raise UserError(
                 f"demonstrations are scripted for Mujica and the agent asks with a {type(state).__name__}: start from "
-                "a checkpoint "
-                "with --init"
+                "a checkpoint with --init"
             )
         text = self._plan(state) if isinstance(state, PlannerState) else self._read(state)
         ids = (*self._tokenizer.encode_model(text), self._tokenizer.stop_token_ids[0])

@@ -92,14 +92,12 @@ def check(config: Config) -> None:
     if config.init is None and config.pretraining.documents == 0 and (config.pretraining.steps or share):
         raise UserError(
             f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and "
-            f"warmup.pretraining_share {share} "
-            "need some: give documents, or set both to 0"
+            f"warmup.pretraining_share {share} need some: give documents, or set both to 0"
         )
     if config.trainer.lora_rank and config.init is None:
         raise UserError(
             f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a model that has "
-            "learnt something, "
-            "so name its checkpoint with --init, or leave the rank at 0"
+            "learnt something, so name its checkpoint with --init, or leave the rank at 0"
         )
     _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
     check_limits(config.agent)
@@ -113,10 +111,8 @@ def check_limits(agent: AgentConfig) -> None:
     if needed >= agent.max_trajectory_tokens:
         raise UserError(
             f"agent.max_observation_tokens {agent.max_observation_tokens} and agent.max_turn_tokens "
-            f"{agent.max_turn_tokens} are "
-            f"{needed} tokens together and leave no room for a prompt in agent.max_trajectory_tokens "
-            f"{agent.max_trajectory_tokens}: "
-            "lower one of the two or raise the last"
+            f"{agent.max_turn_tokens} are {needed} tokens together and leave no room for a prompt in "
+            f"agent.max_trajectory_tokens {agent.max_trajectory_tokens}: lower one of the two or raise the last"
         )
 
 
@@ -139,8 +135,8 @@ def check_rows(trainer: TrainerConfig) -> None:
     if trainer.attention == "splash" and trainer.row_tokens % SPLASH_LANES:
         raise UserError(
             f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and trainer.row_tokens is "
-            f"{trainer.row_tokens}: "
-            f"use {SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)}, or trainer.attention auto"
+            f"{trainer.row_tokens}: use {SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)}, or "
+            "trainer.attention auto"
         )
 
 
@@ -155,8 +151,7 @@ def check_distributed(distributed: DistributedConfig) -> None:
     if distributed.coordinator is not None and count < 2:
         raise UserError(
             f"distributed.coordinator is {distributed.coordinator} and distributed.processes is {count}: a job has at "
-            "least 2, "
-            "and one process needs no coordinator"
+            "least 2, and one process needs no coordinator"
         )
     if number >= count:
         raise UserError(

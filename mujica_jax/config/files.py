@@ -170,9 +170,8 @@ def _of_kind(values: Section, section: str, kinds: Mapping[str, type], words: li
         owners = [other for other, member in kinds.items() if name in _fields(member)]
         if word.startswith(f"--{section}.") and name not in fields and owners:
             raise UserError(
-                f"--{section}.{name.replace('_', '-')} is a field of {section}.kind {' and '.join(owners)}, and {section}.kind is "
-                f"{kind}: leave it out, "
-                f"or add --{section}.kind {owners[0]}"
+                f"--{section}.{name.replace('_', '-')} is a field of {section}.kind {' and '.join(owners)}, and "
+                f"{section}.kind is {kind}: leave it out, or add --{section}.kind {owners[0]}"
             )
     if kind == current.kind:
         return values

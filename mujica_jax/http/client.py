@@ -184,8 +184,7 @@ def _checked(address: str, example: str) -> str:
     if url.userinfo or url.query or url.fragment:
         raise UserError(
             "the endpoint's address holds a password, a query or a fragment, and addresses are printed: leave them out "
-            "and name an "
-            "environment variable that holds the key"
+            "and name an environment variable that holds the key"
         )
     if url.scheme not in ("http", "https") or not url.host:
         raise UserError(f"the endpoint's address {address!r} names no server: write it as {example}")

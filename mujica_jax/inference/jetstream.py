@@ -334,14 +334,12 @@ def _check(engine: Engine, sampling: SamplingParams, max_prefill_length: int) ->
     if engine.num_pages < needed:
         raise ValueError(
             f"the engine has {engine.num_pages} pages and its {engine.slots} slots need {needed} at full length: "
-            "JetStream never says "
-            "when a request is over, so give it more memory, or fewer slots or positions"
+            "JetStream never says when a request is over, so give it more memory, or fewer slots or positions"
         )
     if sampling.stop_strings or sampling.deadline_seconds is not None:
         raise ValueError("JetStream's orchestrator knows no stop strings and no deadlines: use serving.Server for them")
     if max_prefill_length not in PREFILL_LENGTHS or max_prefill_length > max(engine.positions, PREFILL_LENGTHS[0]):
         raise ValueError(
             f"max_prefill_length is {max_prefill_length}: JetStream pads prompts to powers of two from "
-            f"{PREFILL_LENGTHS[0]}, and the "
-            f"engine has {engine.positions} positions"
+            f"{PREFILL_LENGTHS[0]}, and the engine has {engine.positions} positions"
         )

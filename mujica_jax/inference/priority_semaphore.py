@@ -35,8 +35,7 @@ class PrioritySemaphore:
         if len(self._waiting) >= self._most_waiting:
             raise OverloadError(
                 f"{self._places} requests are under way and {len(self._waiting)} wait, of at most "
-                f"{self._most_waiting}: come back "
-                "later, or send fewer at once"
+                f"{self._most_waiting}: come back later, or send fewer at once"
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arrived += 1

@@ -205,8 +205,7 @@ def _as_user_error(folder: RunPath) -> Iterator[None]:
             raise
         raise StoreUnavailable(
             f"{folder} could not be written or read, at last because of: {reason.strip()[:200]}; see that the bucket "
-            "can be reached and "
-            "start the same command again"
+            "can be reached and start the same command again"
         ) from error
 
 
@@ -240,15 +239,13 @@ def _refuse_other_arrays(folder: RunPath, saved: Any, wanted: dict[str, Any]) ->
         if there != here:
             raise UserError(
                 f"checkpoint {folder} holds another model: {name} is {_words(there)} there and {_words(here)} in this "
-                "run: "
-                "use the model it was made with, or another run directory"
+                "run: use the model it was made with, or another run directory"
             )
     for name, leaf in wanted.items():
         if (kept := str(saved[name].dtype)) != str(leaf.dtype):
             raise UserError(
                 f"checkpoint {folder} keeps {name} in {kept}, and this run in {leaf.dtype}: leave "
-                "trainer.parameter_dtype and "
-                "trainer.first_moment_dtype as they were, or use another run directory"
+                "trainer.parameter_dtype and trainer.first_moment_dtype as they were, or use another run directory"
             )
 
 

@@ -70,8 +70,7 @@ class ProfileWindow:
             where = "no phase" if self._phase is None else f"no phase {self._phase}"
             self._say(
                 f"profile.steps {self._steps[0]} {self._steps[1]}: {where} of this run trained these steps from their "
-                "beginning, "
-                "and nothing was traced"
+                "beginning, and nothing was traced"
             )
 
     def _window(self, name: str, done: int, steps: int) -> tuple[int, int] | None:

@@ -234,8 +234,7 @@ def _read(step: int, metrics: dict[str, Array], *, most_skips: int) -> StepMetri
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         raise NotFinite(
             f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the run ends before this "
-            "is saved; "
-            "lower the learning rate or start from another checkpoint"
+            "is saved; lower the learning rate or start from another checkpoint"
         )
     if "skipped" in values:
         raise_if_too_many(values, step=step, most=most_skips)

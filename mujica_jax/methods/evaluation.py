@@ -71,8 +71,7 @@ def score_policy(
     if not (own := distributed.shard_for_process(questions)):
         raise UserError(
             f"{len(questions)} held-out questions are fewer than {distributed.processes()} processes: raise "
-            "eval.questions "
-            f"{config.eval.questions}, or give the task more of them"
+            f"eval.questions {config.eval.questions}, or give the task more of them"
         )
     if len(questions) < config.eval.questions:
         progress.line(

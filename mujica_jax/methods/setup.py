@@ -102,8 +102,7 @@ def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
     if not distributed.is_primary() and not Store(directory).exists(CONFIG):
         raise UserError(
             f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has "
-            "begun: "
-            "give a --run directory that all hosts share"
+            "begun: give a --run directory that all hosts share"
         )
     return open_run(directory, about, ignore=("run", "metrics", "profile", "distributed"))
 
@@ -142,8 +141,7 @@ def load_model(directory: str | Path, config: Config, mesh: Mesh | None = None) 
     if not Path(directory).is_dir():
         raise UserError(
             f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, with config.json, "
-            "tokenizer.json "
-            "and *.safetensors"
+            "tokenizer.json and *.safetensors"
         )
     tokenizer, decoder = Tokenizer.load(directory), load_checkpoint(directory, dtype=config.trainer.dtype, mesh=mesh)
     if tokenizer.vocab_size > decoder.config.vocab_size:

@@ -162,8 +162,7 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     kept = [t for t, *keep in zip(trajectories, right, slipped, strict=True) if any(keep)]
     run.progress.line(
         f"{sum(right)} of {len(trajectories)} scripted demonstrations reach the gold answer, {len(kept) - sum(right)} "
-        "of the others "
-        f"fail by a miss; these {len(kept)} are kept"
+        f"of the others fail by a miss; these {len(kept)} are kept"
     )
     return trajectories, kept
 

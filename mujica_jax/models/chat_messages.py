@@ -37,8 +37,7 @@ def read_messages(parts: Sequence[Part], scaffold: Scaffold, spell: Callable[[in
         if scaffold.before_system is not None and not any(isinstance(part, int) for part in piece):
             raise UserError(
                 f"the chat template puts {''.join(map(str, piece))!r} between two messages, where text could say the "
-                "same: "
-                "use a template that parts messages by special tokens"
+                "same: use a template that parts messages by special tokens"
             )
     reader = _Reader(parts, spell)
     messages = []
@@ -69,8 +68,7 @@ class _Reader:
         if rest is None:
             raise UserError(
                 f"the conversation begins with {self.parts[:4]} and the chat template with {list(piece)}: use the "
-                "tokenizer "
-                "that rendered it"
+                "tokenizer that rendered it"
             )
         self.parts = rest
 
@@ -87,8 +85,7 @@ class _Reader:
             said += self._spell(part) if isinstance(part, int) else part
         raise UserError(
             f"the conversation ends after {said[-40:]!r} where the chat template goes on with {list(pieces[0])}: send "
-            "it up to the "
-            "place where the model writes"
+            "it up to the place where the model writes"
         )
 
 

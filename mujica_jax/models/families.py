@@ -45,8 +45,7 @@ class Llama3RopeScaling:
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"rope scaling has high_freq_factor {self.high_freq_factor} and low_freq_factor "
-                f"{self.low_freq_factor}: "
-                "give a high_freq_factor above low_freq_factor"
+                f"{self.low_freq_factor}: give a high_freq_factor above low_freq_factor"
             )
 
 
@@ -210,8 +209,7 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]
     if kind != "llama3" or set(fields) != expected:
         raise UserError(
             f"rope type {kind!r} with fields {sorted(fields)} is not supported, 'default' without fields and 'llama3' "
-            "with "
-            f"{sorted(expected)} are: choose another checkpoint, or remove a scaling that you do not need from "
+            f"with {sorted(expected)} are: choose another checkpoint, or remove a scaling that you do not need from "
             "config.json"
         )
     return theta, Llama3RopeScaling(**fields)

@@ -55,8 +55,7 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     if wanted > len(available) or (must_use_all and wanted != len(available)):
         raise UserError(
             f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices and {len(available)} are "
-            "available: "
-            f"choose three numbers whose product is {'' if must_use_all else 'at most '}{len(available)}, "
+            f"available: choose three numbers whose product is {'' if must_use_all else 'at most '}{len(available)}, "
             f"for example data=1, fsdp={len(available)}, tensor=1"
         )
     return jax.make_mesh(

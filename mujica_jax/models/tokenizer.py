@@ -216,8 +216,7 @@ class Tokenizer:
         if not first or not isinstance(first[0], int):
             raise UserError(
                 f"the chat template closes a model turn with {pieces.after_model!r}, which does not begin with a "
-                "special token: "
-                "use a tokenizer whose turns end in one"
+                "special token: use a tokenizer whose turns end in one"
             )
         return pieces
 
@@ -315,8 +314,7 @@ def _take_apart(render: Any) -> ChatPieces:
     if not after_opening.startswith(text + MODEL) or generation_prompt != before_model:
         raise UserError(
             "the chat template writes earlier turns differently once later ones follow, so a conversation cannot grow "
-            "by "
-            f"appending tokens: {after_opening!r} does not begin with {text + MODEL!r}; use another template"
+            f"by appending tokens: {after_opening!r} does not begin with {text + MODEL!r}; use another template"
         )
     padded = render([*opening[:-1], {"role": "user", "content": f" {USER} "}])
     return ChatPieces(

@@ -54,8 +54,7 @@ class WandbLog:
         except (wandb.Error, ValueError) as error:
             raise UserError(
                 f"wandb does not start in mode {mode} ({str(error).splitlines()[0]}): log in with `wandb login`, or "
-                "set metrics.wandb "
-                "to offline or off"
+                "set metrics.wandb to offline or off"
             ) from error
         self._phases: set[str] = set()
 

@@ -47,8 +47,7 @@ class Batcher(Generic[Result]):
             if len(self._waiting) >= self.max_waiting:
                 raise RetrieverOverloaded(
                     f"{len(self._waiting)} searches wait, of at most {self.max_waiting}: come back later, or send "
-                    "fewer "
-                    "at once"
+                    "fewer at once"
                 )
             future = self._waiting[query, k] = loop.create_future()
             future.add_done_callback(lambda done: done.cancelled() or done.exception())  # read even if nobody waits

@@ -138,8 +138,7 @@ class RemoteRetriever(Counted):
         elif version != self.version:
             raise RetrieverRefused(
                 f"{self.url} serves version {version} of its index and version {self.version} was searched before: "
-                "serve that one again, "
-                "or begin anew"
+                "serve that one again, or begin anew"
             )
 
 

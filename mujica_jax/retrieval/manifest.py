@@ -170,8 +170,7 @@ def _written(folder: Path) -> Iterator[None]:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise UserError(
             f"{folder} cannot be written ({reason}): make room where its disk, a quota or a limit (ulimit -f) is used "
-            "up, and the "
-            "same command goes on where this one was"
+            "up, and the same command goes on where this one was"
         ) from error
 
 
@@ -182,8 +181,7 @@ def _compare(folder: Path, begun: Mapping[str, Any], plan: Mapping[str, Any]) ->
         name = "embedder" if mistaken[0] == "embedder_version" and "embedder" in differing else mistaken[0]
         raise UserError(
             f"{folder} was begun with {name} {begun.get(name)!r} and this build has {plan.get(name)!r}: choose another "
-            "--out or "
-            "remove the directory"
+            "--out or remove the directory"
         )
 
 

@@ -42,8 +42,7 @@ def rendezvous(
         except OSError as error:
             raise UserError(
                 f"process 0 cannot listen at port {address[1]} of distributed.coordinator {coordinator} "
-                f"({error.strerror}): "
-                "choose a port that is free on this machine"
+                f"({error.strerror}): choose a port that is free on this machine"
             ) from error
         late = f"did not come to distributed.coordinator {coordinator} within {deadline_seconds:g} s"
         answer = _gather(server, processes, host, until, late)
@@ -98,8 +97,7 @@ def _conflict(said: dict[str, Any], names: dict[int, str], processes: int) -> st
     if count != processes:
         return (
             f"process {number} on {host} was started with distributed.processes {count} and process 0 on {names[0]} "
-            f"with {processes}: "
-            "give all of them the same number"
+            f"with {processes}: give all of them the same number"
         )
     if number in names:
         return (

@@ -49,8 +49,7 @@ def run_path(root: str | PurePath) -> RunPath:
     if not re.fullmatch(rf"gs://{BUCKET_NAME}(/.*)?", root):
         raise UserError(
             f"{root} is neither a local directory nor gs://BUCKET/NAME with a bucket's name of 3 to 63 small letters, "
-            "digits, "
-            "dots, dashes and underscores; choose another --run directory"
+            "digits, dots, dashes and underscores; choose another --run directory"
         )
     return BucketPath(root.rstrip("/"))
 

@@ -99,8 +99,7 @@ def pack(
     if lengths.size and lengths.max() > row_tokens:
         raise UserError(
             f"a {'pair' if pairs else 'conversation'} of {lengths.max()} tokens does not fit into a row of "
-            f"{row_tokens} tokens: "
-            "raise trainer.row_tokens or lower agent.max_trajectory_tokens"
+            f"{row_tokens} tokens: raise trainer.row_tokens or lower agent.max_trajectory_tokens"
         )
     assert not lengths.size or lengths.min() > 0, "a conversation holds at least one token"
     random = np.random.default_rng(seed)

@@ -77,8 +77,7 @@ def _num_pages(model: DecoderConfig, engine: EngineConfig, positions: int, dtype
     if count < one:
         raise UserError(
             f"one request of {positions} tokens needs {one * size / 1e9:.3g} GB of KV memory and {memory / 1e9:.3g} GB "
-            f"{whose}: "
-            "lower agent.max_trajectory_tokens or engine.slots, or give it more memory"
+            f"{whose}: lower agent.max_trajectory_tokens or engine.slots, or give it more memory"
         )
     return count
 

@@ -77,8 +77,8 @@ def check_tiles(config: DecoderConfig, tensor: int, dtype: DTypeLike) -> None:
     if heads % in_a_word or (words % 8 and words not in (1, 2, 4)):
         raise UserError(
             f"{config.num_kv_heads} key and value heads over engine.tensor {tensor} are {heads // 2} a device, and the "
-            "TPU kernel "
-            f"cannot read so many of {jnp.dtype(dtype).name}: lower engine.tensor or use another engine.cache_dtype"
+            f"TPU kernel cannot read so many of {jnp.dtype(dtype).name}: lower engine.tensor or use another "
+            "engine.cache_dtype"
         )
 
 

@@ -109,9 +109,8 @@ class CompletionsFormat:
         if not kept:
             raise ReplyError(
                 f"the endpoint ended a completion by {_brief(choice.get('stop_reason') or 'stop')} and its last token "
-                f"{ids[-1]} is none "
-                f"of the stop tokens {sorted(self._stops(params))}: serve the model of this tokenizer, with the stop "
-                "token among the ids"
+                f"{ids[-1]} is none of the stop tokens {sorted(self._stops(params))}: serve the model of this "
+                "tokenizer, with the stop token among the ids"
             )
         return Reply(
             token_ids=tuple(ids[:kept]),
@@ -179,8 +178,7 @@ class ChatFormat:
         if not isinstance(text, str) or (not text and finish == "length"):
             raise ReplyError(
                 f"the endpoint gave no text and ended by {finish!r}: it refused, or it thought for all of its "
-                f"{params.max_new_tokens} "
-                "tokens (agent.max_turn_tokens)"
+                f"{params.max_new_tokens} tokens (agent.max_turn_tokens)"
             )
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may hold halves of characters
         found = first_stop(text.encode(), [stop.encode() for stop in params.stop_strings])

@@ -48,10 +48,8 @@ class RemoteStatistics:
     def sentence(self) -> str:
         return (
             f"{self.requests:,} requests, {self.retries:,} retries, {self.failed:,} failed; {self.prompt_tokens:,} "
-            "prompt and "
-            f"{self.generated_tokens:,} generated tokens; {self.waiting_seconds:.1f} s waiting and "
-            f"{self.serving_seconds:.1f} s "
-            f"serving, summed over requests; {self.cut_replies:,} replies cut"
+            f"prompt and {self.generated_tokens:,} generated tokens; {self.waiting_seconds:.1f} s waiting and "
+            f"{self.serving_seconds:.1f} s serving, summed over requests; {self.cut_replies:,} replies cut"
         )
 
 

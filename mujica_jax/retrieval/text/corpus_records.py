@@ -174,8 +174,7 @@ def _array_records(path: str | Path, file: TextIO, begun: str) -> Iterator[tuple
                 if len(text) - position > MAX_RECORD_CHARACTERS:
                     raise UserError(
                         f"{path}, line {line_number}: no JSON record that ends within {MAX_RECORD_CHARACTERS:,} "
-                        "characters "
-                        f"({error.msg} in line {line}); expected {FORMATS}"
+                        f"characters ({error.msg} in line {line}); expected {FORMATS}"
                     ) from error
             except (ValueError, RecursionError) as error:
                 raise _no_record(path, line_number, error) from error

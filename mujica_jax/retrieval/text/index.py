@@ -172,9 +172,8 @@ def check_embedder(folder: Path, manifest: Mapping[str, Any], embedder: Embedder
             what = name.removeprefix("embedder_")
             raise UserError(
                 f"the index {folder} was built with the embedder {manifest['embedder']} ({what} {manifest[name]}) and "
-                "the embedder "
-                f"{embedder.name} has {what} {ours}: name the one it was built with, its prefixes as well, or build it "
-                "again"
+                f"the embedder {embedder.name} has {what} {ours}: name the one it was built with, its prefixes as "
+                "well, or build it again"
             )
 
 

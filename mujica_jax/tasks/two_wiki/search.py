@@ -44,8 +44,7 @@ def open_knowledge_graph(index: str, queries_per_second: float) -> KnowledgeGrap
     if index.startswith(("http://", "https://")):
         raise UserError(
             f"environment is graph and the index {index} is a service of passages: write {SCHEME}{index} for a SPARQL "
-            "endpoint, or give "
-            "the directory of a graph"
+            "endpoint, or give the directory of a graph"
         )
     return open_graph(index)
 
@@ -66,8 +65,7 @@ def _index(config: TwoWikiConfig) -> Index:
         if config.retriever == "dense":
             raise UserError(
                 "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index "
-                "build --corpus "
-                f"FILE --kind exact --embedder {config.embedder} --out DIR` and give --task.index DIR"
+                f"build --corpus FILE --kind exact --embedder {config.embedder} --out DIR` and give --task.index DIR"
             )
         return Bm25Index(_corpus(config), "default")
     kind = read_kind(config.index)

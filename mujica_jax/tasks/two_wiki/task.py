@@ -243,8 +243,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     if config.augmented_copies:
         raise UserError(
             f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set "
-            "augmented_copies "
-            "to 0 or environment to graph"
+            "augmented_copies to 0 or environment to graph"
         )
     retriever, passages = open_passages(config)
     gold = _titled(passages, {title for record in records for title in record.titles})
