@@ -121,9 +121,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tunix-python", help="Python of an environment with google-tunix")
     parser.add_argument("--without", nargs="*", default=[], choices=["transformers"])
-    parser.add_argument(
-        "--only-ours", metavar="WORKLOAD", help=argparse.SUPPRESS
-    )  # the process that this program starts
+    # The process that this program starts.
+    parser.add_argument("--only-ours", metavar="WORKLOAD", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.only_ours:
         settings = {"rows": given.rows, "seconds": given.seconds, "remat": given.remat}

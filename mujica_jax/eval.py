@@ -56,9 +56,8 @@ class EvalArguments:
     it.
     """
 
-    checkpoint: (
-        str | None
-    )  # a run directory (local or gs://BUCKET/PREFIX), or a Hugging Face directory together with a configuration name
+    # A run directory (local or gs://BUCKET/PREFIX), or a Hugging Face directory together with a configuration name.
+    checkpoint: str | None
     policy: int | None = None  # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
     task: TaskConfig

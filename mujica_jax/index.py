@@ -73,9 +73,8 @@ def build(given: argparse.Namespace) -> None:
         if given.corpus is None:
             raise UserError("a graph is made of files of triples: give --corpus")
         manifest, found = graphs.build(Path(given.out), _graph_spec(given), reporter)
-        names = (
-            f" and {manifest['names']:,} names" if manifest["names"] else ""
-        )  # tables name entities in their triples
+        # Tables name entities in their triples.
+        names = f" and {manifest['names']:,} names" if manifest["names"] else ""
         what, left_out = f"{manifest['triples']:,} triples{names}", "lines"
     else:
         if (given.corpus is None) == (given.embeddings is None) or (given.skip and given.corpus is None):

@@ -115,6 +115,5 @@ async def run_episodes(
         return list(playing.result())
     finally:
         playing.cancel()
-        await asyncio.gather(
-            playing, return_exceptions=True
-        )  # cancelled episodes have ended, and their errors are read
+        # Cancelled episodes have ended, and their errors are read.
+        await asyncio.gather(playing, return_exceptions=True)

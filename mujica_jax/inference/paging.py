@@ -29,9 +29,8 @@ class RadixNode:
     users: int = 0  # running requests that read this page
     last_used: int = 0
     children: "dict[bytes, RadixNode]" = dataclasses.field(default_factory=dict)
-    order: list[bytes] = dataclasses.field(
-        default_factory=list
-    )  # the children's keys, sorted: what begins alike stands together
+    # The children's keys, sorted: what begins alike stands together.
+    order: list[bytes] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -42,9 +41,8 @@ class BlockTable:
     shared: list[RadixNode]  # the tree's nodes among them, from the front
     cached_tokens: int  # tokens whose keys and values were in memory when it was allocated
     copied: tuple[int, int] | None  # (from, to): a page to copy before anything is computed for anyone
-    duplicates: list[int] = dataclasses.field(
-        default_factory=list
-    )  # pages that the tree has as well; the engine's table still names them
+    # Pages that the tree has as well; the engine's table still names them.
+    duplicates: list[int] = dataclasses.field(default_factory=list)
 
 
 class BlockAllocator:

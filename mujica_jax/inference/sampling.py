@@ -39,12 +39,10 @@ class Filters(NamedTuple):
     """What may be drawn at all: applied after the temperature, in this order, as transformers does."""
 
     top_k: Int[np.ndarray | Array, " batch"]  # the k most likely tokens, and those as likely as the k-th; 0 means all
-    top_p: Float[
-        np.ndarray | Array, " batch"
-    ]  # the fewest likely tokens that hold this share of the probability; 1 means all
-    min_p: Float[
-        np.ndarray | Array, " batch"
-    ]  # tokens at least this likely, as a share of the likeliest's probability; 0 means all
+    # The fewest likely tokens that hold this share of the probability; 1 means all.
+    top_p: Float[np.ndarray | Array, " batch"]
+    # Tokens at least this likely, as a share of the likeliest's probability; 0 means all.
+    min_p: Float[np.ndarray | Array, " batch"]
 
 
 def sample(

@@ -76,9 +76,8 @@ def token_scores(
     kept: Remat = ("full" if deep else "none") if remat == "auto" else remat
     hidden = decoder(tokens, positions, causal_self_attention(segments, attention), scan=deep, remat=kept)
     log_probs, normalizers = _target_scores(decoder.head_table(), hidden, targets, predicted, normalized)
-    return TokenScores(
-        jnp.roll(log_probs, 1, axis=1), jnp.roll(normalizers, 1, axis=1)
-    )  # column 0 receives the last position's 0
+    # Column 0 receives the last position's 0.
+    return TokenScores(jnp.roll(log_probs, 1, axis=1), jnp.roll(normalizers, 1, axis=1))
 
 
 def _target_scores(

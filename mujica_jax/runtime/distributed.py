@@ -57,9 +57,8 @@ class Job:
     client: Any = None  # JAX's client of the coordination service: key-value store and barriers
     heartbeat: "Heartbeat | None" = None
     agreements: int = 0  # so far: every process counts the same, and every barrier and broadcast has a name of its own
-    ending: threading.Lock = dataclasses.field(
-        default_factory=threading.Lock
-    )  # taken by the thread that ends the process
+    # Taken by the thread that ends the process.
+    ending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 # Like JAX's own state of its processes: one a process, set once, before anything else runs.

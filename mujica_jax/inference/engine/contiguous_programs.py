@@ -49,9 +49,8 @@ def prefill(
     offsets = jnp.arange(tiles.tokens.shape[1])[None, :]
     positions = tiles.start[:, None] + offsets
     in_row = positions - tiles.places.offset[:, None]
-    targets = jnp.where(
-        offsets < tiles.length[:, None], in_row, width
-    )  # padding is written out of bounds, that is nowhere
+    # Padding is written out of bounds, that is nowhere.
+    targets = jnp.where(offsets < tiles.length[:, None], in_row, width)
     readable = jnp.arange(width)[None, None, :] <= in_row[:, :, None]
     visible = _visible(tiles.places.prefix, prefix_lengths, memory.prefixes)
     mine = jnp.minimum(tiles.row, rows - 1)

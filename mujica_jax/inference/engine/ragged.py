@@ -304,9 +304,8 @@ def _attend(layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences
         layer: Array, query: Array, key: Array, value: Array, pages: Array, targets: Array, sequences: Sequences
     ) -> tuple[Array, Array]:
         layer_tokens = layout.num_pages * layout.page_tokens
-        scale = (
-            None if pages.dtype == query.dtype else 1.0
-        )  # with a scale, the kernel computes in the type of the queries
+        # With a scale, the kernel computes in the type of the queries.
+        scale = None if pages.dtype == query.dtype else 1.0
         filling = ((0, 0), (0, 0), (0, pages.shape[3] - query.shape[2]))
         both = jnp.stack([jnp.pad(key, filling), jnp.pad(value, filling)], axis=2)
         both = both.reshape(key.shape[0], -1, pages.shape[3])
