@@ -1,6 +1,4 @@
-"""Errors a user can cause: an entry point prints the sentence and exits with 2. Everything else is our fault and keeps
-its traceback.
-"""
+"""Errors a user can cause: an entry point prints the sentence and exits with 2. Others keep their traceback."""
 
 import difflib
 from collections.abc import Collection
@@ -19,9 +17,7 @@ class RunMismatch(UserError):
 
 
 class StoreUnavailable(UserError):
-    """A store did not answer within its deadline. Nothing is known about its objects, so none of them counts as
-    damaged.
-    """
+    """A store did not answer within its deadline. Its objects are unknown, so none counts as damaged."""
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -52,9 +52,7 @@ WANTED = "give --checkpoint a run directory or a Hugging Face directory"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalArguments:
-    """Evaluate a policy on held-out questions: what is evaluated, and the parts of a configuration that matter to
-    it.
-    """
+    """Evaluate a policy on held-out questions. The sections are those of a configuration that matter to it."""
 
     # A run directory (local or gs://BUCKET/PREFIX), or a Hugging Face directory together with a configuration name.
     checkpoint: str | None
@@ -249,9 +247,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
 
 
 def _require_writable(folder: "RunPath") -> None:
-    """Asked first: an evaluation takes minutes and its results must have a place. (A bucket says at the first
-    write.)
-    """
+    """Asked first: an evaluation takes minutes. (A bucket answers at the first write.)"""
     if not isinstance(folder, Path):
         return
     try:
@@ -275,9 +271,7 @@ def _run_config(folder: "RunPath") -> Config:
 
 
 def _is_run(folder: "RunPath") -> bool:
-    """A run's config.json holds the configuration beside versions; that of a Hugging Face directory is the model's
-    own.
-    """
+    """A run's config.json holds `config`; that of a Hugging Face directory is the model's own."""
     file = folder / "config.json"
     return file.exists() and isinstance(_json(file).get("config"), dict)
 

@@ -43,9 +43,7 @@ class Score:
 
 
 def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
-    """The score of one prediction against the gold answer and its aliases, which must not be empty. No prediction
-    (None) scores zero.
-    """
+    """The score of a prediction against the gold answers, of which there is one at least. None scores zero."""
     if not golds:
         raise ValueError("score needs at least one gold answer and got none")
     if prediction is None:
@@ -75,9 +73,7 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0, resamples: int = 
 
 
 def normalise_squad(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces: the normalisation of SQuAD that most scripts
-    share.
-    """
+    """SQuAD's normalisation, which most scripts share: lower case, no ASCII punctuation or articles, single spaces."""
     return " ".join(_articles.sub(" ", text.lower().translate(_delete_punctuation)).split())
 
 

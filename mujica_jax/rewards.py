@@ -59,9 +59,7 @@ class ExactMatch:
 
 @dataclasses.dataclass(frozen=True)
 class F1AndFormat:
-    """Well-formed: the episode did not end by a turn that its parser refused, and the agent counted nothing
-    malformed.
-    """
+    """Well-formed: no turn ended the episode by being refused, and the agent counted nothing malformed."""
 
     rule: Rule
     best: float = 1.0

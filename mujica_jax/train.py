@@ -23,9 +23,7 @@ USER_ERROR = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, or preempted (SIGTERM) and resumable; 2 a mistake of the user's; 130 interrupted and
-    resumable.
-    """
+    """Exit status: 0 done or preempted and resumable, 2 a mistake of the user's, 130 interrupted and resumable."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     with Preemption() as preemption:
         try:

@@ -46,9 +46,7 @@ class Policy(Protocol):
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        """The turn after `prompt` (token ids). `state` is the agent's own; `continues` says that the conversation may
-        go on.
-        """
+        """The turn after `prompt` (token ids). `state` is the agent's own. `continues`: the conversation may go on."""
         ...
 
 
@@ -73,9 +71,7 @@ class Agent(Protocol):
     """Plays episodes; any number may run at once."""
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
-        """One episode, without its reward. What the model writes wrongly ends it with a `StopReason`, never with an
-        exception.
-        """
+        """One episode, without its reward. A malformed turn ends it with a `StopReason`, never with an exception."""
         ...
 
     def system_prompt(self, role: str, kind: EnvironmentKind) -> str:

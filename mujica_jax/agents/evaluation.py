@@ -1,6 +1,4 @@
-"""Scoring a policy on held-out questions: exact match and F1 under the task's own rule, greedy or sampled, and by
-question kind.
-"""
+"""Scores of a policy on held-out questions by question kind: exact match and F1 under the task's own rule."""
 
 import dataclasses
 from collections import Counter

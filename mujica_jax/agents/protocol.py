@@ -43,9 +43,7 @@ class PlannerAction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerReply:
-    """One parsed worker turn. `well_formed` is False where a field was missing; the sentence then says that nothing was
-    found.
-    """
+    """One parsed worker turn. If a field is missing, `well_formed` is False and the sentence says nothing was found."""
 
     selected: tuple[int, ...]
     sentence: str
@@ -133,9 +131,7 @@ def planner_opening(question: str, candidates: Sequence[Entity]) -> str:
 
 
 def planner_observation(sentences: Sequence[str], new_candidates: Sequence[Entity], first: int) -> str:
-    """What the workers found, in the order of the searches, and the entities that this makes searchable, numbered
-    on.
-    """
+    """The workers' answers in the order of the searches, and the entities that are new, numbered on."""
     lines = [f"{OBSERVATION} " + " ".join(one_line(sentence) for sentence in sentences)]
     if new_candidates:
         lines.append(_candidate_line(new_candidates, first=first))
@@ -306,9 +302,7 @@ born in Ghent. </think>
 
 
 def system_prompt(role: Literal["planner", "worker"], kind: EnvironmentKind, mode: PromptMode) -> str:
-    """`brief` is one line for models trained on the format; `zero_shot` states the rules; `few_shot` adds worked
-    examples.
-    """
+    """`brief` is one line for models trained on the format, `zero_shot` the rules, `few_shot` worked examples too."""
     key = (role, kind)
     if mode == "brief":
         return _BRIEF[key]

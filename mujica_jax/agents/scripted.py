@@ -158,9 +158,7 @@ def _side(deciding: Sequence[Evidence], other: Sequence[Evidence]) -> str:
 
 
 def sample_text() -> Iterator[str]:
-    """What prompts, scripts and pre-training documents say besides names and facts: text for a from-scratch
-    tokenizer.
-    """
+    """The words of prompts, scripts and pre-training documents, for a from-scratch tokenizer."""
     call = protocol.SearchCall(query="Who is the of", candidate=0)
     for kind in ("graph", "text"):
         for role in ("planner", "worker"):
@@ -179,9 +177,7 @@ def sample_text() -> Iterator[str]:
 
 
 def _triple(material: Material) -> tuple[str, str, str]:
-    """Subject, relation and object of a graph material; subject and object may hold commas themselves, the relation
-    none.
-    """
+    """Subject, relation and object of a graph material. Subject and object may hold commas, the relation none."""
     if material.entities:
         subject = material.entities[0].label
         if material.text.startswith(f"{subject}, "):

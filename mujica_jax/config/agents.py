@@ -1,6 +1,4 @@
-"""Sections of agents. A new one derives from `AgentLimits` here or in a file of its own, and joins the union in
-`schema.py`.
-"""
+"""Sections of agents. A new one derives from `AgentLimits` and joins the union in `schema.py`."""
 
 import dataclasses
 from typing import ClassVar, Literal

@@ -117,9 +117,7 @@ def check_limits(agent: AgentConfig) -> None:
 
 
 def check_rows(trainer: TrainerConfig) -> None:
-    """Every device of data x fsdp gets as many rows of each part of a batch, and rows have a length that the attention
-    kernel takes.
-    """
+    """Every device of data x fsdp gets equally many rows of a part, and the attention kernel takes their length."""
     row_parts = trainer.data * trainer.fsdp
     if trainer.rows_per_step % row_parts:
         raise UserError(

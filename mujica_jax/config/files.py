@@ -35,9 +35,7 @@ def command_line(arguments: Sequence[str], *, default: str) -> Config:
 
 
 def take_file(words: list[str]) -> str | None:
-    """Remove the configuration from a command line: the first word, unless it is a flag, or a `.py` file that is no
-    flag's value.
-    """
+    """Remove the configuration from a command line: the first word if no flag, or a `.py` that is no flag's value."""
     if words and not words[0].startswith("-"):
         return words.pop(0)
     for place in range(1, len(words)):

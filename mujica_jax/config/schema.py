@@ -143,9 +143,7 @@ class TrainerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainingConfig:
-    """What stands in for pre-training when a model starts from scratch: plain text about the training side of the
-    task.
-    """
+    """What stands in for pre-training from scratch: plain text about the training side of the task."""
 
     documents: int  # distinct documents; 0 with `--init`
     steps: int
@@ -205,9 +203,7 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What a run reports beside metrics.jsonl, which is always written (docs/metrics.md). May change at a
-    restart.
-    """
+    """What a run reports beside metrics.jsonl (docs/metrics.md). May change at a restart."""
 
     every_steps: int = 10  # learning steps between two lines
     tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory
@@ -220,9 +216,7 @@ class MetricsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """A window of learning steps under JAX's profiler, written into the run directory (docs/metrics.md). May change at
-    a restart.
-    """
+    """Learning steps under JAX's profiler, into the run directory (docs/metrics.md). May change at a restart."""
 
     steps: tuple[int, int] | None = None  # the first and the last step traced, as in `--profile.steps 20 25`
     phase: str | None = None  # the phase they are of, as in "round 1" (default: the first that trains them)

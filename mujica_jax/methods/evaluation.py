@@ -1,6 +1,4 @@
-"""Scoring a policy on the held-out questions, greedily and sampled: a run does it after every phase, `eval` does it
-again later.
-"""
+"""Scores a policy on the held-out questions, greedily and sampled: after each phase of a run, and for `eval`."""
 
 import asyncio
 import dataclasses

@@ -24,9 +24,7 @@ from mujica_jax.trajectories.packing import PackedRows, pack
 def compared(
     trainer: Trainer, state: TrainState, trajectories: Sequence[Trajectory], *, conversations: int, seed: int
 ) -> dict[str, float | int]:
-    """The differences over at most so many conversations, drawn by the seed; empty where none has log-probabilities and
-    fits a row.
-    """
+    """The differences over at most so many conversations, drawn by the seed. Empty if none can be compared."""
     fitting = [
         conversation
         for trajectory in trajectories

@@ -54,9 +54,7 @@ OnEpisode = Callable[[Trajectory], None]
 
 
 def mygo(run: Run) -> list[PhaseResult]:
-    """The warm-up, all rounds, and the control if it is asked for. What an earlier start finished is read from the run
-    directory.
-    """
+    """The warm-up, all rounds, and the control if asked for. Finished phases are read from the run directory."""
     config = _config(run)
     state, warmed, demonstrations = warm_up(run)
     rounds = _run_rounds(run, state, demonstrations.rewarded)
@@ -72,9 +70,7 @@ def _config(run: Run) -> MygoConfig:
 
 
 def _run_rounds(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> list[PhaseResult]:
-    """From the warmed-up state; `rewarded` are the warm-up's rows whose trajectories pass any threshold, for the
-    replay.
-    """
+    """From the warmed-up state. `rewarded`: rows of the warm-up with the best reward, for the replay."""
     config = _config(run)
     k = 0.0
     replay = list(rewarded)
@@ -142,9 +138,7 @@ def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversati
 
 
 def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -> tuple[list[Trajectory], float]:
-    """All trajectories of a round and its threshold. Shards 0.. hold the first attempts, the same number after them the
-    others.
-    """
+    """All trajectories of a round and its threshold. The first half of its shards holds first attempts."""
     earlier = distributed.primary_first(f"round {number} is read", lambda: _finished_round(run, number))
     if earlier is not None:
         return earlier

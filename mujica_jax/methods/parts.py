@@ -1,6 +1,4 @@
-"""Parts that a configuration describes, made for runs and for `eval` alike: the agent, the generator, what a task
-counts.
-"""
+"""Parts that a configuration describes, for runs and `eval` alike: agent, generator, retrieval statistics."""
 
 import dataclasses
 from collections.abc import Sequence

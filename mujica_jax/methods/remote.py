@@ -1,6 +1,4 @@
-"""A model behind an OpenAI-compatible endpoint in the place of a policy, for `eval`: the GPT-4.1 few-shot baseline, a
-model under vLLM.
-"""
+"""A model behind an OpenAI-compatible endpoint in the place of a policy, for `eval`, such as GPT-4.1 or vLLM."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -50,9 +48,7 @@ class Endpoint:
 
 
 def open_endpoint(remote: RemoteConfig, config: Config, out: "RunPath") -> Endpoint:
-    """Tokenizer and generator of an endpoint that `config.checks.check_remote` accepted. Nothing is asked of it
-    yet.
-    """
+    """Tokenizer and generator of an endpoint that `config.checks.check_remote` accepted. Sends no request yet."""
     from mujica_jax.inference.remote.generator import RemoteGenerator
     from mujica_jax.models.tokenizer import Tokenizer
 

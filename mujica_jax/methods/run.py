@@ -71,9 +71,7 @@ class PhaseResult:
 
 
 class Run:
-    """The parts of a run, made once by `train`: store, task, tokenizer, agent, trainer and engine, and what
-    reports on them.
-    """
+    """The parts of a run, made once by `train`: store, task, tokenizer, agent, trainer, engine and reports."""
 
     def __init__(
         self,
@@ -106,9 +104,7 @@ class Run:
             use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
 
     def commit_policy(self, state: TrainState, version: int) -> None:
-        """Write the policy as a Hugging Face directory. The first process writes; the others help to gather what lies
-        on their devices.
-        """
+        """Write the policy as a Hugging Face directory. The first process writes; the others help to gather it."""
         self.preemption.enter(f"committing policy {version}")
         name = f"policy {version}"
         if distributed.broadcast(name, lambda: version in self.store.policies()):
@@ -137,9 +133,7 @@ class Run:
             self.metrics.write(kind, step, did)
 
     def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
-        """Write how far the engine's log-probabilities are from the trainer's. The trajectories were sampled from
-        `state`.
-        """
+        """Write how far the engine's log-probabilities are from the trainer's; `state` is what was sampled from."""
         conversations = self.config.metrics.compared_conversations
         written = distributed.broadcast(MISMATCH, lambda: self.metrics.has(MISMATCH, round_number))
         if not conversations or written:
@@ -214,9 +208,7 @@ class Run:
             return entry, self.store.read_shard(entry)
 
     def read_shards(self, entries: Sequence[ShardEntry]) -> list[Trajectory] | None:
-        """The trajectories of a finished round; None where a shard was damaged or missing, and then the round is open
-        again.
-        """
+        """The trajectories of a finished round. If a shard is damaged or missing: None, and the round is open again."""
         trajectories: list[Trajectory] | None = []
         for entry in entries:
             try:
@@ -340,9 +332,7 @@ class Run:
         forward_tokens: int = 0,
         trained_slots: int = 0,
     ) -> PhaseResult:
-        """Evaluate greedily and sampled on the held-out questions and write the phase down; read it where it is
-        written.
-        """
+        """Evaluate greedily and sampled on the held-out questions and write the phase down, or read it back."""
         name, step = phase.name, phase.step
         file = f"phases/{name.replace(' ', '-')}.json"
         if not distributed.broadcast(file, lambda: self.store.exists(file)):
@@ -407,9 +397,7 @@ class Run:
         self.store.create(f"{folder}.parquet", shards.encode(scores.greedy.trajectories))
 
     def solved_question(self, name: str) -> tuple[Question, Trajectory] | None:
-        """A held-out question that the policy of a phase solved, greedily: the one with most searches, as it says
-        most.
-        """
+        """A held-out question that the policy of a phase solved greedily: the one with most searches."""
         path = f"eval/{name.replace(' ', '-')}.parquet"
         trajectories = shards.decode(self.store.read(path), path)
         questions = {question.id: question for question in held_out_questions(self.task, self.config)}

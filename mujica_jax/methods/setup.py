@@ -96,9 +96,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
 
 
 def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
-    """The run as its first process began it: every other one must find it, or each would train by itself on a disk of
-    its own.
-    """
+    """The run as its first process began it. A process that does not find it would train on a disk of its own."""
     if not distributed.is_primary() and not Store(directory).exists(CONFIG):
         raise UserError(
             f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has "
@@ -135,9 +133,7 @@ def build_task(config: Config) -> Task:
 
 
 def load_model(directory: str | Path, config: Config, mesh: Mesh | None = None) -> tuple[Tokenizer, Decoder]:
-    """A Hugging Face checkpoint, laid out over a mesh where one is given; its vocabulary must hold every id of the
-    tokenizer.
-    """
+    """A Hugging Face checkpoint, laid out over `mesh`. Its vocabulary must hold every id of the tokenizer."""
     if not Path(directory).is_dir():
         raise UserError(
             f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, with config.json, "
@@ -188,9 +184,7 @@ def require_packages(config: Config) -> None:
 
 
 def check_dtypes(config: Config) -> None:
-    """This platform computes in the types that the configuration names: each is tried, as a table of platforms would
-    grow stale.
-    """
+    """This platform computes in the configured types. Each is tried, as a table of platforms would grow stale."""
     named = {
         "trainer.dtype": config.trainer.dtype,
         "engine.cache_dtype": CACHE_DTYPES.get(config.engine.cache_dtype, config.trainer.dtype),
@@ -217,9 +211,7 @@ def _product_in(dtype: jnp.dtype) -> jax.Array:
 
 
 def _mesh(config: Config) -> Mesh:
-    """The machine has the devices, and they run the attention kernel that is asked for. Known before a checkpoint is
-    read.
-    """
+    """The machine has the devices and runs the attention kernel. Checked before a checkpoint is read."""
     check_platform(config.trainer.attention)
     check_dtypes(config)
     return make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)

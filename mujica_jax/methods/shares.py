@@ -29,9 +29,7 @@ def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
 
 
 def gather(store: Store, name: str, own: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """The trajectories of all processes in the order of what `distributed.shard_for_process` dealt out; each brings its
-    own.
-    """
+    """The trajectories of all processes, in the order in which `distributed.shard_for_process` dealt them out."""
     if distributed.processes() == 1:
         return own
     count = distributed.processes()

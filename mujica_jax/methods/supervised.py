@@ -250,9 +250,7 @@ def _pretrain(run: Run) -> TrainState:
 
 
 def document_rows(run: Run, count: int, stream: int) -> list[Conversation]:
-    """`count` documents as rows, all of their tokens trained, without those longer than a row; `stream` chooses other
-    documents.
-    """
+    """`count` documents as rows, all tokens trained, without those longer than a row. `stream` chooses others."""
     return run.fitting(list(itertools.islice(_documents(run, stream), count)), "documents")
 
 

@@ -1,6 +1,4 @@
-"""The metrics of a run: `metrics.jsonl`, TensorBoard files and, if asked for, Weights & Biases. Nothing counted twice
-after a resume.
-"""
+"""The metrics of a run: `metrics.jsonl`, TensorBoard, Weights & Biases. A resume counts nothing twice."""
 
 import json
 import math
@@ -59,9 +57,7 @@ class MetricsLog:
         return step <= self._last_step.get(phase, -1)
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
-        """Append one line; False where an earlier run has written it. Values are strings, or numbers (anything `float`
-        takes).
-        """
+        """Append one line, or return False if an earlier run has. Values are strings, or what `float` takes."""
         if step <= self._earlier.get(phase, -1):
             return False
         last = self._last_step.get(phase, -1)
@@ -194,9 +190,7 @@ def _last_steps(path: RunPath) -> dict[str, int]:
 
 
 def _json_value(value: Any) -> int | float | str:
-    """Strings and integers as they are, anything else as a float; JSON has no word for nan and inf: they become
-    strings.
-    """
+    """Strings and integers as they are, all else as a float. nan and inf, which JSON lacks, become strings."""
     if isinstance(value, str | int):
         return value
     number = float(value)

@@ -56,9 +56,7 @@ def summary_dict(summary: Summary) -> dict[str, Any]:
 
 
 def closing_table(phases: Sequence[PhaseRow]) -> "Table":
-    """A row a phase: scores in percent, greedy unless it says sampled, and searches a question. For `Progress.show` or
-    `plain`.
-    """
+    """A row a phase: scores in percent, greedy unless called sampled, and searches a question."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -15,9 +15,7 @@ COMPILING = "compiling"
 
 
 class StageClock:
-    """Stages may lie inside one another: the inner one has the time. Seconds of compilation are their own stage
-    wherever they fall.
-    """
+    """Stages may be nested: the inner one has the time. Compilation is a stage of its own wherever it happens."""
 
     def __init__(
         self, *, compiled: Callable[[], float] = lambda: 0.0, clock: Callable[[], float] = time.monotonic

@@ -13,9 +13,7 @@ JOINERS = "\u200c\u200d"  # format characters that ordinary text needs
 
 
 def plain(renderable: "RenderableType", *, columns: int = PLAIN_COLUMNS, encoding: str = "utf-8") -> str:
-    """A table or tree as text without colours or trailing blanks; in ASCII drawings where the encoding asks for
-    them.
-    """
+    """A table or tree as text without colours or trailing blanks, in ASCII drawings if the encoding needs them."""
     from rich.console import Console
 
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace", newline="\n")
@@ -35,9 +33,7 @@ def plain(renderable: "RenderableType", *, columns: int = PLAIN_COLUMNS, encodin
 
 
 def visible(text: str) -> str:
-    """`text` with control, direction and surrogate characters written out (`\\x1b`, `\\u202e`), so that data cannot
-    steer a terminal.
-    """
+    """`text` with control, direction and surrogate characters escaped: data cannot steer a terminal."""
     if text.isprintable():
         return text
     return "".join(_written_out(character) if _is_control(character) else character for character in text)

@@ -56,9 +56,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class FromScratchTask(Protocol):
-    """What a task has besides, if a model can start from scratch on it. All of it is of the training side, never of dev
-    or test.
-    """
+    """What a model that starts from scratch needs besides. All of it is of the training side, never of dev or test."""
 
     def demonstrations(self) -> Sequence[tuple[Question, Environment]]:
         """Questions with gold evidence for scripted demonstrations, each with the environment it is answered in."""

@@ -37,9 +37,7 @@ QUARANTINE = "quarantine"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """A shard as DONE.json lists it. Two runs that sampled the same agree in `content_sha256` alone: the file holds
-    seconds too.
-    """
+    """A shard as DONE.json lists it. Equal samples have equal `content_sha256`; `sha256` covers seconds too."""
 
     name: str  # rounds/0003/shard-00007.parquet
     rows: int
@@ -132,9 +130,7 @@ class Store(RunDirectory):
         return trajectories
 
     def shards(self, *, round_number: int | None = None, policy_version: int | None = None) -> list[ShardEntry]:
-        """The shards of finished rounds, in order: of all of them, or of one round, or those that one policy
-        sampled.
-        """
+        """The shards of finished rounds, in order: all, or those of one round or of one policy."""
         entries = []
         for name in self.names("rounds/"):
             found = re.fullmatch(rf"rounds/(\d{{4,}})/{DONE}", name)
@@ -198,9 +194,7 @@ class Store(RunDirectory):
         return self.commit_folder(_policy_name(version), write, {"version": version})
 
     def policy_path(self, version: int) -> Path:
-        """A local directory with a committed policy, every file compared with COMMITTED. Raises StoreError naming what
-        is wrong.
-        """
+        """A local directory with a committed policy, each file checked against COMMITTED. Raises StoreError."""
         name = _policy_name(version)
         if not self.exists(f"{name}/{COMMITTED}"):
             raise StoreError(

@@ -24,9 +24,7 @@ MONTHS: tuple[str, ...] = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One search: `relation` of a topic entity (`candidate` counts from 0) or of the object found by the hop
-    `after`.
-    """
+    """One search: `relation` of a topic (`candidate` counts from 0) or of the object found by the hop `after`."""
 
     relation: str
     candidate: int | None = None
@@ -44,9 +42,7 @@ class Template:
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """The searches that answer the question, in the order of its evidences; hops of one step do not depend on each
-        other.
-        """
+        """The searches that answer the question, in the order of its evidences. Hops of one step are independent."""
         first = [Hop(relation=self.path[0], candidate=topic) for topic in range(self.topics)]
         later = [
             Hop(relation=relation, after=(step - 1) * self.topics + topic)

@@ -1,6 +1,4 @@
-"""Which questions a part of the tiny world asks: kinds in the shares of 2Wiki, no question twice, half of the yes/no
-answers yes.
-"""
+"""Which questions a part of the tiny world asks: kinds in 2Wiki's shares, none twice, half of yes/no are yes."""
 
 import dataclasses
 import random

@@ -74,9 +74,7 @@ class TinyGraph:
         return self.materials(entity.id)
 
     def materials(self, key: str) -> tuple[Material, ...]:
-        """An entity's own triples and, as far as there is room, some that point at it, shuffled; none for an
-        unknown key.
-        """
+        """An entity's triples and, as far as there is room, some that point at it, shuffled. Unknown keys have none."""
         found = self._world.locate(key)
         if found is None:
             return ()

@@ -92,9 +92,7 @@ class Piece:
 
 
 class NameParts:
-    """What new names are made of: words and closed labels of the training side, and the relations its entities
-    carry.
-    """
+    """What new names are made of: the training side's words and closed labels, and its entities' relations."""
 
     def __init__(self, triples: Iterable[Triple]) -> None:
         words: dict[tuple[Sort, str], dict[str, None]] = {}
@@ -160,9 +158,7 @@ class Renamer:
         return " ".join(piece.word if piece.kept else self._word(piece, sort) for piece in _pieces(label))
 
     def date(self, text: str, shift_years: int, *, move_day: bool) -> str:
-        """The date moved by a number of years, in the same written form; its day and month are drawn again where
-        `move_day`.
-        """
+        """The date moved by years, in the same written form. `move_day` draws day and month again."""
         date = parse_date(text)
         if date is None:
             return text
@@ -218,9 +214,7 @@ class Renamer:
         return self._new[f"as {label}"]
 
     def _once(self, key: str, pool: Sequence[str]) -> str:
-        """The replacement for `key`, drawn from the pool on first use; another one than every other key has, where
-        possible.
-        """
+        """The replacement for `key`, drawn from the pool on first use, unlike every other key's where possible."""
         if key in self._new:
             return self._new[key]
         new = self.random.choice(pool)
@@ -258,9 +252,7 @@ def _pieces(label: str) -> tuple[Piece, ...]:
 
 
 def _last_word(words: Sequence[str]) -> int:
-    """Position of a person's family name: the last word before a comma or parenthesis that is no numeral and no kept
-    word.
-    """
+    """Position of the family name: the last word before a comma or parenthesis, no numeral and no kept word."""
     last = 0
     for position, word in enumerate(words):
         if word.startswith("("):

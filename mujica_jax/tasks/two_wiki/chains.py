@@ -120,9 +120,7 @@ _two_names_then_rule = re.compile(r"was .+ or .+ (first|earlier|later|last)\W*$"
 
 
 def comparison_rule(question_text: str) -> ComparisonRule | None:
-    """What a comparison question asks of its two entities, read from the words outside their names; None where it is
-    none.
-    """
+    """What a comparison asks of its two entities, by the words outside their names. None if it is no comparison."""
     text = question_text.strip()
     if ends := _two_names_then_rule.match(text):  # "Was X or Y born first?"
         return "earlier_date" if _earlier.match(ends[1]) else "later_date"
@@ -141,9 +139,7 @@ def comparison_rule(question_text: str) -> ComparisonRule | None:
 
 
 def evidence_rounds(evidences: Sequence[Evidence]) -> list[list[Evidence]]:
-    """Evidences in the rounds a planner can ask them in: one whose subject is found by another comes a round after
-    it.
-    """
+    """Evidences in the rounds in which a planner can ask them: after the one that finds their subject."""
     depths: list[int] = []
     for position, evidence in enumerate(evidences):
         before = [depths[i] for i in range(position) if _found_by(evidence, evidences[i])]
@@ -155,9 +151,7 @@ def evidence_rounds(evidences: Sequence[Evidence]) -> list[list[Evidence]]:
 
 
 def chain_ends(evidences: Sequence[Evidence]) -> dict[str, list[Evidence]]:
-    """For each entity that a chain begins with, what was asked last of it; empty where some chain breaks off or has
-    over two steps.
-    """
+    """First entity of each chain -> what was asked last of it. Empty if a chain breaks off or has over two steps."""
     rounds = evidence_rounds(evidences)
     groups: dict[str, list[Evidence]] = {}
     for evidence in rounds[0] if rounds else ():
@@ -207,9 +201,7 @@ def country_form(label: str) -> str:
 
 
 def parse_date(text: str) -> Date | None:
-    """Dates as "November 14, 1961", "14 November 1961", "March 1961", "1961", "1961-03-02", each also with BC; else
-    None.
-    """
+    """Parses "November 14, 1961", "14 November 1961", "March 1961", "1961" or "1961-03-02", also with BC; else None."""
     text = text.strip().lower()
     before_christ = re.search(r"\s+(bc|bce)$", text)
     if before_christ:
@@ -228,9 +220,7 @@ def parse_date(text: str) -> Date | None:
 
 
 def compare_dates(first: Date, second: Date) -> int:
-    """-1, 0 or 1 as the first is earlier, not comparable or equal, or later; unknown parts are left out on both
-    sides.
-    """
+    """-1 if the first is earlier, 1 if later, 0 if equal or not comparable. Parts that one side lacks do not count."""
     for one, other in zip(first, second, strict=True):
         if one == 0 or other == 0:
             return 0

@@ -41,9 +41,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyPlan:
-    """What all copies of one question share. `labels` and `sorts` are the original name of each entity and what it
-    is.
-    """
+    """What all copies of a question share. `labels` and `sorts`: each entity's original name, and what it is."""
 
     question: Question
     places: tuple[Mention, ...]  # where the text names each candidate

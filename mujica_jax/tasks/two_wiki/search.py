@@ -1,6 +1,4 @@
-"""What 2WikiMultihopQA is searched in, as its configuration says: an index or a service of passages, a graph or an
-endpoint.
-"""
+"""What 2WikiMultihopQA is searched in: an index or a service of passages, a graph or an endpoint."""
 
 from collections.abc import Sequence
 
@@ -50,9 +48,7 @@ def open_knowledge_graph(index: str, queries_per_second: float) -> KnowledgeGrap
 
 
 def ranking(config: TwoWikiConfig) -> Ranking | None:
-    """How an entity's triples are ordered where they are more than `top_k`; None: by the words they share with the
-    query.
-    """
+    """The order of an entity's triples where they exceed `top_k`. None: by the words they share with the query."""
     if config.retriever == "bm25":
         return None
     embedder = find_embedder(config.embedder).load()

@@ -107,9 +107,7 @@ class TwoWiki:
         )
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
-        """Graph: facts combined from renamed copies, see `pretraining_text.py`. Text: the passages of the training
-        side.
-        """
+        """Graph: facts combined from renamed copies (`pretraining_text.py`). Text: passages of the training side."""
         if self._demonstrated_in is not None:
             return documents(self._vocabulary, seed)
         passages = self._training_passages()
@@ -136,9 +134,7 @@ class TwoWiki:
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
-        """Labels and values of renamed copies that no demonstration uses. A work has a director or the like, a person
-        none.
-        """
+        """Labels and values of renamed copies that no demonstration uses. A work has a maker, a person none."""
         labels: dict[str, list[str]] = {"work": [], "other": []}
         values: dict[str, dict[str, list[str]]] = {"work": {}, "other": {}}
         usable = [question for question in self._train if follows_from_evidence(question)]
