@@ -115,7 +115,7 @@ class BlockAllocator:
             child = node.children.get(_key(block))
             if child is None:
                 child = self._attach(node, block, table.pages[index])
-            else:  # somebody else computed the same: one of the two pages is enough, once this request is over
+            else:  # another request computed the same: one of the two pages is enough, once this request is over
                 table.duplicates.append(table.pages[index])
                 table.pages[index] = child.page
             self._pin(child)

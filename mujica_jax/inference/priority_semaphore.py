@@ -19,7 +19,7 @@ class PrioritySemaphore:
 
     @contextlib.asynccontextmanager
     async def place(self, *, overtakes: bool) -> AsyncIterator[None]:
-        """Hold one of the places; whoever `overtakes` goes before those who do not. Raises OverloadError where the line
+        """Hold one of the places; callers with `overtakes` go before those without. Raises OverloadError where the line
         is full.
         """
         await self._enter(overtakes)

@@ -71,7 +71,7 @@ class SequenceState:
         return None
 
     def show(self) -> None:
-        """Let whoever watches have the new tokens."""
+        """Pass the new tokens to the stream, if there is one."""
         if self.shown is not None and len(self.tokens) > self._shown_tokens:
             self.shown.put_nowait(tuple(self.tokens[self._shown_tokens :]))
             self._shown_tokens = len(self.tokens)

@@ -71,8 +71,8 @@ class Server:
         port: int = 0,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        """Requests are sampled as `sampling` says: the protocol names the number of new tokens alone, and whoever
-        leaves that out gets the most that `sampling` allows. Each request has the next seed. Without a tokenizer
+        """Requests are sampled as `sampling` says: the protocol names the number of new tokens alone, and
+        without it a request gets the most that `sampling` allows. Each request has the next seed. Without a tokenizer
         prompts are token ids. Port 0: any.
         """
         self._host, self._port, self._credentials = host, port, credentials

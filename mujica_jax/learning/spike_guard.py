@@ -3,8 +3,8 @@
     skip where  x > mean + deviations * max(deviation, mean / 100)    x: the loss, or the gradient norm before clipping
 
 Mean and standard deviation are over the updates of this phase that were made: of all of them until there are `window`,
-from then on with weights that fade by 1 / window an update. Before there are `window` nothing is skipped, for nobody
-knows what is usual. The floor of a hundredth keeps a loss that hardly moves from looking wild.
+from then on with weights that fade by 1 / window an update. Before there are `window` nothing is skipped, as what
+is usual is unknown. The floor of a hundredth keeps a loss that hardly moves from looking wild.
 
 A skipped update leaves parameters, moments and statistics as they were, bit for bit; the step counts, so the next batch
 and the next learning rate come. All of it happens inside the compiled step (`learning.trainer`): the host reads the

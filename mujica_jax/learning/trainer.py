@@ -125,7 +125,7 @@ class Trainer:
 
     def next_phase(self, state: TrainState) -> TrainState:
         """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients, and
-        what a usual loss is has to be learnt anew.
+        what a usual loss is has to be learnt again.
         """
         shardings = self._program.shardings
         spikes = jax.device_put(no_spikes(), shardings.spikes) if self.config.spike_deviations else ()

@@ -142,7 +142,7 @@ def rotary_angles(
 ) -> tuple[Float[Array, "batch time 1 half_head_dim"], Float[Array, "batch time 1 half_head_dim"]]:
     """Cosine and sine of position times frequency, in float32: bfloat16 would round position 257 to 256."""
     angles = positions.astype(jnp.float32)[:, :, None, None] * rotary_frequencies(config)
-    # Without the barrier XLA fuses the cosines into every rotation and computes them anew for each head and layer.
+    # Without the barrier XLA fuses the cosines into every rotation and computes them again for each head and layer.
     return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 

@@ -5,7 +5,7 @@
 The scale is float32, one an output channel.
 
 Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the compute type, and
-activations are not rounded. Training stays in float32: the engine's copy is made anew for every policy. Called by
+activations are not rounded. Training stays in float32: the engine's copy is made again for every policy. Called by
 `methods.run`; `layers.Block` multiplies.
 """
 

@@ -13,7 +13,7 @@ def encode_truncated(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_
     """Ids of each text, which the tokenizer cuts at `max_tokens`, without reading a text much further than they reach.
 
     What is read ends in front of a space, and twice as much is read where that gives fewer tokens than the limit. So
-    the ids are those of the whole text for every tokenizer that begins anew behind a space, as BERT's do. One whose
+    the ids are those of the whole text for every tokenizer that begins again behind a space, as BERT's do. One whose
     tokens reach across spaces can give others near the end, of a text of more than CHARACTERS_A_TOKEN * max_tokens
     characters.
     """

@@ -1,7 +1,7 @@
 """The memory of the host: how much is free, how much was used, and a setting of the C library that decides how fast JAX
 trains on a CPU.
 
-XLA allocates a program's temporaries anew at every call. glibc hands blocks of that size straight from and back to the
+XLA allocates a program's temporaries at every call. glibc hands blocks of that size straight from and back to the
 kernel, so each training step faults in and clears some 100 MB page by page: measured on a decoder of width 64 with 16
 rows of 256 tokens, 80 of 160 ms of processor time. Kept in the process, the memory is touched once. Entry points that
 compute on a CPU call this first.

@@ -69,7 +69,7 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Polled by loops. Whoever is told True ends: from then on the process is not ended in the middle."""
+        """Polled by loops, which end on True: from then on the process is not ended in the middle."""
         self._answered = self._answered or self._asked
         return self._answered
 

@@ -182,7 +182,7 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         """The slot's request is over. `broken_pages` hold values that are not finite: masked positions weigh 0, and 0 x
-        NaN is NaN for whoever comes next, so they and the slot are emptied.
+        NaN is NaN for the next request too, so they and the slot are emptied.
         """
 
 

@@ -188,8 +188,8 @@ class ContiguousEngine(Engine):
         held = self._slot_caches[slot]
         held.active, held.last_used = False, self._clock
         if broken_pages:
-            # A request that was given up before its prompt was read has no row; -1 would be the last one, which is
-            # somebody else's.
+            # A request that was given up before its prompt was read has no row; -1 would be the last one,
+            # which another request holds.
             row = held.row if held.row >= 0 else self._num_rows
             for some in _parts([(page,) for page in broken_pages]):
                 (pages,) = _padded(some, (self.num_pages,))

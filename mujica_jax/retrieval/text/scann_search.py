@@ -91,9 +91,7 @@ class ScannSearch:
         return cls(searcher, rows, parameters)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1 where the leaves held
-        no more.
-        """
+        """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1 is padding."""
         if not len(queries):
             return np.empty((0, k), np.float32), np.empty((0, k), np.int64)
         searched: dict[str, int] = {"final_num_neighbors": k}
