@@ -166,7 +166,9 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--method.learning-rate 0": "method.learning_rate is 0.0 and must be above 0",
     "--method.learning-rate -1e-3": "method.learning_rate is -0.001 and must be above 0",
     "--method.learning-rate nan": "method.learning_rate is nan",
-    "--warmup.end-learning-rate 1": "end_learning_rate is 1.0 and must be between 0 and warmup.learning_rate 0.02",
+    "--warmup.end-learning-rate 1": (
+        "warmup.end_learning_rate is 1.0 and must be between 0 and warmup.learning_rate 0.02"
+    ),
     "--pretraining.learning-rate inf": "pretraining.learning_rate is inf",
     "--pretraining.steps -1": "pretraining.steps is -1 and must be at least 0",
     "--pretraining.documents 0": "pretraining.documents is 0, and pretraining.steps 20",
@@ -182,14 +184,18 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--sampling.temperature 0": "sampling.temperature is 0.0 and must be above 0",
     "--eval.questions 0": "eval.questions is 0",
     "--eval.temperature 0": "eval.temperature is 0.0",
-    "--engine.slots 0": "is 0 and must be at least 1: change it in the configuration or pass --engine.slots",
+    "--engine.slots 0": (
+        "engine.slots is 0 and must be at least 1: change it in the configuration or pass --engine.slots"
+    ),
     "--agent.max-iterations 0": "agent.max_iterations is 0",
     "--agent.max-observation-tokens 400": "400 and agent.max_turn_tokens 80 are 480 tokens together",
     "--agent.max-turn-tokens 384": "leave no room for a prompt in agent.max_trajectory_tokens 384",
     "--trainer.clip-norm 0": "trainer.clip_norm is 0.0",
     "--trainer.b2 1": "trainer.b2 is 1.0 and must be at least 0 and below 1",
     "--warmup.miss_rate 1": "warmup.miss_rate is 1.0 and must be at least 0 and below 1",
-    "--trainer.attention splash --trainer.row-tokens 200": "row_tokens is 200: use 256, or trainer.attention auto",
+    "--trainer.attention splash --trainer.row-tokens 200": (
+        "trainer.row_tokens is 200: use 256, or trainer.attention auto"
+    ),
     "--trainer.attention splash": "trainer.attention splash runs on tpu and this is cpu: use auto",
     "--trainer.attention cudnn": "trainer.attention cudnn runs on gpu and this is cpu: use auto",
     "--trainer.lora-rank -1": "trainer.lora_rank is -1 and must be at least 0",

@@ -37,7 +37,9 @@ RECALL = "recall --index DIR/words --questions"
 SERVE = "serve --index DIR/words"
 MISTAKES = {
     "query --index DIR/dense --embedder DIR/wide who?": r"(dimension 16) and the embedder DIR/wide has dimension 32",
-    "query --index DIR/dense --embedder DIR/other who?": "name the one it was built with, its prefixes as well",
+    "query --index DIR/dense --embedder DIR/other who?": (
+        "name the one it was built with, its prefixes as well, or build it again"
+    ),
     "build --kind scann --embeddings DIR/words --out OUT": "is of kind bm25 and has no embeddings",
     f"{BUILD} DIR/empty.jsonl": "there is no passage in it; give a corpus with at least one",
     "estimate --kind bm25 --corpus DIR/empty.jsonl": "give at least one",
@@ -57,7 +59,9 @@ MISTAKES = {
     "estimate --kind bm25 --corpus DIR/corpus.jsonl --storage int8": "--storage is int8 and an index of kind bm25",
     "estimate --kind bm25 --corpus DIR/corpus.jsonl --embedder no/thing": "--embedder is no/thing and an index of kind",
     "estimate --kind scann --corpus DIR/corpus.jsonl --languages xx": "--languages is xx and an index of kind scann",
-    "estimate --kind graph --corpus DIR/graph.tsv --tokenizer default": "--tokenizer is default and an index",
+    "estimate --kind graph --corpus DIR/graph.tsv --tokenizer default": (
+        "--tokenizer is default and an index of kind graph"
+    ),
     "query --index DIR/words he\udcffllo": r"'he\udcffllo' is no text that UTF-8 can write: give whole characters",
     "query --index DIR/dense he\udcffllo": r"'he\udcffllo' is no text that UTF-8 can write",
     f"{RECALL} DIR/half.jsonl --k 2": r"DIR/half.jsonl, line 1: 'half \ud800' is no text that UTF-8 can write",
