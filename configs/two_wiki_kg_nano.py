@@ -69,5 +69,5 @@ def get_config() -> Config:
             epochs=2,
             replay=1.0,
         ),
-        eval=EvalConfig(questions=200),
+        eval=EvalConfig(questions=200, split="test"),
     )

@@ -22,6 +22,7 @@ from mujica_jax.config.schema import Config
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
 from mujica_jax.learning.checkpoints import Checkpoints
+from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
 from mujica_jax.learning.throughput import Throughput
@@ -253,19 +254,22 @@ class Run:
         end_value: float,
         warmup_steps: int = 0,
         stretch: tuple[float, float] = (0.0, 1.0),
+        loss: Loss | None = None,
     ) -> TrainState:
         """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase.
 
         The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine that several phases
-        share. A preemption saves the step it comes at.
+        share. `loss` is one of `learning.losses`, whose columns `rows` carry; None is maximum likelihood. A preemption
+        saves the step it comes at.
         """
+        trainer = self.trainer if loss is None else Trainer(self.trainer.model, self.config.trainer, loss)
         folder = self.store.root / "learning" / name.replace(" ", "-")
         checkpoints = Checkpoints(
             folder, keep=self.config.trainer.keep_checkpoints, io_statistics=self.store.io_statistics
         )
-        found = checkpoints.restore_latest(self.trainer.abstract_state())
+        found = checkpoints.restore_latest(trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for others that begin from it.
-        state = self.trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
+        state = trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
         input_state = None if found is None else found[1].get("input")
         rates = schedule(peak=peak, end_value=end_value, total_steps=steps, warmup_steps=warmup_steps, stretch=stretch)
         done = int(state.step)
@@ -274,7 +278,7 @@ class Run:
         self.preemption.enter(f"{name}: learning", kept=f"step {done} of {steps} is kept")
         with self.clock.stage("packing"):
             packed = rows()
-        figures = Throughput(self.trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
+        figures = Throughput(trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
         last_save, saved = time.monotonic(), done
 
         with (
@@ -296,7 +300,7 @@ class Run:
                 self.profile.before(done)
                 with self.clock.stage(LEARNING):
                     result = fit(
-                        self.trainer,
+                        trainer,
                         state,
                         packed,
                         schedule=rates,
