@@ -159,7 +159,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         "answer_seconds_p50_p99": quantiles(clients.whole),
         "first_token_seconds_p50_p99": quantiles(clients.first),
         "refusal_seconds_p50_p99": quantiles(clients.refused),
-        "most_running_and_waiting": most,
+        "max_running_and_waiting": most,
         "room": generator.capacity,
         "tokens_per_second": round(tokens / seconds, 1),
         "memory_growth_mebibytes": round(growth, 1),

@@ -14,7 +14,7 @@ VOCABULARY = Vocabulary(
         "person": {"mother": ["Ada Marten"], "father": ["Karl Brand"], "place of birth": ["Ghent", "Lille"]},
     },
     years=(1900, 1990),
-    most_facts=3,
+    max_facts=3,
 )
 
 

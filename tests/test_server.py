@@ -35,11 +35,11 @@ class SlowEngine(CountableEngine):
     """Every decode call takes its time, as a device does."""
 
     seconds = 0.01
-    most_running = 0
+    max_running = 0
 
     def decode(self, state: SlotState) -> Any:
         time.sleep(self.seconds)
-        self.most_running = max(self.most_running, int(np.count_nonzero(state.remaining)))
+        self.max_running = max(self.max_running, int(np.count_nonzero(state.remaining)))
         return super().decode(state)
 
 

@@ -14,7 +14,7 @@ from mujica_jax.learning.spike_guard import Spikes, TooManySpikes, detect_spike,
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.trajectories.packing import pack
 
-GUARDED = dataclasses.replace(TRAINER, spike_deviations=6.0, spike_window_steps=4, most_skips_in_a_row=2)
+GUARDED = dataclasses.replace(TRAINER, spike_deviations=6.0, spike_window_steps=4, max_skips_in_a_row=2)
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
 SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=12)
 
@@ -133,7 +133,7 @@ def test_a_spike_leaves_the_state_as_it_was(trainer, decoder, monkeypatch):
 
 def test_more_skips_in_a_row_than_allowed_end_the_run(trainer, decoder, monkeypatch):
     monkeypatch.setattr(trainer, "train_step", spiking(trainer, after_step=5))
-    sentence = r"step 8 is number 3 in a row whose update was skipped.* trainer.most_skips_in_a_row is 2: lower"
+    sentence = r"step 8 is number 3 in a row whose update was skipped.* trainer.max_skips_in_a_row is 2: lower"
     with pytest.raises(TooManySpikes, match=sentence):
         fit(trainer, trainer.initial_state(decoder), ROWS, schedule=SCHEDULE, steps=12, seed=1)
 

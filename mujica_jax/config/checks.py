@@ -36,7 +36,7 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "trainer.weight_decay": 0,
     "trainer.spike_deviations": 0,
     "trainer.spike_window_steps": 2,
-    "trainer.most_skips_in_a_row": 1,
+    "trainer.max_skips_in_a_row": 1,
     "trainer.accumulation_steps": 1,
     "trainer.z_loss": 0,
     "trainer.keep_checkpoints": 1,

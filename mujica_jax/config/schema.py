@@ -114,7 +114,7 @@ class TrainerConfig:
     spike_deviations: float = 0.0
     # Updates that the running mean looks back on; before there are as many none is skipped.
     spike_window_steps: int = 64
-    most_skips_in_a_row: int = 8  # one more ends the run
+    max_skips_in_a_row: int = 8  # one more ends the run
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
     # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole
     # layers. auto: none up to four layers, full beyond.

@@ -73,6 +73,6 @@ def raise_if_too_many(values: dict[str, Any], *, step: int, most: int) -> None:
     if values["skipped_in_a_row"] > most:
         raise TooManySpikes(
             f"step {step} is number {int(values['skipped_in_a_row'])} in a row whose update was skipped, with loss "
-            f"{values['loss']:.4g} and gradient norm {values['grad_norm']:.4g}, and trainer.most_skips_in_a_row is "
+            f"{values['loss']:.4g} and gradient norm {values['grad_norm']:.4g}, and trainer.max_skips_in_a_row is "
             f"{most}: lower the learning rate or raise trainer.spike_deviations"
         )

@@ -208,7 +208,7 @@ def fit(
     else:
         batches.set_state(input_state)
     stopped, unread = False, None
-    read = functools.partial(_read, most_skips=trainer.config.most_skips_in_a_row)
+    read = functools.partial(_read, max_skips=trainer.config.max_skips_in_a_row)
     while done < steps:
         if should_stop():
             stopped = True
@@ -228,7 +228,7 @@ def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
     return -(-num_rows * epochs // rows_per_step)
 
 
-def _read(step: int, metrics: dict[str, Array], *, most_skips: int) -> StepMetrics:
+def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetrics:
     """Wait for a step's metrics."""
     values: dict[str, Any] = {name: np.asarray(value).item() for name, value in metrics.items()}
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
@@ -237,7 +237,7 @@ def _read(step: int, metrics: dict[str, Array], *, most_skips: int) -> StepMetri
             "is saved; lower the learning rate or start from another checkpoint"
         )
     if "skipped" in values:
-        raise_if_too_many(values, step=step, most=most_skips)
+        raise_if_too_many(values, step=step, most=max_skips)
         del values["skipped_in_a_row"]
     own = {field.name for field in dataclasses.fields(StepMetrics)} & set(values)
     of_loss = {name: value for name, value in values.items() if name not in own}

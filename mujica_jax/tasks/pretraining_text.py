@@ -28,7 +28,7 @@ class Vocabulary:
     labels: Mapping[str, Sequence[str]]  # kind of entity -> labels
     values: Mapping[str, Mapping[str, Sequence[str]]]  # kind -> relation -> objects that were seen with it
     years: tuple[int, int]  # first and last year
-    most_facts: int  # lines a document lists
+    max_facts: int  # lines a document lists
 
 
 def documents(vocabulary: Vocabulary, seed: int) -> Iterator[str]:
@@ -53,7 +53,7 @@ def _years(draw: random.Random, years: tuple[int, int]) -> str:
 def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> str:
     relations = sorted(vocabulary.values[kind])
     label = draw.choice(vocabulary.labels[kind])
-    count = min(len(relations), draw.randint(2, vocabulary.most_facts))
+    count = min(len(relations), draw.randint(2, vocabulary.max_facts))
     present = draw.sample(relations, count)
     facts = []
     lines = []

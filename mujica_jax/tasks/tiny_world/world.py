@@ -185,7 +185,7 @@ class TinyWorld:
                 seen = values.setdefault(kind, {}).setdefault(relation, [])
                 seen.append(value if isinstance(value, str) else owner.labels[value])
         vocabulary = Vocabulary(
-            labels=labels, values=values, years=PRETRAINING_YEARS, most_facts=self.config.facts_per_entity
+            labels=labels, values=values, years=PRETRAINING_YEARS, max_facts=self.config.facts_per_entity
         )
         return documents(vocabulary, seed)
 

@@ -148,7 +148,7 @@ class TwoWiki:
                     kind = "work" if relations[evidence.subject] & WORK_RELATIONS else "other"
                     labels[kind].append(evidence.subject)
                     values[kind].setdefault(evidence.relation, []).append(evidence.object)
-        return Vocabulary(labels=labels, values=values, years=PRETRAINING_YEARS, most_facts=PRETRAINING_FACTS)
+        return Vocabulary(labels=labels, values=values, years=PRETRAINING_YEARS, max_facts=PRETRAINING_FACTS)
 
     def _training_passages(self) -> list[str]:
         """Gold passages of the training questions; none for graphs."""
