@@ -62,7 +62,7 @@ def test_a_field_of_another_kind_is_answered_with_the_kind_that_has_it(words):
     with pytest.raises(UserError) as refused:
         command_line(words, default="two_wiki_kg_nano")
     assert str(refused.value) == (
-        "--task.facts_per_entity is a field of task.kind tiny_world, and task.kind is two_wiki: leave it out, or add "
+        "--task.facts-per-entity is a field of task.kind tiny_world, and task.kind is two_wiki: leave it out, or add "
         "--task.kind tiny_world"
     )
 
