@@ -262,11 +262,11 @@ class Run:
         share. `loss` is one of `learning.losses`, whose columns `rows` carry; None is maximum likelihood. A preemption
         saves the step it comes at.
         """
-        trainer = self.trainer if loss is None else Trainer(self.trainer.model, self.config.trainer, loss)
         folder = self.store.root / "learning" / name.replace(" ", "-")
         checkpoints = Checkpoints(
             folder, keep=self.config.trainer.keep_checkpoints, io_statistics=self.store.io_statistics
         )
+        trainer = self.trainer if loss is None else Trainer(self.trainer.model, self.config.trainer, loss)
         found = checkpoints.restore_latest(trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for others that begin from it.
         state = trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]

@@ -141,7 +141,8 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
         assert "preempted in" in said[which] and "go on with: python -m mujica_jax.train" in said[which], said
         if phase == "warm-up: learning":
             steps = [line.partition("learning; ")[2].partition(" is saved")[0] for line in said]
-            assert steps[0] == steps[1] and int(steps[0].split()[1]) >= 40
+            # The notice comes at the 40th update of the console: one a step, and one more every ten steps.
+            assert steps[0] == steps[1] and int(steps[0].split()[1]) >= 37
         seconds = ended[which].seconds_after_signal
         assert seconds is not None and seconds < MOST_SECONDS, phase
         assert not any("Traceback" in process.messages for process in ended), (
