@@ -12,10 +12,9 @@ without an answer earns nothing for it. Scores shown to users come from `metrics
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 from mujica_jax.errors import UserError, nearest
-from mujica_jax.metrics import Rule, score
+from mujica_jax.metrics import Rule, Score, score
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
 
 FORMAT_SHARE = 0.1
@@ -28,55 +27,43 @@ ILL_FORMED_ENDS = (
 )
 
 
-class RewardFunction(Protocol):
-    @property
-    def best(self) -> float:
-        """The best total there can be (`r_sup` in the Mujica-MyGO paper): thresholds are measured against it."""
-        ...
-
-    def __call__(self, trajectory: Trajectory, question: Question) -> Reward: ...
+Parts = Callable[[Score, Trajectory], Reward]
 
 
-@dataclasses.dataclass(frozen=True)
-class F1:
+def f1(answer: Score, trajectory: Trajectory) -> Reward:
+    return Reward(total=answer.f1, parts={"f1": answer.f1})
+
+
+def exact_match(answer: Score, trajectory: Trajectory) -> Reward:
+    return Reward(total=answer.em, parts={"em": answer.em})
+
+
+def f1_and_format(answer: Score, trajectory: Trajectory) -> Reward:
+    """Well-formed: no turn that its parser refused ended the episode, and the agent counted nothing malformed."""
+    malformed = sum(count for name, count in trajectory.counts.items() if name.startswith(MALFORMED))
+    well_formed = float(trajectory.stop_reason not in ILL_FORMED_ENDS and not malformed)
+    total = (1 - FORMAT_SHARE) * answer.f1 + FORMAT_SHARE * well_formed
+    return Reward(total=total, parts={"f1": answer.f1, "format": well_formed})
+
+
+REWARDS: dict[str, Parts] = {"f1": f1, "em": exact_match, "f1_format": f1_and_format}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardFunction:
+    """A reward under a task's scoring rule. `best` is the best total there can be (`r_sup` in the Mujica-MyGO paper):
+    thresholds are measured against it."""
+
     rule: Rule
+    of: Parts
     best: float = 1.0
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
-        f1 = score(trajectory.final_answer, question.answers, self.rule).f1
-        return Reward(total=f1, parts={"f1": f1})
-
-
-@dataclasses.dataclass(frozen=True)
-class ExactMatch:
-    rule: Rule
-    best: float = 1.0
-
-    def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
-        em = score(trajectory.final_answer, question.answers, self.rule).em
-        return Reward(total=em, parts={"em": em})
-
-
-@dataclasses.dataclass(frozen=True)
-class F1AndFormat:
-    """Well-formed: no turn ended the episode by being refused, and the agent counted nothing malformed."""
-
-    rule: Rule
-    best: float = 1.0
-
-    def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
-        f1 = score(trajectory.final_answer, question.answers, self.rule).f1
-        malformed = sum(count for name, count in trajectory.counts.items() if name.startswith(MALFORMED))
-        well_formed = float(trajectory.stop_reason not in ILL_FORMED_ENDS and not malformed)
-        total = (1 - FORMAT_SHARE) * f1 + FORMAT_SHARE * well_formed
-        return Reward(total=total, parts={"f1": f1, "format": well_formed})
-
-
-REWARDS: dict[str, Callable[[Rule], RewardFunction]] = {"f1": F1, "em": ExactMatch, "f1_format": F1AndFormat}
+        return self.of(score(trajectory.final_answer, question.answers, self.rule), trajectory)
 
 
 def find_reward(name: str, rule: Rule) -> RewardFunction:
-    """The reward of this name under a task's scoring rule. Raises UserError with the nearest name if there is none."""
+    """The reward of this name. Raises UserError with the nearest name if there is none."""
     if name not in REWARDS:
         raise UserError(f"there is no reward {name}: {nearest(name, REWARDS)}")
-    return REWARDS[name](rule)
+    return RewardFunction(rule=rule, of=REWARDS[name])
