@@ -34,7 +34,7 @@ def test_killed_again_and_again_it_ends_as_if_it_had_not_been(undisturbed, tmp_p
             "phase": "pretraining: learning",
             "update": 9,
             "stretch": 7,
-            "saved": "learning/pretraining/*/COMMITTED",
+            "saved": "learning/pretraining/*/commit_success.txt",  # the last of its two marks
             "rows": str(first),
         },
         {"phase": "warm-up: learning", "update": 40, "rows": str(second)},
