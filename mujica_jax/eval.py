@@ -37,6 +37,7 @@ from mujica_jax.config.schema import (
 )
 from mujica_jax.errors import UserError
 from mujica_jax.methods.remote import Endpoint, open_endpoint
+from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preempted, Preemption
 from mujica_jax.runtime.standard_output import run_program
 from mujica_jax.storage.run_directory import run_path
@@ -197,13 +198,11 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     from mujica_jax.report import Progress, score_table
     from mujica_jax.rewards import find_reward
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
-    from mujica_jax.runtime.host_memory import keep_freed_memory
     from mujica_jax.storage.run_directory import atomic_write
 
     _require_writable(policy.out)
     require_packages(config)
     check_dtypes(config)
-    keep_freed_memory()
     use_compilation_cache()
     task = build_task(config)
     tokenizer, generator = policy.open(config)
@@ -305,4 +304,5 @@ def _given_or_missing(checkpoint: str | None) -> Any:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     raise SystemExit(run_program(main))

@@ -15,6 +15,7 @@ from mujica_jax.config.files import command_line
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.runtime import distributed
+from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preempted, Preemption
 from mujica_jax.runtime.standard_output import run_program
 
@@ -85,4 +86,5 @@ def _names_run(words: list[str]) -> bool:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     raise SystemExit(run_program(main))

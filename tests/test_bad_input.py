@@ -56,7 +56,6 @@ def elsewhere(tmp_path, monkeypatch):
     """An empty working directory; the programs leave this process's compilation cache and allocator alone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "use_compilation_cache", lambda: None)
-    monkeypatch.setattr(start, "keep_freed_memory", lambda: None)
 
 
 @pytest.fixture

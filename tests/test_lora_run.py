@@ -52,7 +52,6 @@ def config(tmp_path_factory) -> Config:
 def run(config, tmp_path_factory) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "use_compilation_cache", lambda: None)
-        patch.setattr(start, "keep_freed_memory", lambda: None)
         with start.open_training(config, tmp_path_factory.mktemp("run") / "run", Preemption()) as opened:
             yield opened
 

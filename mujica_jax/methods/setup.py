@@ -34,7 +34,6 @@ from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
-from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunPath
@@ -55,7 +54,6 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     What can be refused is refused before the directory is made, which remembers the configuration it was begun with.
     """
     require_packages(config)
-    keep_freed_memory()
     use_compilation_cache()
     mesh = _mesh(config)
     task = build_task(config)
