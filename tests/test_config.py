@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import subprocess
@@ -343,7 +344,7 @@ def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversati
     own.fitting = functools.partial(run.Run.fitting, own)
     own.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
     asked = Turn(role="context", token_ids=tuple(own.tokenizer.encode_plain("Who?")), text="Who?")
-    read = warmup.document_rows(own, 40, stream=0)
+    read = own.fitting(list(itertools.islice(warmup._documents(own, stream=0), 40)))
     return task, own.tokenizer, [dataclasses.replace(row, turns=(asked, *row.turns)) for row in read]
 
 
@@ -416,8 +417,8 @@ class RecordedRun:
         entry = self.store.write_shard(number, shard, found) if found else None
         return entry, found
 
-    def fitting(self, conversations: list[Conversation], what: str = "conversations") -> list[Conversation]:
-        return run.Run.fitting(self, conversations, what)  # pyright: ignore[reportArgumentType]
+    def fitting(self, *arguments: Any) -> list[Conversation]:
+        return run.Run.fitting(self, *arguments)  # pyright: ignore[reportArgumentType]
 
     def learn(self, name: str, start, rows, **options: Any) -> None:
         start()
@@ -486,7 +487,7 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
         return asked(config, warmup.warm_up)
 
     few = changed(smoke, "task", demonstrations=10)
-    pretraining = {"documents": 100, "steps": 10, "learning_rate": 5e-3, "end_learning_rate": 5e-4}
+    pretraining = {"documents": 100, "steps": 10, "learning_rate": 5e-3, "end_learning_rate": 5e-4, "row_parts": 2}
     assert set(pretraining) == {field.name for field in dataclasses.fields(PretrainingConfig)}
     assert_each_changes(few, "pretraining", pretraining, warm_up)
     from_scratch = {

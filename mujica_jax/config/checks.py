@@ -46,6 +46,7 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "trainer.tensor": 1,
     "pretraining.documents": 0,
     "pretraining.steps": 0,
+    "pretraining.row_parts": 1,
     "warmup.steps": 0,
     "warmup.pretraining_share": 0,
     "warmup.few_shot_trajectories": 1,
@@ -82,6 +83,10 @@ def check(config: Config) -> None:
         _require(config, name, lambda value: value > 0, "above 0")
     for name in BELOW_ONE:
         _require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+    most = config.trainer.row_tokens // MIN["trainer.row_tokens"]
+    _require(
+        config, "pretraining.row_parts", lambda parts: parts <= most, f"at most {most}, half of trainer.row_tokens"
+    )
     _require(config, "seed", lambda value: value <= MAX_SEED, f"at most {MAX_SEED}")
     _require(config, "metrics.port", lambda value: value <= MAX_PORT, f"at most {MAX_PORT}")
     check_profile(config.profile)

@@ -149,6 +149,9 @@ class PretrainingConfig:
     steps: int
     learning_rate: float
     end_learning_rate: float
+    # Rows of the trainer are cut into so many: documents are shorter than conversations, and attention costs what a row
+    # is long.
+    row_parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

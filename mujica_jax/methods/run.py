@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from mujica_jax import metrics as scores_of_answers
 from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
-from mujica_jax.config.schema import Config
+from mujica_jax.config.schema import Config, TrainerConfig
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
 from mujica_jax.learning.checkpoints import Checkpoints
@@ -232,10 +232,12 @@ class Run:
         reason = self.store.quarantine(name, str(damage))
         self.progress.line(f"{name} is damaged and sampled again; it is kept in {reason.parent}. {damage}")
 
-    def fitting(self, conversations: Sequence[Conversation], what: str = "conversations") -> list[Conversation]:
-        """Conversations that train anything and fit a row; how many do not fit is said."""
+    def fitting(
+        self, conversations: Sequence[Conversation], what: str = "conversations", row_tokens: int | None = None
+    ) -> list[Conversation]:
+        """Conversations that train anything and fit a row (None: the trainer's); how many do not fit is said."""
         trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
-        limit = self.config.trainer.row_tokens
+        limit = row_tokens or self.config.trainer.row_tokens
         kept = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
         if len(kept) < len(trained):
             self.progress.line(
@@ -255,18 +257,21 @@ class Run:
         warmup_steps: int = 0,
         stretch: tuple[float, float] = (0.0, 1.0),
         loss: Loss | None = None,
+        config: TrainerConfig | None = None,
     ) -> TrainState:
         """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase.
 
         The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine that several phases
-        share. `loss` is one of `learning.losses`, whose columns `rows` carry; None is maximum likelihood. A preemption
-        saves the step it comes at.
+        share. `loss` is one of `learning.losses`, whose columns `rows` carry; None is maximum likelihood. `config` has
+        this phase's own rows. A preemption saves the step it comes at.
         """
         folder = self.store.root / "learning" / name.replace(" ", "-")
         checkpoints = Checkpoints(
             folder, keep=self.config.trainer.keep_checkpoints, io_statistics=self.store.io_statistics
         )
-        trainer = self.trainer if loss is None else Trainer(self.trainer.model, self.config.trainer, loss)
+        trainer = self.trainer
+        if loss or config:
+            trainer = Trainer(self.trainer.model, config or self.config.trainer, loss)
         found = checkpoints.restore_latest(trainer.abstract_state())
         # A step reuses its state's buffers; what `start` returns stays whole for others that begin from it.
         state = trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]

@@ -231,17 +231,19 @@ def _zero_shot(run: Run, trajectory: Trajectory) -> Trajectory:
 
 def _pretrain(run: Run) -> TrainState:
     """On plain text, from the random start."""
-    config = run.config.pretraining
+    config, trainer = run.config.pretraining, run.config.trainer
     if config.steps == 0:
         return run.initial_state()
+    cut = dataclasses.replace(
+        trainer,
+        row_tokens=trainer.row_tokens // config.row_parts,
+        rows_per_step=trainer.rows_per_step * config.row_parts,
+    )
     return run.learn(
         PRETRAINING,
         run.initial_state,
-        lambda: pack(
-            document_rows(run, config.documents, stream=0),
-            row_tokens=run.config.trainer.row_tokens,
-            seed=run.config.seed,
-        ),
+        lambda: pack(_document_rows(run, cut.row_tokens), row_tokens=cut.row_tokens, seed=run.config.seed),
+        config=cut,
         steps=config.steps,
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
@@ -249,9 +251,10 @@ def _pretrain(run: Run) -> TrainState:
     )
 
 
-def document_rows(run: Run, count: int, stream: int) -> list[Conversation]:
-    """`count` documents as rows, all tokens trained, without those longer than a row. `stream` chooses others."""
-    return run.fitting(list(itertools.islice(_documents(run, stream), count)), "documents")
+def _document_rows(run: Run, row_tokens: int) -> list[Conversation]:
+    """All tokens trained, without the documents that are longer than a row."""
+    documents = itertools.islice(_documents(run, stream=0), run.config.pretraining.documents)
+    return run.fitting(list(documents), "documents", row_tokens)
 
 
 def _documents(run: Run, stream: int) -> Iterator[Conversation]:
