@@ -158,7 +158,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _trajectories(table: "pyarrow.Table") -> list[Trajectory]:
-    """Nested columns by way of numpy: `to_pylist` makes a Python object of each number, and takes five times as long."""
+    """Nested columns by way of numpy: `to_pylist` makes a Python object of each number, and is five times slower."""
     plain = table.drop_columns(["conversations", "searches", "search_count"]).to_pylist()
     nested = (table.column(name).to_numpy() for name in ("conversations", "searches"))
     trajectories = []
