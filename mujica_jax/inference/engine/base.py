@@ -14,7 +14,6 @@ them.
 
 import abc
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -139,16 +138,11 @@ class Engine(abc.ABC):
         self.reset_cache()
 
     def _use(self, weights: nnx.State) -> None:
-        self._weights = self._placed(weights)
+        self._weights = sync_weights(weights, self.mesh)
         self._scales: KVScales | None = None
         if jnp.issubdtype(self._dtype, jnp.integer):
-            calibrate = functools.partial(calibrate_scales, self._graph)
             with self._over_mesh():
-                abstract = is_abstract(self._weights)
-                self._scales = jax.eval_shape(calibrate, self._weights) if abstract else calibrate(self._weights)
-
-    def _placed(self, weights: nnx.State) -> nnx.State:
-        return weights if is_abstract(weights) else sync_weights(weights, self.mesh)
+                self._scales = calibrate_scales(self._graph, self._weights)
 
     def _over_mesh(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
@@ -201,11 +195,6 @@ def advance(
         remaining=jnp.where(running, remaining, 0),
     )
     return state, Decoded(token, drawn.logprob, drawn.sampling_logprob, running)
-
-
-def is_abstract(tree: Any) -> bool:
-    """Whether it has shapes and no arrays: then programs can be lowered, and none runs."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 def filtered(state: SlotState) -> bool:
