@@ -14,7 +14,7 @@ them.
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,8 @@ from mujica_jax.inference.engine.kv_quantization import LEVELS, KVScales, calibr
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.weight_sync import sync_weights
+
+LOT_SIZES = (4, 16, 64, 256)
 
 
 class SlotState(NamedTuple):
@@ -220,6 +222,16 @@ def bucket(needed: int, smallest: int, largest: int) -> int:
     while size < needed:
         size = size * 3 // 2 if size * 3 // 2 >= needed else size * 2
     return min(size, largest)
+
+
+def lots(moves: Sequence[tuple[int, ...]]) -> Iterator[list[np.ndarray]]:
+    """The columns of moves of pages, in lots of 4, 16, 64 or 256: few programs. A lot is filled up with its last move:
+    made twice, it changes nothing.
+    """
+    for first in range(0, len(moves), LOT_SIZES[-1]):
+        lot = moves[first : first + LOT_SIZES[-1]]
+        size = next(size for size in LOT_SIZES if size >= len(lot))
+        yield list(np.asarray([*lot, *[lot[-1]] * (size - len(lot))], np.int32).T)
 
 
 def check_heads(config: DecoderConfig, mesh: Mesh) -> None:

@@ -18,7 +18,7 @@ is the length of its prefix.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from mujica_jax.inference.engine.base import (
     SlotState,
     bucket,
     filtered,
+    lots,
 )
 from mujica_jax.models.decoder import Decoder
 
@@ -113,8 +114,7 @@ class ContiguousEngine(Engine):
         return min(free, key=lambda slot: self._slot_caches[slot].last_used)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for some in _parts(pairs):
-            sources, targets = _padded(some, (0, self.num_pages))
+        for sources, targets in lots(pairs):
             self._count("copy", len(sources))
             self._memory = memory.copy_pages(self._memory, sources, targets)
         for _, target in pairs:
@@ -179,8 +179,7 @@ class ContiguousEngine(Engine):
                 moves.append((held.row, index - held.offset // self.page_tokens, page))
                 self._version[page] += 1
                 held.pages.append((page, int(self._version[page])))
-        for some in _parts(moves):
-            places, indices, pages = _padded(some, (0, 0, self.num_pages))
+        for places, indices, pages in lots(moves):
             self._count("flush", len(places))
             self._memory = memory.store_pages(self._memory, places, indices, pages)
 
@@ -191,8 +190,7 @@ class ContiguousEngine(Engine):
             # A request that was given up before its prompt was read has no row; -1 would be the last one,
             # which another request holds.
             row = held.row if held.row >= 0 else self._num_rows
-            for some in _parts([(page,) for page in broken_pages]):
-                (pages,) = _padded(some, (self.num_pages,))
+            for (pages,) in lots([(page,) for page in broken_pages]):
                 self._count("clear", len(pages))
                 self._memory = memory.clear(self._memory, np.int32(row), pages)
             self._evict(held)
@@ -232,8 +230,7 @@ class ContiguousEngine(Engine):
         if not moves:
             return
         self._widen((1 + max(index for _, index, _ in moves)) * self.page_tokens)
-        for some in _parts(moves):
-            places, indices, pages = _padded(some, (self._num_rows, 0, 0))
+        for places, indices, pages in lots(moves):
             self._count("load", len(places))
             self._memory = memory.load_pages(self._memory, places, indices, pages)
 
@@ -423,14 +420,3 @@ def _call_tiles(waiting: int) -> int:
         if waiting <= size:
             return size if 4 * waiting >= 3 * size or size == CALL_TILES[0] else CALL_TILES[CALL_TILES.index(size) - 1]
     return CALL_TILES[-1]
-
-
-def _parts(moves: Sequence[tuple[int, ...]]) -> Iterable[Sequence[tuple[int, ...]]]:
-    """Moves in lots of 256 or fewer."""
-    return (moves[first : first + 256] for first in range(0, len(moves), 256))
-
-
-def _padded(moves: Sequence[tuple[int, ...]], filling: tuple[int, ...]) -> list[np.ndarray]:
-    """The columns of the moves, filled up to 4, 16, 64 or 256 with moves that do nothing."""
-    size = next(size for size in (4, 16, 64, 256) if size >= len(moves))
-    return list(np.asarray([*moves, *[filling] * (size - len(moves))], np.int32).T)

@@ -31,7 +31,7 @@ class Memory(NamedTuple):
 
 @functools.partial(jax.jit, donate_argnames=("memory",))
 def copy_pages(memory: Memory, sources: Int[Array, " moves"], targets: Int[Array, " moves"]) -> Memory:
-    pages = jax.tree.map(lambda layer: layer.at[targets].set(layer[sources], mode="drop"), memory.pages)
+    pages = jax.tree.map(lambda layer: layer.at[targets].set(layer[sources]), memory.pages)
     return memory._replace(pages=pages)
 
 
@@ -41,7 +41,7 @@ def load_pages(
 ) -> Memory:
     def load(axis: int, rows: Array, layer: Array) -> Array:
         paged, index = _paged(rows, axis, layer.shape[axis]), _page_of_row(places, indices, axis)
-        return paged.at[index].set(layer[pages], mode="drop").reshape(rows.shape)
+        return paged.at[index].set(layer[pages]).reshape(rows.shape)
 
     return memory._replace(rows=_both(load, memory.rows, memory.pages))
 
@@ -52,7 +52,7 @@ def store_pages(
 ) -> Memory:
     def store(axis: int, layer: Array, rows: Array) -> Array:
         paged, index = _paged(rows, axis, layer.shape[axis]), _page_of_row(places, indices, axis)
-        return layer.at[pages].set(paged[index], mode="drop")
+        return layer.at[pages].set(paged[index])
 
     return memory._replace(pages=_both(store, memory.pages, memory.rows))
 
@@ -79,7 +79,7 @@ def shift_row(memory: Memory, place: Int[Array, ""], tokens: Int[Array, ""]) -> 
 def clear(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
     return memory._replace(
         rows=jax.tree.map(lambda layer: layer.at[place].set(0, mode="drop"), memory.rows),
-        pages=jax.tree.map(lambda layer: layer.at[pages].set(0, mode="drop"), memory.pages),
+        pages=jax.tree.map(lambda layer: layer.at[pages].set(0), memory.pages),
     )
 
 

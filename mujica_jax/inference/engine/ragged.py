@@ -33,6 +33,7 @@ from mujica_jax.inference.engine.base import (
     advance,
     bucket,
     filtered,
+    lots,
     narrowed,
 )
 from mujica_jax.inference.engine.kv_quantization import KVScales, scaled
@@ -98,11 +99,8 @@ class RaggedEngine(Engine):
         return free[0]
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for first in range(0, len(pairs), 64):
-            some = [*pairs[first : first + 64]]
-            some += [some[-1]] * (64 - len(some))  # the same copy once more changes nothing
-            sources, targets = np.asarray(some, np.int32).T
-            self._programs.add(("copy",))
+        for sources, targets in lots(pairs):
+            self._programs.add(("copy", len(sources)))
             self._pages = _copy(self._pages, sources, targets, num_pages=self.num_pages)
 
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
@@ -166,10 +164,8 @@ class RaggedEngine(Engine):
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         self._tables[slot] = 0
-        for first in range(0, len(broken_pages), 64):
-            some = [*broken_pages[first : first + 64]]
-            some += [some[-1]] * (64 - len(some))
-            self._pages = _clear(self._pages, np.asarray(some, np.int32), num_pages=self.num_pages)
+        for (pages,) in lots([(page,) for page in broken_pages]):
+            self._pages = _clear(self._pages, pages, num_pages=self.num_pages)
 
     def _empty_pages(self) -> Array:
         sharding = self.mesh and NamedSharding(self.mesh, PAGES_SPEC)
