@@ -27,7 +27,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from mujica_jax.inference.engine import contiguous_memory as memory
 from mujica_jax.inference.engine import contiguous_programs as programs
 from mujica_jax.inference.engine.base import (
     Decoded,
@@ -91,12 +90,12 @@ class ContiguousEngine(Engine):
             pages = self._empty(self.num_pages, self.page_tokens)
         self._start(pages)
 
-    def _start(self, pages: memory.KeysValues) -> None:
+    def _start(self, pages: programs.KeysValues) -> None:
         """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of one that was never
         killed.
         """
         rows = self._empty(self._row_levels[0], min(self._smallest_width, self._largest_width))
-        self._memory = memory.Memory(pages, rows, self._empty(1, 0))
+        self._memory = programs.Memory(pages, rows, self._empty(1, 0))
         self._slot_caches = [_SlotCache() for _ in range(self.slots)]
         self._slot_of_row = [-1] * self._row_levels[0]
         self._prefixes: list[_SharedPrefix | None] = []
@@ -116,7 +115,7 @@ class ContiguousEngine(Engine):
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         for sources, targets in lots(pairs):
             self._count("copy", len(sources))
-            self._memory = memory.copy_pages(self._memory, sources, targets)
+            self._memory = programs.copy_pages(self._memory, sources, targets)
         for _, target in pairs:
             self._version[target] += 1
 
@@ -181,7 +180,7 @@ class ContiguousEngine(Engine):
                 held.pages.append((page, int(self._version[page])))
         for places, indices, pages in lots(moves):
             self._count("flush", len(places))
-            self._memory = memory.store_pages(self._memory, places, indices, pages)
+            self._memory = programs.store_pages(self._memory, places, indices, pages)
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         held = self._slot_caches[slot]
@@ -192,7 +191,7 @@ class ContiguousEngine(Engine):
             row = held.row if held.row >= 0 else self._num_rows
             for (pages,) in lots([(page,) for page in broken_pages]):
                 self._count("clear", len(pages))
-                self._memory = memory.clear(self._memory, np.int32(row), pages)
+                self._memory = programs.clear(self._memory, np.int32(row), pages)
             self._evict(held)
 
     @property
@@ -232,7 +231,7 @@ class ContiguousEngine(Engine):
         self._widen((1 + max(index for _, index, _ in moves)) * self.page_tokens)
         for places, indices, pages in lots(moves):
             self._count("load", len(places))
-            self._memory = memory.load_pages(self._memory, places, indices, pages)
+            self._memory = programs.load_pages(self._memory, places, indices, pages)
 
     def _holds(self, row: PrefillRow) -> bool:
         held, count = self._slot_caches[row.slot], -(-row.start // self.page_tokens)
@@ -247,8 +246,7 @@ class ContiguousEngine(Engine):
         needed = sum(held.active for held in self._slot_caches)
         if needed > self._num_rows:
             count = next(level for level in self._row_levels if level >= needed)
-            self._count("more rows", count)
-            self._memory = self._memory._replace(rows=memory.grow(self._memory.rows, count, self._memory.rows.shape[1]))
+            self._resize_rows(count, self._memory.rows.shape[1])
             self._slot_of_row += [-1] * (count - self._num_rows)
         without = [row.slot for row in rows if self._slot_caches[row.slot].row < 0]
         free = [place for place, slot in enumerate(self._slot_of_row) if slot < 0]
@@ -277,7 +275,7 @@ class ContiguousEngine(Engine):
         kept = [held for held in self._slot_caches if held.active]
         places = np.asarray([held.row for held in kept] + [0] * (count - len(kept)), np.int32)
         self._count("fewer rows", count)
-        self._memory = self._memory._replace(rows=memory.select_rows(self._memory.rows, places))
+        self._memory = self._memory._replace(rows=programs.select_rows(self._memory.rows, places))
         self._slot_of_row = [-1] * count
         slot_of = {id(held): slot for slot, held in enumerate(self._slot_caches)}
         for place, held in enumerate(kept):
@@ -308,7 +306,7 @@ class ContiguousEngine(Engine):
         for held in others:
             if held.pages[: len(common)] == common and held.tokens >= tokens > held.offset:
                 self._count("shift")
-                self._memory = memory.shift_row(self._memory, np.int32(held.row), np.int32(tokens - held.offset))
+                self._memory = programs.shift_row(self._memory, np.int32(held.row), np.int32(tokens - held.offset))
                 held.prefix, held.offset = place, tokens
         self._narrow(others)
 
@@ -321,13 +319,13 @@ class ContiguousEngine(Engine):
         count, held = self._memory.prefixes.shape
         if len(self._prefixes) > count or length > held:
             self._count("larger prefixes", len(self._prefixes), length)
-            prefixes = memory.grow(self._memory.prefixes, max(len(self._prefixes), count), max(length, held))
+            prefixes = programs.resized(self._memory.prefixes, max(len(self._prefixes), count), max(length, held))
             self._memory = self._memory._replace(prefixes=prefixes)
         # Filled up with its last page, which lies beyond its length there: one program whatever the prefix.
         pages = np.full(self._memory.prefixes.shape[1] // self.page_tokens, prefix.pages[-1][0], np.int32)
         pages[: len(prefix.pages)] = [page for page, _ in prefix.pages]
         self._count("prefix")
-        self._memory = memory.store_prefix(self._memory, np.int32(place), pages)
+        self._memory = programs.store_prefix(self._memory, np.int32(place), pages)
 
     def _longest_prefix(self, pages: Sequence[tuple[int, int]], start: int) -> int:
         """The longest prefix that these pages begin with, -1 if there is none."""
@@ -367,8 +365,7 @@ class ContiguousEngine(Engine):
     def _widen(self, tokens: int) -> None:
         if tokens > self._memory.rows.shape[1]:
             width = bucket(tokens, self._smallest_width, self._largest_width)
-            self._count("wider rows", width)
-            self._memory = self._memory._replace(rows=memory.grow(self._memory.rows, self._num_rows, width))
+            self._resize_rows(self._num_rows, width)
 
     def _narrow(self, active: Sequence[_SlotCache]) -> None:
         """Give up width that no active row needs."""
@@ -376,20 +373,23 @@ class ContiguousEngine(Engine):
         width = bucket(needed, self._smallest_width, self._largest_width)
         if width >= self._memory.rows.shape[1]:
             return
-        self._count("narrower rows", width)
-        self._memory = self._memory._replace(rows=memory.shrink(self._memory.rows, width))
+        self._resize_rows(self._num_rows, width)
         for held in self._slot_caches:
             if held.tokens - held.offset > width:
                 self._evict(held)
 
-    def _empty(self, rows: int, tokens: int) -> memory.KeysValues:
+    def _resize_rows(self, count: int, width: int) -> None:
+        self._count("resize rows", count, width)
+        self._memory = self._memory._replace(rows=programs.resized(self._memory.rows, count, width))
+
+    def _empty(self, rows: int, tokens: int) -> programs.KeysValues:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         sharding = self.mesh and NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
 
         def layers(*shape: int) -> tuple[Array, ...]:
             return tuple(jnp.zeros(shape, self._dtype, device=sharding) for _ in range(self.config.num_layers))
 
-        return memory.KeysValues(layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim))
+        return programs.KeysValues(layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim))
 
     def _count(self, *program: Any) -> None:
         self._programs.add((*program, self._memory.rows.shape, self._memory.prefixes.shape))
