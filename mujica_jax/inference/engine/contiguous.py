@@ -206,26 +206,25 @@ class ContiguousEngine(Engine):
 
     def _load(self, rows: Sequence[PrefillRow]) -> None:
         """Make every row hold what its request has in pages."""
-        fresh = [row for row in rows if not self._holds(row)]
-        to_load = {row.slot for row in fresh}
-        for row in fresh:
+        fresh = []
+        for row in rows:
             held = self._slot_caches[row.slot]
-            held.pages, held.tokens, held.prefix, held.offset = [], 0, -1, 0
+            if self._holds(row):  # what the slot has beyond the request's beginning is another one's
+                held.pages, held.tokens = self._versions(row.pages), row.start
+            else:
+                held.pages, held.tokens, held.prefix, held.offset = [], 0, -1, 0
+                fresh.append(row)
         self._make_rows(rows)
         self._share_prefix(fresh)
         moves = []
-        for row in rows:
+        for row in fresh:
             held = self._slot_caches[row.slot]
-            pages = self._versions(row.pages)
-            if row.slot in to_load:
-                prefix = self._longest_prefix(pages, row.start)
-                offset = 0
-                if prefix >= 0:
-                    offset = self._prefixes[prefix].tokens  # pyright: ignore[reportOptionalMemberAccess]
-                held.prefix, held.offset = prefix, offset
-                first, last = offset // self.page_tokens, -(-row.start // self.page_tokens)
-                moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]
-            held.pages, held.tokens = pages, row.start
+            held.pages, held.tokens, held.offset = self._versions(row.pages), row.start, 0
+            held.prefix = self._longest_prefix(held.pages, row.start)
+            if held.prefix >= 0:
+                held.offset = self._prefixes[held.prefix].tokens  # pyright: ignore[reportOptionalMemberAccess]
+            first, last = held.offset // self.page_tokens, -(-row.start // self.page_tokens)
+            moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]
         if not moves:
             return
         self._widen((1 + max(index for _, index, _ in moves)) * self.page_tokens)
