@@ -5,7 +5,7 @@
 
 DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. The rows are packed
 from conversations of uneven length of which a third is trained, as an agent's are. The floating-point operations of a
-step are counted by the formula of `mujica_jax/models/flops.py`, so the share falls with padding, with attention across
+step are counted by the formula of `learning/throughput.py`, so the share falls with padding, with attention across
 conversations, and with everything that is no matrix product.
 """
 
@@ -23,10 +23,10 @@ from flax import nnx
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.throughput import attended_pairs, training_flops
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.flops import attended_pairs, training_flops
 from mujica_jax.models.weights import load_config
 from mujica_jax.records import Conversation, Turn
 from mujica_jax.runtime.chips import measured_flops_per_second

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         preemption.then = "the same command evaluates again"
         try:
             given, config = command_line(sys.argv[1:] if arguments is None else arguments)
-            policy = find_checkpoint(given) if given.remote.base_url is None else find_endpoint(given, config)
+            policy = find_checkpoint(given) if given.remote.base_url is None else find_endpoint(given)
             evaluate(config, policy, preemption)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -146,13 +146,13 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     return given, config
 
 
-def find_endpoint(given: EvalArguments, config: Config) -> Endpoint:
+def find_endpoint(given: EvalArguments) -> Endpoint:
     """The model behind the endpoint that the flags describe."""
     if given.policy is not None:
         raise UserError(
             f"--policy is {given.policy} and {given.remote.base_url} is no run directory: leave --policy out"
         )
-    return open_endpoint(given.remote, config, run_path(given.out or "eval"))
+    return open_endpoint(given.remote, run_path(given.out or "eval"))
 
 
 def find_checkpoint(given: EvalArguments) -> Checkpoint:

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from mujica_jax.runtime import chips
-from mujica_jax.runtime.chips import CHIPS, chip_of, chip_of_topology, measured_flops_per_second, peak_flops_per_second
+from mujica_jax.runtime.chips import CHIPS, chip_of, measured_flops_per_second, peak_flops_per_second
 
 
 def devices(kind: str, platform: str, count: int, processes: int = 1) -> list[Any]:
@@ -23,10 +23,6 @@ def test_chips_are_known_by_what_jax_calls_them():
     assert {kind: chip_of(kind).name for kind in names} == names
     assert chip_of("cpu") is None and chip_of("NVIDIA H200") is None
     assert len({kind for chip in CHIPS for kind in chip.kinds}) == sum(len(chip.kinds) for chip in CHIPS)
-
-
-def test_a_topology_names_its_chip():
-    assert chip_of_topology("v5e:4x8").memory_bytes == 16e9
 
 
 def test_a_slice_can_do_what_its_chips_can():

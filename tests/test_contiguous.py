@@ -82,3 +82,23 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_rows_become_narrower
     for slot, (tokens, log_probs) in decoded_after(engine, prompts, 6).items():
         expected = log_probs_of(decoder(ONE_LAYER), [*prompts[slot], *tokens], 6)
         np.testing.assert_allclose(log_probs, expected, atol=EXACT, err_msg=f"slot {slot}")
+
+
+def test_a_prompt_that_begins_anew_takes_no_part_in_the_prefix_of_what_its_slot_held_before():
+    """Nothing of it is in memory, so its slot needs nothing loaded; what the slot still has is the beginning of which
+    others make a prefix in the same call.
+    """
+    engine = make_engine(decoder(ONE_LAYER), slots=6, pages=6 * PAGES_A_SLOT)
+    beginning = random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=1)
+    engine.prefill([PrefillRow(0, pages_of_slot(0), 0, beginning)])
+    engine.flush([FlushRow(0, pages_of_slot(0), 0, len(beginning))])
+    engine.free_slot(0)
+    pages = list(pages_of_slot(0)[:BEGINNING_PAGES])
+    prompts = {slot: [*beginning, *random_tokens(5, seed=slot)] for slot in range(1, 5)}
+    others = [PrefillRow(slot, pages_after(pages, slot), 64, prompts[slot][64:-1]) for slot in prompts]
+    prompts[0] = random_tokens(3, seed=9)
+    engine.prefill([PrefillRow(0, pages_of_slot(5), 0, prompts[0][:-1]), *others])
+    assert [engine._slot_caches[slot].offset for slot in range(5)] == [0, 64, 64, 64, 64]
+    for slot, (tokens, log_probs) in decoded_after(engine, prompts, 6).items():
+        expected = log_probs_of(decoder(ONE_LAYER), [*prompts[slot], *tokens], 6)
+        np.testing.assert_allclose(log_probs, expected, atol=EXACT, err_msg=f"slot {slot}")

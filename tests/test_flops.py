@@ -2,7 +2,7 @@
 
 from packed_rows import MODEL, conversation
 
-from mujica_jax.models.flops import attended_pairs, training_flops
+from mujica_jax.learning.throughput import attended_pairs, training_flops
 from mujica_jax.trajectories.packing import pack
 
 ROWS = pack([conversation((1, 2), (3, 4, 5)), conversation((6,), (7,))], row_tokens=8, seed=0)

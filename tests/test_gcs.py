@@ -151,7 +151,7 @@ def test_an_interrupted_quarantine_is_finished(fake: FakeBucket, store: Store, k
     reason = store.quarantine(shard_name(1, 2), "it is rubbish")
     assert json.loads(reason.read_text()) == {"shard": shard_name(1, 2), "reason": "it is rubbish"}
     assert (reason.parent / "shard-00002.parquet").read_bytes() == b"rubbish"
-    assert not store.shard_exists(1, 2)
+    assert store.find_shard(1, 2) is None
 
 
 def test_a_shard_that_came_meanwhile_is_not_quarantined(fake: FakeBucket, store: Store) -> None:

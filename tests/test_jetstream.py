@@ -206,19 +206,17 @@ def test_sampled_requests_have_seeds_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "engine, params, options, sentence",
+    "engine, params, sentence",
     [
-        (lambda: CountableEngine(decode_steps=3), GREEDY, {}, "decodes 3 steps a call"),
-        (lambda: countable(slots=1), GREEDY, {}, "has 1 slot"),
-        (lambda: countable(pages=47), GREEDY, {}, "47 pages and its 3 slots need 48"),
-        (countable, SamplingParams(max_new_tokens=4, temperature=0.0, seed=0, stop_strings=("x",)), {}, "stop strings"),
-        (countable, GREEDY, {"max_prefill_length": 60}, "powers of two"),
-        (countable, GREEDY, {"max_prefill_length": 128}, "64 positions"),
+        (lambda: CountableEngine(decode_steps=3), GREEDY, "decodes 3 steps a call"),
+        (lambda: countable(slots=1), GREEDY, "has 1 slot"),
+        (lambda: countable(pages=47), GREEDY, "47 pages and its 3 slots need 48"),
+        (countable, SamplingParams(max_new_tokens=4, temperature=0.0, seed=0, stop_strings=("x",)), "stop strings"),
     ],
 )
-def test_settings_that_jetstream_cannot_work_with_are_refused(engine, params, options, sentence):
+def test_settings_that_jetstream_cannot_work_with_are_refused(engine, params, sentence):
     with pytest.raises(ValueError, match=sentence):
-        JetStreamEngine(engine(), params, **options)
+        JetStreamEngine(engine(), params)
 
 
 def test_foreign_weights_and_states_are_refused():

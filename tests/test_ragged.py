@@ -18,7 +18,7 @@ from tiny_engine import MODEL, NO_STOP, decoded, decoder, log_probs_of, make_eng
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import ragged
 from mujica_jax.inference.engine.base import PrefillRow, SlotState, page_bytes
-from mujica_jax.inference.engine.ragged import RaggedEngine, check_tiles
+from mujica_jax.inference.engine.ragged import Layout, RaggedEngine, check_tiles, pages_shape
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 
@@ -209,15 +209,4 @@ def test_the_size_of_a_page_counts_what_heads_are_filled_up_with():
 
 def test_a_wide_model_needs_no_filling():
     wide = dataclasses.replace(MODEL, head_dim=256)
-    of = nnx.eval_shape(lambda: decoder(wide))
-    engine = RaggedEngine(
-        of,
-        slots=1,
-        positions=8,
-        page_tokens=8,
-        num_pages=1,
-        prefill_tokens=8,
-        decode_steps=1,
-        stop_token_ids=[NO_STOP],
-    )
-    assert engine._pages.shape[-1] == 256
+    assert pages_shape(wide, Layout(num_pages=1, page_tokens=8, mesh=None))[-1] == 256

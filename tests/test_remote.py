@@ -12,9 +12,8 @@ from local_endpoint import Answer, LocalEndpoint, Request, serving
 from test_remote_formats import END, PROMPT, TOKENIZER, WORDS, generator, openai, params, vllm
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.priority_semaphore import PrioritySemaphore
 from mujica_jax.inference.remote.generator import RemoteGenerator
-from mujica_jax.inference.requests import DeadlineError, OverloadError, RequestError
+from mujica_jax.inference.requests import DeadlineError, RequestError
 
 GOOD = Answer(content=vllm([*WORDS, END]))
 KEY = "sk-secret-0123456789"
@@ -237,29 +236,6 @@ def test_no_more_requests_than_places_are_under_way():
     assert statistics.sentence().startswith("24 requests, 0 retries, 0 failed; ")
 
 
-def test_a_full_line_turns_the_next_away():
-    async def flood(remote):
-        return await asyncio.gather(*(remote.generate(PROMPT, params()) for _ in range(16)), return_exceptions=True)
-
-    with serving(lambda request, before: Answer(content=GOOD.content, after_seconds=0.1)) as endpoint:
-        found = asyncio.run(flood(generator(endpoint, concurrency=1, max_waiting=3)))
-    refused = [result for result in found if isinstance(result, OverloadError)]
-    assert len(refused) == 12 and len(endpoint.requests) == 4
-    assert str(refused[0]).startswith("1 requests are under way and 3 wait, of at most 3: ")
-
-
-def test_a_conversation_that_goes_on_overtakes():
-    async def queue(remote):
-        tasks = [
-            asyncio.create_task(remote.generate(PROMPT, params(seed=seed), continues=seed >= 2)) for seed in range(4)
-        ]
-        await asyncio.gather(*tasks)
-
-    with serving(lambda request, before: Answer(content=GOOD.content, after_seconds=0.05)) as endpoint:
-        asyncio.run(queue(generator(endpoint, concurrency=1)))
-    assert [request.body["seed"] for request in endpoint.requests] == [0, 2, 3, 1]
-
-
 def test_a_cancelled_request_is_closed_and_its_place_is_free():
     async def cancel(remote):
         slow = asyncio.create_task(remote.generate(PROMPT, params()))
@@ -275,41 +251,6 @@ def test_a_cancelled_request_is_closed_and_its_place_is_free():
         completion = asyncio.run(cancel(generator(endpoint, concurrency=1)))
         assert endpoint.abandoned.wait(5), "the server saw the connection close"
     assert completion.token_ids == (*WORDS, END) and len(endpoint.requests) == 2
-
-
-@pytest.mark.parametrize("moment", range(12))
-def test_places_are_kept_whoever_is_cancelled_when(moment):
-    """After everyone left, two may enter again at once and a third one not."""
-
-    async def crowd() -> None:
-        line, inside = PrioritySemaphore(2, 100), 0
-
-        async def one(number: int) -> None:
-            nonlocal inside
-            async with line.place(overtakes=number % 3 == 0):
-                inside += 1
-                assert inside <= 2
-                try:
-                    for _ in range(number % 4):
-                        await asyncio.sleep(0)
-                finally:
-                    inside -= 1
-
-        tasks = [asyncio.create_task(one(number)) for number in range(20)]
-        for _ in range(moment):
-            await asyncio.sleep(0)
-        for task in tasks[moment % 3 :: 2]:
-            task.cancel()
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert {type(result) for result in found} <= {type(None), asyncio.CancelledError}
-        async with line.place(overtakes=False), line.place(overtakes=False):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01), line.place(overtakes=True):
-                    pass
-        async with asyncio.timeout(1), line.place(overtakes=False):
-            pass
-
-    asyncio.run(crowd())
 
 
 # --- keys and addresses ---

@@ -113,7 +113,7 @@ from flax import nnx
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.attention import causal_self_attention
-from mujica_jax.models.sharding import make_mesh, shard_batch, shardings_of
+from mujica_jax.models.sharding import make_mesh, own_rows, shard_batch, shardings_of
 from mujica_jax.models.weights import load_checkpoint
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -144,7 +144,7 @@ for shape in [(2, 2, 2), (1, 2, 4), (1, 8, 1)]:
     for leaf, sharding in zip(jax.tree.leaves(nnx.state(decoder)), wanted, strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 try:
-    shard_batch({"tokens": tokens[:6]}, mesh)
+    own_rows(6, mesh)
 except UserError as error:
     print(error)
 print("equal")

@@ -198,7 +198,7 @@ def test_tokens_that_are_no_conversation_have_no_messages():
         (opening[:-2], r"ends after .* where the chat template goes on"),
         (opening + TRAINED.encode_model("He."), r"ends after 'He\.' where"),
         (opening[1:], r"begins with .* and the chat template with"),
-        ([], r"begins with \[\]"),
+        ([], r"begins with '' and"),
     ]:
         with pytest.raises(UserError, match=sentence):
             TRAINED.messages(ids)

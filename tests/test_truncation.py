@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from mujica_jax.models import truncation as beginnings
-from mujica_jax.models.truncation import encode_truncated
+from mujica_jax.models import embedder
+from mujica_jax.models.embedder import encode_truncated
 
 MAX_TOKENS = 9
 LETTERS = "abcdé中1."
@@ -62,14 +62,14 @@ def test_the_tokens_are_those_of_the_whole_text(tokenizer, texts):
     expected = [entry.ids for entry in tokenizer.encode_batch(texts)]
     for characters in (1, 2, 16):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(beginnings, "CHARACTERS_A_TOKEN", characters)
+            patch.setattr(embedder, "CHARACTERS_A_TOKEN", characters)
             assert encode_truncated(tokenizer, texts, MAX_TOKENS) == expected
 
 
 def test_a_long_text_is_not_read_to_its_end(monkeypatch):
     tokenizer, text, read = TOKENIZERS["BERT"], "abcd abc " * 10_000, []
-    whole = beginnings._truncated
-    monkeypatch.setattr(beginnings, "_truncated", lambda *cut: read.append(whole(*cut)) or read[-1])
+    whole = embedder._beginning
+    monkeypatch.setattr(embedder, "_beginning", lambda *cut: read.append(whole(*cut)) or read[-1])
     (ids,) = encode_truncated(tokenizer, [text], MAX_TOKENS)
     assert ids == tokenizer.encode(text).ids and len(ids) == MAX_TOKENS
     assert sum(map(len, read)) < 20 * MAX_TOKENS

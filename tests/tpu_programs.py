@@ -8,6 +8,7 @@ python tests/tpu_programs.py search ROWS DIMENSION TOPOLOGY STORAGE [RECALL_TARG
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -25,9 +26,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_families import LLAMA3_1_8B, QWEN2_5_7B, QWEN3_8B
 
 from mujica_jax.config.files import load_config
-from mujica_jax.inference.engine.base import page_bytes
+from mujica_jax.inference.engine import ragged
+from mujica_jax.inference.engine.base import SlotState, page_bytes
 from mujica_jax.inference.engine.factory import CACHE_DTYPES
-from mujica_jax.inference.engine.ragged import RaggedEngine
+from mujica_jax.inference.engine.kv_quantization import calibrate_scales
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import from_hugging_face
@@ -87,24 +89,26 @@ def engine(
     weights = jax.tree.map(placed, weights, shardings_of(weights, mesh))
     dtype = CACHE_DTYPES.get(cache, jnp.bfloat16)
     size = page_bytes(model, PAGE_TOKENS, dtype) // int(tensor)
-    pages = int(float(gigabytes) * 1e9) // size
-    made = RaggedEngine(
-        nnx.merge(graph, weights),
-        slots=SLOTS,
-        positions=POSITIONS,
-        page_tokens=PAGE_TOKENS,
-        num_pages=pages,
-        prefill_tokens=PREFILL_TOKENS,
-        decode_steps=DECODE_STEPS,
-        stop_token_ids=[0],
-        mesh=mesh,
-        cache_dtype=dtype,
+    layout = ragged.Layout(int(float(gigabytes) * 1e9) // size, PAGE_TOKENS, mesh)
+
+    def whole(shape: tuple[int, ...], kind: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    pages: Any = jax.ShapeDtypeStruct(
+        ragged.pages_shape(model, layout), dtype, sharding=NamedSharding(mesh, ragged.PAGES_SPEC)
     )
-    found: dict[str, Any] = {"page_bytes": pages * size}
-    for kind, lowered in (
-        ("decode", made.lower_decode(filtered=bool(filtered))),
-        ("prefill", made.lower_prefill(PREFILL_TOKENS)),
-    ):
+    tables, tokens = whole((SLOTS, POSITIONS // PAGE_TOKENS)), whole((PREFILL_TOKENS,))
+    sequences = ragged.Sequences(whole((SLOTS,)), tables, whole((SLOTS + 1,)), whole((1,)))
+    state = jax.tree.map(lambda leaf: whole(leaf.shape, leaf.dtype), SlotState.idle(SLOTS))
+    found: dict[str, Any] = {"page_bytes": layout.num_pages * size}
+    with jax.set_mesh(mesh):
+        scales = jax.eval_shape(functools.partial(calibrate_scales, graph), weights) if cache == "int8" else None
+        given = (graph, weights, scales, pages)
+        decode = ragged._decode.lower(
+            *given, state, tables, whole((1,)), layout=layout, steps=DECODE_STEPS, filtered=bool(filtered)
+        )
+        prefill = ragged._prefill.lower(*given, tokens, tokens, tokens, sequences, layout=layout)
+    for kind, lowered in (("decode", decode), ("prefill", prefill)):
         kernels = lowered.as_text().count("tpu_custom_call")
         found[kind] = sizes(lowered.compile()) | {"kernels": kernels}
     return found

@@ -80,15 +80,11 @@ class JetStreamEngine(engine_api.Engine):
         sampling: SamplingParams,
         *,
         tokenizer: Tokenizer | None = None,
-        max_prefill_length: int | None = None,
     ) -> None:
         """`engine` has one slot more than requests decode at a time. Without a tokenizer prompts are token ids."""
-        fitting = [length for length in PREFILL_LENGTHS if length <= engine.positions]
-        length = max_prefill_length if max_prefill_length is not None else max(fitting, default=PREFILL_LENGTHS[0])
         check_params(sampling)
-        _check(engine, sampling, length)
+        _check(engine, sampling)
         self._engine, self._sampling, self._tokenizer = engine, sampling, tokenizer
-        self._max_prefill_length = length
         self._spare = engine.slots - 1
         self._weights = engine.weights
         self._inserted = 0
@@ -127,16 +123,10 @@ class JetStreamEngine(engine_api.Engine):
         with self._prefilling:
             with self._lock:
                 block_table = self._allocate(sequence, len(sequence))
-            try:
-                if block_table.cached_tokens < len(sequence) - 1:
-                    for row in self._chunks(self._spare, block_table, sequence):
-                        with self._lock:
-                            self._engine.prefill([row])
-            except Exception:
-                with self._lock:
-                    self._engine.free_slot(self._spare)
-                    self._pages.release(block_table, sequence[:0])
-                raise
+            if block_table.cached_tokens < len(sequence) - 1:
+                for row in self._chunks(self._spare, block_table, sequence):
+                    with self._lock:
+                        self._engine.prefill([row])
             with self._lock:
                 self._end(self._spare, _Running(block_table, sequence.tolist(), block_table.cached_tokens))
         return Prefix(tuple(sequence.tolist()))
@@ -188,7 +178,8 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        return self._max_prefill_length
+        fitting = [length for length in PREFILL_LENGTHS if length <= self._engine.positions]
+        return max(fitting, default=PREFILL_LENGTHS[0])
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -323,7 +314,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         return NO_TOKEN
 
 
-def _check(engine: Engine, sampling: SamplingParams, max_prefill_length: int) -> None:
+def _check(engine: Engine, sampling: SamplingParams) -> None:
     if engine.decode_steps != 1:
         raise ValueError(
             f"the engine decodes {engine.decode_steps} steps a call and JetStream counts single ones: use 1"
@@ -338,8 +329,3 @@ def _check(engine: Engine, sampling: SamplingParams, max_prefill_length: int) ->
         )
     if sampling.stop_strings or sampling.deadline_seconds is not None:
         raise ValueError("JetStream's orchestrator knows no stop strings and no deadlines: use serving.Server for them")
-    if max_prefill_length not in PREFILL_LENGTHS or max_prefill_length > max(engine.positions, PREFILL_LENGTHS[0]):
-        raise ValueError(
-            f"max_prefill_length is {max_prefill_length}: JetStream pads prompts to powers of two from "
-            f"{PREFILL_LENGTHS[0]}, and the engine has {engine.positions} positions"
-        )

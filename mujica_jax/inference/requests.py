@@ -61,7 +61,7 @@ class Completion:
 class Generator(Protocol):
     async def generate(self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False) -> Completion:
         """Complete one prompt. `continues` says that the conversation will come back with this prompt as its beginning:
-        such requests overtake others. Raises RequestError."""
+        our engine lets such requests overtake others. Raises RequestError."""
         ...
 
 

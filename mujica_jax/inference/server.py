@@ -44,18 +44,6 @@ messages: Any = jetstream_pb2  # protobuf makes its classes at import: a type ch
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    prompt: Sequence[int]
-    params: SamplingParams
-    as_text: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ended:
-    error: BaseException | None
-
-
 class Server:
     """One generator on one port. `start` and `stop` may be called from any thread; between them the generator is the
     server's.
@@ -143,17 +131,17 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
 
     async def Decode(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         try:
-            asked = self._read(request, context.time_remaining())
+            prompt, params = self._read(request, context.time_remaining())
             self._admit()
         except RequestError as error:
             self._refused += 1
             ended = error
         else:
-            ended = await self._answer(asked, context)
+            ended = await self._answer(prompt, params, request.WhichOneof("content") == "text_content", context)
         if ended is not None:
             await context.abort(*_status(ended))
 
-    def _read(self, request: Any, seconds_left: float | None) -> _Asked:
+    def _read(self, request: Any, seconds_left: float | None) -> tuple[Sequence[int], SamplingParams]:
         """Raises RequestError for what the protocol allows and this server does not; the rest is the generator's to
         check.
         """
@@ -162,14 +150,12 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
                 f"session_cache is {request.session_cache!r}: leave it out and send the whole conversation, whose "
                 "beginning is cached"
             )
-        as_text = request.WhichOneof("content") == "text_content"
-        if as_text and self._tokenizer is None:
+        if request.WhichOneof("content") != "text_content":
+            prompt = list(request.token_content.token_ids)
+        elif self._tokenizer is not None:
+            prompt = self._tokenizer.encode_trusted(request.text_content.text)
+        else:
             raise RequestError("this server has no tokenizer: send token_content in the place of text_content")
-        prompt = (
-            self._tokenizer.encode_trusted(request.text_content.text)
-            if as_text and self._tokenizer is not None
-            else list(request.token_content.token_ids)
-        )
         most, limits = self._sampling.max_new_tokens, (self._sampling.deadline_seconds, seconds_left)
         params = dataclasses.replace(
             self._sampling,
@@ -179,7 +165,7 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         )
         if params.deadline_seconds is not None and params.deadline_seconds <= 0:
             raise DeadlineError("the deadline passed before the request was read: allow more time")
-        return _Asked(prompt, params, as_text)
+        return prompt, params
 
     def _admit(self) -> None:
         if not self.live:
@@ -190,47 +176,37 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
                 "come back later"
             )
 
-    async def _answer(self, asked: _Asked, context: grpc.aio.ServicerContext) -> BaseException | None:
-        """Send tokens as they come; returns why there are no more, None if the answer is complete."""
-        arrived: asyncio.Queue[Sequence[int] | _Ended] = asyncio.Queue()
+    async def _answer(
+        self, prompt: Sequence[int], params: SamplingParams, as_text: bool, context: grpc.aio.ServicerContext
+    ) -> BaseException | None:
+        """Send tokens as they come, and a character when its last byte does; returns why there are no more, None if the
+        answer is complete.
+        """
+        arrived: asyncio.Queue[Sequence[int] | BaseException | None] = asyncio.Queue()
         wire = asyncio.get_running_loop()
 
         def ended(error: BaseException | None) -> None:  # however it ends: only now is there room for another request
             self._under_way -= 1
-            arrived.put_nowait(_Ended(error))
+            arrived.put_nowait(error)
 
         self._under_way += 1
-        relay = self._relay(asked, functools.partial(wire.call_soon_threadsafe, arrived.put_nowait))
+        relay = self._relay(prompt, params, functools.partial(wire.call_soon_threadsafe, arrived.put_nowait))
         cancel = self._device.begin(relay, functools.partial(wire.call_soon_threadsafe, ended))
-        text = _Text(self._tokenizer) if asked.as_text and self._tokenizer is not None else None
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        bytes_of = self._tokenizer.token_bytes if as_text and self._tokenizer is not None else lambda id: b""
         try:
-            while not isinstance(news := await arrived.get(), _Ended):
-                shown = [token for token in news if token not in self._stops]
-                if shown:
-                    await context.write(_response(shown, "" if text is None else text.push(shown)))
-            if text is not None and (rest := text.rest()):
+            while isinstance(news := await arrived.get(), Sequence):
+                if shown := [token for token in news if token not in self._stops]:
+                    await context.write(_response(shown, decoder.decode(b"".join(map(bytes_of, shown)))))
+            if rest := decoder.decode(b"", final=True):
                 await context.write(_response((), rest))
-            return news.error
+            return news
         finally:
             cancel()  # for a client that went away; otherwise nothing is left to cancel
 
-    async def _relay(self, asked: _Asked, show: Callable[[Sequence[int]], Any]) -> None:
-        async for tokens in self._generator.stream(asked.prompt, asked.params):
+    async def _relay(self, prompt: Sequence[int], params: SamplingParams, show: Callable[[Sequence[int]], Any]) -> None:
+        async for tokens in self._generator.stream(prompt, params):
             show(tokens)
-
-
-class _Text:
-    """Token ids to text as they come; a character appears when its last byte does."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        return self._decoder.decode(b"".join(self._tokenizer.token_bytes(id) for id in token_ids))
-
-    def rest(self) -> str:
-        return self._decoder.decode(b"", final=True)
 
 
 class _LoopThread:

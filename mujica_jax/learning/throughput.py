@@ -2,21 +2,33 @@
 memory.
 
 Host arithmetic on numbers that are there already: nothing here waits for a device. Called by the methods for steps that
-are logged.
+are logged. Floating-point operations are counted by formula and without what is recomputed:
+
+    slots x 6 x weights of the layers              (a multiply-add is two, the backward pass twice the forward pass)
+    + trained tokens x 6 x weights of the head     (untrained positions never meet the head)
+    + 12 x layers x heads x head_dim x sum over conversations of length x (length + 1) / 2
+
+With LoRA a frozen weight has no gradient of its own and counts 4 in the place of 6; the adapters beside it count 6.
+What XLA says of a program is not used: it counts the body of a scan once.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from mujica_jax.learning.trainer import StepMetrics, Trainer
-from mujica_jax.models.flops import attended_pairs, training_flops
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.layers import projections
 from mujica_jax.runtime.chips import peak_flops_per_second
 from mujica_jax.runtime.compile_counter import compile_counter
 from mujica_jax.runtime.host_memory import peak_bytes
 from mujica_jax.trajectories.packing import PackedRows
+
+TRAINED, FROZEN = 6.0, 4.0  # operations a weight and token
 
 
 class Throughput:
@@ -65,3 +77,30 @@ def memory() -> dict[str, float | int]:
     told: list[Any] = [device.memory_stats() for device in jax.local_devices()]
     peaks = [statistics["peak_bytes_in_use"] for statistics in told if statistics and "peak_bytes_in_use" in statistics]
     return found | ({"device_peak_bytes": max(peaks)} if peaks else {})
+
+
+def training_flops(
+    model: DecoderConfig, *, slots: int, trained_tokens: float | int, pairs: float | int, lora_rank: int = 0
+) -> float:
+    """Of one step over this many slots, padding included; `pairs` of `attended_pairs`."""
+    matrices = projections(model)
+    each = FROZEN if lora_rank else TRAINED
+    in_layers = each * sum(math.prod(weight.shape) for weight in matrices)
+    for weight in matrices:
+        sides = math.prod(weight.shape[: weight.inputs]) + math.prod(weight.shape[weight.inputs :])
+        in_layers += TRAINED * lora_rank * sides
+    return (
+        slots * model.num_layers * in_layers
+        + trained_tokens * each * model.vocab_size * model.hidden_size
+        + 12.0 * model.num_layers * model.num_heads * model.head_dim * pairs
+    )
+
+
+def attended_pairs(segment_ids: Int[np.ndarray, "rows time"]) -> int:
+    """Pairs of a token and one that it attends to, itself included, in the conversations of all rows; 0 marks
+    padding."""
+    total = 0
+    for row in segment_ids:
+        lengths = np.bincount(row[row > 0])
+        total += int(np.sum(lengths * (lengths + 1) // 2))
+    return total

@@ -47,7 +47,7 @@ class Endpoint:
         return [f"{self.place}: {self.generator.statistics.sentence()}"]
 
 
-def open_endpoint(remote: RemoteConfig, config: Config, out: "RunPath") -> Endpoint:
+def open_endpoint(remote: RemoteConfig, out: "RunPath") -> Endpoint:
     """Tokenizer and generator of an endpoint that `config.checks.check_remote` accepted. Sends no request yet."""
     from mujica_jax.inference.remote.generator import RemoteGenerator
     from mujica_jax.models.tokenizer import Tokenizer
@@ -61,8 +61,6 @@ def open_endpoint(remote: RemoteConfig, config: Config, out: "RunPath") -> Endpo
         tokenizer=tokenizer,
         api_key_variable=remote.api_key_variable,
         concurrency=remote.concurrency,
-        # Each episode may have all searches of a turn under way: the line holds them.
-        max_waiting=remote.concurrency * config.agent.max_turns_at_once,
         timeout_seconds=remote.timeout_seconds,
         deadline_seconds=remote.deadline_seconds,
     )

@@ -25,7 +25,7 @@ from mujica_jax.models.attention import check_platform
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.lora import check_rank
-from mujica_jax.models.qwix_package import import_qwix
+from mujica_jax.models.quantization import import_qwix
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint

@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -28,7 +29,6 @@ from jaxtyping import Array, Float
 from mujica_jax.errors import UserError
 from mujica_jax.models.encoder import Encoder, encoder_config, load_encoder
 from mujica_jax.models.tensors import read_json
-from mujica_jax.models.truncation import encode_truncated
 
 Pooling = Literal["cls", "mean"]
 Role = Literal["query", "passage"]
@@ -40,6 +40,9 @@ BATCH_TOKENS = {"cpu": 4096}
 ACCELERATOR_BATCH_TOKENS = 65_536
 # A batch of queries has so many times fewer tokens: often one comes alone, and it computes a whole batch.
 QUERY_SHARE = 8
+# Of a long text that are read; English takes about four.
+CHARACTERS_A_TOKEN = 16
+END_OF_WORD = re.compile(r"(?<=\S)[ \t\r\n]")
 # Prefixes that the authors of these models train with and that their folders do not state: (query, passage).
 PREFIXES: Mapping[str, tuple[str, str]] = {
     "none": ("", ""),
@@ -194,6 +197,27 @@ class Embedder:
             batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
         graph, weights = nnx.split(self.encoder)
         return self._program(graph, weights, *batch)
+
+
+def encode_truncated(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+    """Ids of each text, which the tokenizer cuts at `max_tokens`; a text may be as long as a book.
+
+    What is read ends in front of a space, and is the whole text where that gives fewer tokens than the limit. So the
+    ids are those of the whole text for every tokenizer that begins again behind a space, as BERT's do. One whose tokens
+    reach across spaces can give others near the end, of a text of more than CHARACTERS_A_TOKEN * max_tokens characters.
+    """
+    beginnings = [_beginning(text, CHARACTERS_A_TOKEN * max_tokens) for text in texts]
+    encoded = [entry.ids for entry in tokenizer.encode_batch(beginnings)]
+    for place, (text, read) in enumerate(zip(texts, beginnings, strict=True)):
+        if len(read) < len(text) and len(encoded[place]) < max_tokens:
+            encoded[place] = tokenizer.encode(text).ids
+    return encoded
+
+
+def _beginning(text: str, characters: int) -> str:
+    """At least so many characters, up to the end of a word."""
+    found = END_OF_WORD.search(text, characters) if len(text) > characters else None
+    return text[: found.start()] if found else text
 
 
 @functools.cache

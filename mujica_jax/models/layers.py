@@ -6,6 +6,7 @@ tables.
 """
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -17,7 +18,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.qwix_package import import_qwix
 from mujica_jax.models.sharding import constrain
 
 LayerIndex = int | Int[Array, ""]
@@ -197,7 +197,8 @@ class Block(nnx.Module):
         """
         kernel = getattr(self, name).get_value()
         if not isinstance(kernel, jax.Array):
-            kernel = import_qwix("a kernel in eight bits").dequantize(kernel)  # in float32, fused into the product
+            qwix = importlib.import_module("qwix")  # which stored it
+            kernel = qwix.dequantize(kernel)  # in float32, fused into the product
         matrix = kernel.astype(self.dtype).reshape(math.prod(kernel.shape[:inputs]), -1)
         products = jax.lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())))
         return products.astype(rows.dtype)  # adapters are float32 and widen what they are added to

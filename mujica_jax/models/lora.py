@@ -21,7 +21,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import Block, Weight, projections
-from mujica_jax.models.qwix_package import import_qwix
+from mujica_jax.models.quantization import import_qwix
 
 Kernel = Float[Array, "layers *shape"]
 

@@ -6,6 +6,7 @@ here.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -134,21 +135,7 @@ def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
     """Put the rows (leading dimension) of every array over data x fsdp. Each process passes its `own_rows` of the
     batch."""
-    parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    share = parts // len(own_rows(parts, mesh))  # 1 / share of the batch is what this process has
-
-    def put(array: np.ndarray | Array) -> Array:
-        own, sharding = own_rows(len(array) * share, mesh), _row_sharding(mesh)
-        if jax.process_count() == 1:
-            return jax.device_put(array, sharding)
-        rows = np.arange(len(array) * share)
-
-        def of_device(index: Any) -> np.ndarray | Array:
-            return array[np.searchsorted(own, rows[index[0]])]
-
-        return jax.make_array_from_callback((len(rows), *array.shape[1:]), sharding, of_device)
-
-    return jax.tree.map(put, batch)
+    return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, _row_sharding(mesh)), batch)
 
 
 def _row_sharding(mesh: Mesh) -> NamedSharding:

@@ -6,20 +6,19 @@ Conversations are rendered turn by turn from the pieces of the chat template, so
 again from text.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.chat_messages import Scaffold, read_messages
+from mujica_jax.models.chat_template import FIRST_SURROGATE, ChatPieces, read_messages, take_apart
 from mujica_jax.models.families import token_ids
 
 PROTOCOL_TAGS = ("think", "search", "action", "answer", "select", "sentence", "information")
@@ -32,9 +31,6 @@ CHATML_TEMPLATE = (
 TEMPLATE_DATE = "26 Jul 2024"
 TAG_PATTERN = re.compile(rf"<(\s*/?\s*(?:{'|'.join(PROTOCOL_TAGS)})\s*/?\s*)>", re.IGNORECASE)
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-# Stand-ins for message contents while the template is taken apart: letters only, so that no template filter changes
-# them.
-SYSTEM, USER, MODEL, NEXT_USER = "SystemStandIn", "UserStandIn", "ModelStandIn", "FollowUpStandIn"
 
 
 def neutralise(text: str) -> str:
@@ -47,17 +43,6 @@ def neutralise(text: str) -> str:
 # belongs to the word before it, so that in "film, director, name" the name follows the relation and not a comma: one
 # look-back finds it.
 WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\[-?\d{1,2}\]| ?\p{L}+,?| ?\p{N}+| ?\[| ?[^\s\p{L}\p{N}\[]+|\s+(?!\S)|\s+"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatPieces:
-    """A chat template taken apart: the scaffold text around the contents of the messages."""
-
-    before_system: str | None  # None where the template has no system role: the system text then opens the user message
-    before_user: str
-    before_model: str  # closes the user message and opens the model's
-    after_model: str  # closes the model's message and opens the next user's
-    strips_contents: bool  # the template removes white space around contents
 
 
 class Tokenizer:
@@ -188,19 +173,24 @@ class Tokenizer:
 
         Contents are as the conversation holds them: of untrusted text that is what `neutralise` left.
         """
-        pieces, split = self._pieces, self._added.split
-        scaffold = Scaffold(
-            before_system=None if pieces.before_system is None else split(pieces.before_system),
-            before_user=split(pieces.before_user),
-            before_model=split(pieces.before_model),
-            after_model=split(pieces.after_model),
-            turn_ends=self.stop_token_ids,
-        )
-        parts: list[int | str] = []
-        for added, run in itertools.groupby(ids, self._added_ids.__contains__):
-            together = list(run)
-            parts += together if added else [self.decode(together)]
-        return read_messages(parts, scaffold, spell=lambda id: self.decode([id]))
+        symbols: dict[int, str] = {}
+
+        def written(parts: Iterable[int | str]) -> str:
+            """Added tokens as symbols, numbered as they come."""
+            return "".join(
+                part if isinstance(part, str) else symbols.setdefault(part, chr(FIRST_SURROGATE + len(symbols)))
+                for part in parts
+            )
+
+        pieces: dict[str, Any] = {
+            name: written(self._added.split(piece)) if isinstance(piece, str) else piece
+            for name, piece in vars(self._pieces).items()
+        }
+        runs = itertools.groupby(ids, self._added_ids.__contains__)
+        conversation = "".join(written(run) if added else self.decode(list(run)) for added, run in runs)
+        turn_ends = [written([id]) for id in self.stop_token_ids]
+        spelled = {ord(symbol): self.decode([id]) for id, symbol in symbols.items()}
+        return read_messages(conversation, ChatPieces(**pieces), turn_ends, spell=lambda text: text.translate(spelled))
 
     @property
     def end_of_turn_id(self) -> int:
@@ -211,7 +201,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _pieces(self) -> ChatPieces:
-        pieces = _take_apart(self._render)
+        pieces = take_apart(self._render)
         first = self._added.split(pieces.after_model)[:1]
         if not first or not isinstance(first[0], int):
             raise UserError(
@@ -291,36 +281,3 @@ def _without_added_tokens(backend: tokenizers.Tokenizer, added: Mapping[str, int
     if isinstance(vocabulary, dict):  # some tokenizers keep their special tokens in the model's vocabulary as well
         description["model"]["vocab"] = {token: id for token, id in vocabulary.items() if token not in added}
     return tokenizers.Tokenizer.from_str(json.dumps(description))
-
-
-def _take_apart(render: Any) -> ChatPieces:
-    """Render the template with stand-ins for the contents and cut the text at them."""
-    import jinja2
-
-    system, user = {"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}
-    model, next_user = {"role": "assistant", "content": MODEL}, {"role": "user", "content": NEXT_USER}
-    try:
-        opening = [system, user]
-        text = render(opening)
-    except jinja2.TemplateError:
-        text = ""
-    if SYSTEM not in text:
-        opening = [user]
-        text = render(opening)
-    before_system = text.partition(SYSTEM)[0] if SYSTEM in text else None
-    before_user, _, before_model = text.partition(SYSTEM)[2 if SYSTEM in text else 0].partition(USER)
-    after_opening = render([*opening, model, next_user])
-    after_model, _, generation_prompt = after_opening.partition(MODEL)[2].partition(NEXT_USER)
-    if not after_opening.startswith(text + MODEL) or generation_prompt != before_model:
-        raise UserError(
-            "the chat template writes earlier turns differently once later ones follow, so a conversation cannot grow "
-            f"by appending tokens: {after_opening!r} does not begin with {text + MODEL!r}; use another template"
-        )
-    padded = render([*opening[:-1], {"role": "user", "content": f" {USER} "}])
-    return ChatPieces(
-        before_system=before_system,
-        before_user=before_user,
-        before_model=before_model,
-        after_model=after_model,
-        strips_contents=f" {USER} " not in padded,
-    )

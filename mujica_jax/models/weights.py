@@ -1,22 +1,17 @@
 """Hugging Face checkpoints in and out: `config.json` and safetensors. Pickled weights are never opened.
 
 The names, shapes and transpositions come from the weight tables in `layers`; `tensors` says what is refused.
-
-    python -m mujica_jax.models.weights check DIRECTORY
 """
 
-import argparse
 import dataclasses
 import json
 import os
 import pathlib
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -25,11 +20,10 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import FAMILIES, DecoderConfig, from_hugging_face, to_hugging_face, token_ids
 from mujica_jax.models.layers import Weight, block_weights, model_weights
-from mujica_jax.models.tensors import INDEX_FILE, SINGLE_FILE, Tensors, open_file, read_json, safetensors_files
+from mujica_jax.models.tensors import INDEX_FILE, SINGLE_FILE, Tensors, read_json
 from mujica_jax.models.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits a checkpoint, too
@@ -173,42 +167,3 @@ def _exported(decoder: Decoder, weight: Weight, name: str) -> np.ndarray:
     host = np.asarray(values, dtype=np.float32)
     theirs = weight.hugging_face_shape
     return np.ascontiguousarray(host.reshape(theirs[::-1]).T if weight.inputs else host.reshape(theirs))
-
-
-def check(directory: str) -> str:
-    """A sentence or two about a checkpoint; where torch is installed, with the difference to transformers."""
-    decoder = load_checkpoint(directory)
-    config = decoder.config
-    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param)))
-    with open_file(safetensors_files(pathlib.Path(directory))[0]) as opened:
-        stored = opened.get_slice(next(iter(opened.keys()))).get_dtype()
-    lines = [f"family {config.family}, {count:,} parameters, stored as {stored}, stop tokens {config.eos_token_ids}"]
-    try:
-        import torch
-        import transformers
-    except ImportError:
-        return "\n".join([*lines, "torch is not installed: logits are not compared with transformers"])
-    prompt = np.arange(1, 33)[None] * 7 % config.vocab_size
-    positions = jnp.arange(prompt.shape[1])[None]
-    ours = decoder.logits(decoder(jnp.asarray(prompt), positions, causal_self_attention(jnp.ones_like(positions))))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    with torch.no_grad():
-        difference = np.abs(np.asarray(ours) - theirs(torch.asarray(prompt)).logits.numpy()).max()
-    return "\n".join([*lines, f"largest logit difference to transformers over {prompt.size} tokens: {difference:.2e}"])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Inspect a Hugging Face checkpoint")
-    parser.add_argument("command", choices=["check"])
-    parser.add_argument("directory")
-    arguments = parser.parse_args()
-    try:
-        print(check(arguments.directory))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

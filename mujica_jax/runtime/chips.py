@@ -41,11 +41,6 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS if device_kind in chip.kinds), None)
 
 
-def chip_of_topology(topology: str) -> Chip:
-    """Of a topology's name, as in `v5e:4x8`."""
-    return next(chip for chip in CHIPS if chip.name == topology.partition(":")[0])
-
-
 def peak_flops_per_second(devices: Sequence[Any], dtype: str) -> float:
     """FLOPs a second of all these devices together: published for chips that are in the table, in bfloat16 whatever
     `dtype` is, as MFU is always quoted; measured in `dtype` for the others.

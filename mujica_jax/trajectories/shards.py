@@ -7,11 +7,10 @@ with zeros. So a shard needs no second file to be checked, and a damaged one is 
 """
 
 import hashlib
-import itertools
 import json
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mujica_jax.errors import StoreError
 from mujica_jax.records import Conversation, Search, StopReason, Trajectory, Turn
@@ -40,7 +39,7 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
     import pyarrow
     import pyarrow.parquet
 
-    table = _table(trajectories)
+    table = pyarrow.Table.from_pylist([_row(trajectory) for trajectory in trajectories], _schema())
     sink = pyarrow.BufferOutputStream()
     # Dictionaries would double the time and save nothing: tokens and log-probabilities are most of the bytes.
     with pyarrow.parquet.ParquetWriter(sink, table.schema, compression=COMPRESSION, use_dictionary=False) as writer:
@@ -111,120 +110,68 @@ def content_sha256(trajectories: Sequence[Trajectory]) -> str:
     return digest.hexdigest()
 
 
-def _table(trajectories: Sequence[Trajectory]) -> "pyarrow.Table":
-    """Built column by column: turning nested rows into Arrow takes five times as long."""
+def _schema() -> "pyarrow.Schema":
     import pyarrow as pa
 
-    conversations = [conversation for trajectory in trajectories for conversation in trajectory.conversations]
-    turns = [turn for conversation in conversations for turn in conversation.turns]
-    searches = [search for trajectory in trajectories for search in trajectory.searches]
-    turn_column = _structs(
-        role=pa.array([turn.role for turn in turns], pa.string()),
-        token_ids=_numbers([turn.token_ids for turn in turns], "i"),
-        text=pa.array([turn.text for turn in turns], pa.string()),
-        logprobs=_numbers([turn.logprobs for turn in turns], "f"),
-        trained=pa.array([turn.trained for turn in turns], pa.bool_()),
-    )
-    conversation_column = _structs(
-        role=pa.array([conversation.role for conversation in conversations], pa.string()),
-        turns=_lists([len(conversation.turns) for conversation in conversations], turn_column),
-    )
-    search_column = _structs(
-        iteration=pa.array([search.iteration for search in searches], pa.int32()),
-        query=pa.array([search.query for search in searches], pa.string()),
-        entity=pa.array([search.entity for search in searches], pa.string()),
-        materials=pa.array([list(search.materials) for search in searches], pa.list_(pa.string())),
-        selected=_numbers([search.selected for search in searches], "i"),
-        sentence=pa.array([search.sentence for search in searches], pa.string()),
-        found=pa.array([search.found for search in searches], pa.bool_()),
-    )
-    return pa.table(
+    turn = {
+        "role": pa.string(),
+        "token_ids": pa.list_(pa.int32()),
+        "text": pa.string(),
+        "logprobs": pa.list_(pa.float32()),
+        "trained": pa.bool_(),
+    }
+    search = {
+        "iteration": pa.int32(),
+        "query": pa.string(),
+        "entity": pa.string(),
+        "materials": pa.list_(pa.string()),
+        "selected": pa.list_(pa.int32()),
+        "sentence": pa.string(),
+        "found": pa.bool_(),
+    }
+    conversation = {"role": pa.string(), "turns": pa.list_(pa.struct(turn))}
+    return pa.schema(
         {
-            **{name: pa.array([getattr(t, name) for t in trajectories], kind) for name, kind in SCALARS.items()},
-            "stop_reason": pa.array([trajectory.stop_reason.value for trajectory in trajectories], pa.string()),
-            "search_count": pa.array([len(trajectory.searches) for trajectory in trajectories], pa.int32()),
-            **{
-                name: pa.array(
-                    [list(getattr(t, name).items()) for t in trajectories], pa.map_(pa.string(), pa.float64())
-                )
-                for name in MAPS
-            },
-            "conversations": _lists(
-                [len(trajectory.conversations) for trajectory in trajectories], conversation_column
-            ),
-            "searches": _lists([len(trajectory.searches) for trajectory in trajectories], search_column),
+            **{name: getattr(pa, kind)() for name, kind in SCALARS.items()},
+            "stop_reason": pa.string(),
+            "search_count": pa.int32(),
+            **{name: pa.map_(pa.string(), pa.float64()) for name in MAPS},
+            "conversations": pa.list_(pa.struct(conversation)),
+            "searches": pa.list_(pa.struct(search)),
         }
     )
 
 
-def _structs(**columns: "pyarrow.Array") -> "pyarrow.StructArray":
-    import pyarrow
-
-    return pyarrow.StructArray.from_arrays(list(columns.values()), names=list(columns))
-
-
-def _numbers(rows: Sequence[Sequence[int] | Sequence[float] | None], code: Literal["i", "f"]) -> "pyarrow.ListArray":
-    """Lists of int32 ("i") or float32 ("f"); None stays null."""
-    import numpy as np
-    import pyarrow
-
-    values = array(code)
-    for row in rows:
-        values.extend(row or ())  # pyright: ignore[reportArgumentType]
-    flat = pyarrow.array(np.frombuffer(values, dtype=code))
-    return _lists([len(row or ()) for row in rows], flat, [row is None for row in rows])
-
-
-def _lists(
-    lengths: Sequence[int], values: "pyarrow.Array", absent: Sequence[bool] | None = None
-) -> "pyarrow.ListArray":
-    """Cuts `values` into lists of these lengths."""
-    import pyarrow as pa
-
-    offsets = pa.array([0, *itertools.accumulate(lengths)], pa.int32())
-    return pa.ListArray.from_arrays(offsets, values, mask=None if absent is None else pa.array(absent, pa.bool_()))
+def _row(trajectory: Trajectory) -> dict[str, Any]:
+    conversations = [
+        {"role": conversation.role, "turns": [vars(turn) for turn in conversation.turns]}
+        for conversation in trajectory.conversations
+    ]
+    return {
+        **vars(trajectory),
+        **{name: list(getattr(trajectory, name).items()) for name in MAPS},
+        "stop_reason": trajectory.stop_reason.value,
+        "search_count": len(trajectory.searches),
+        "conversations": conversations,
+        "searches": [vars(search) for search in trajectory.searches],
+    }
 
 
 def _trajectories(table: "pyarrow.Table") -> list[Trajectory]:
-    conversations, searches = _whole(table, "conversations"), _whole(table, "searches")
-    roles, turns = conversations.values.field("role").to_pylist(), conversations.values.field("turns")
-    by_turn = _cut(turns, _turns(turns.values))
-    built = [Conversation(role=role, turns=members) for role, members in zip(roles, by_turn, strict=True)]
-    rows = table.drop_columns(["conversations", "searches", "search_count"]).to_pylist()
-    found = _cut(searches, [_search(value) for value in searches.values.to_pylist()])
+    """Nested columns by way of numpy: `to_pylist` makes a Python object of each number, and is five times slower."""
+    plain = table.drop_columns(["conversations", "searches", "search_count"]).to_pylist()
+    nested = (table.column(name).to_numpy() for name in ("conversations", "searches"))
     trajectories = []
-    for row, own, asked in zip(rows, _cut(conversations, built), found, strict=True):
-        row |= {"stop_reason": StopReason(row["stop_reason"])} | {name: dict(row[name]) for name in MAPS}
-        trajectories.append(Trajectory(**row, conversations=own, searches=asked))
+    for row, conversations, searches in zip(plain, *nested, strict=True):
+        row |= {name: dict(row[name]) for name in MAPS} | {"stop_reason": StopReason(row["stop_reason"])}
+        row["conversations"] = tuple(
+            Conversation(role=one["role"], turns=tuple(Turn(**_with_tuples(turn)) for turn in one["turns"]))
+            for one in conversations
+        )
+        row["searches"] = tuple(Search(**_with_tuples(search)) for search in searches)
+        trajectories.append(Trajectory(**row))
     return trajectories
 
 
-def _turns(column: "pyarrow.StructArray") -> list[Turn]:
-    tokens, logprobs = column.field("token_ids"), column.field("logprobs")
-    fields = zip(
-        column.field("role").to_pylist(),
-        _cut(tokens, tokens.values.to_numpy().tolist()),
-        column.field("text").to_pylist(),
-        _cut(logprobs, logprobs.values.to_numpy().tolist()),
-        logprobs.is_valid().to_pylist(),
-        column.field("trained").to_pylist(),
-        strict=True,
-    )
-    return [
-        Turn(role=role, token_ids=token_ids, text=text, logprobs=values if sampled else None, trained=trained)
-        for role, token_ids, text, values, sampled, trained in fields
-    ]
-
-
-def _search(value: dict[str, Any]) -> Search:
-    return Search(**{**value, "materials": tuple(value["materials"]), "selected": tuple(value["selected"])})
-
-
-def _cut(lists: "pyarrow.ListArray", values: list[Any]) -> list[tuple[Any, ...]]:
-    """`values` in tuples as the list array has them; an empty tuple where it is null."""
-    return [tuple(values[start:stop]) for start, stop in itertools.pairwise(lists.offsets.to_pylist())]
-
-
-def _whole(table: "pyarrow.Table", name: str) -> "pyarrow.ListArray":
-    column = table.column(name).combine_chunks()
-    return column.chunk(0) if hasattr(column, "chunk") else column
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value.tolist()) if hasattr(value, "tolist") else value for name, value in fields.items()}

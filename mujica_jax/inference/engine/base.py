@@ -14,8 +14,7 @@ them.
 
 import abc
 import contextlib
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +31,8 @@ from mujica_jax.inference.engine.kv_quantization import LEVELS, KVScales, calibr
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.weight_sync import sync_weights
+
+LOT_SIZES = (4, 16, 64, 256)
 
 
 class SlotState(NamedTuple):
@@ -139,16 +140,11 @@ class Engine(abc.ABC):
         self.reset_cache()
 
     def _use(self, weights: nnx.State) -> None:
-        self._weights = self._placed(weights)
+        self._weights = sync_weights(weights, self.mesh)
         self._scales: KVScales | None = None
         if jnp.issubdtype(self._dtype, jnp.integer):
-            calibrate = functools.partial(calibrate_scales, self._graph)
             with self._over_mesh():
-                abstract = is_abstract(self._weights)
-                self._scales = jax.eval_shape(calibrate, self._weights) if abstract else calibrate(self._weights)
-
-    def _placed(self, weights: nnx.State) -> nnx.State:
-        return weights if is_abstract(weights) else sync_weights(weights, self.mesh)
+                self._scales = calibrate_scales(self._graph, self._weights)
 
     def _over_mesh(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
@@ -203,11 +199,6 @@ def advance(
     return state, Decoded(token, drawn.logprob, drawn.sampling_logprob, running)
 
 
-def is_abstract(tree: Any) -> bool:
-    """Whether it has shapes and no arrays: then programs can be lowered, and none runs."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
-
-
 def filtered(state: SlotState) -> bool:
     """Whether a running slot draws from a part of the vocabulary: then everything is sorted."""
     return bool(np.any((state.remaining > 0) & ((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0))))
@@ -231,6 +222,16 @@ def bucket(needed: int, smallest: int, largest: int) -> int:
     while size < needed:
         size = size * 3 // 2 if size * 3 // 2 >= needed else size * 2
     return min(size, largest)
+
+
+def lots(moves: Sequence[tuple[int, ...]]) -> Iterator[list[np.ndarray]]:
+    """The columns of moves of pages, in lots of 4, 16, 64 or 256: few programs. A lot is filled up with its last move:
+    made twice, it changes nothing.
+    """
+    for first in range(0, len(moves), LOT_SIZES[-1]):
+        lot = moves[first : first + LOT_SIZES[-1]]
+        size = next(size for size in LOT_SIZES if size >= len(lot))
+        yield list(np.asarray([*lot, *[lot[-1]] * (size - len(lot))], np.int32).T)
 
 
 def check_heads(config: DecoderConfig, mesh: Mesh) -> None:

@@ -18,7 +18,7 @@ is the length of its prefix.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from mujica_jax.inference.engine import contiguous_memory as memory
 from mujica_jax.inference.engine import contiguous_programs as programs
 from mujica_jax.inference.engine.base import (
     Decoded,
@@ -37,6 +36,7 @@ from mujica_jax.inference.engine.base import (
     SlotState,
     bucket,
     filtered,
+    lots,
 )
 from mujica_jax.models.decoder import Decoder
 
@@ -90,12 +90,12 @@ class ContiguousEngine(Engine):
             pages = self._empty(self.num_pages, self.page_tokens)
         self._start(pages)
 
-    def _start(self, pages: memory.KeysValues) -> None:
+    def _start(self, pages: programs.KeysValues) -> None:
         """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of one that was never
         killed.
         """
         rows = self._empty(self._row_levels[0], min(self._smallest_width, self._largest_width))
-        self._memory = memory.Memory(pages, rows, self._empty(1, 0))
+        self._memory = programs.Memory(pages, rows, self._empty(1, 0))
         self._slot_caches = [_SlotCache() for _ in range(self.slots)]
         self._slot_of_row = [-1] * self._row_levels[0]
         self._prefixes: list[_SharedPrefix | None] = []
@@ -113,10 +113,9 @@ class ContiguousEngine(Engine):
         return min(free, key=lambda slot: self._slot_caches[slot].last_used)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for some in _parts(pairs):
-            sources, targets = _padded(some, (0, self.num_pages))
+        for sources, targets in lots(pairs):
             self._count("copy", len(sources))
-            self._memory = memory.copy_pages(self._memory, sources, targets)
+            self._memory = programs.copy_pages(self._memory, sources, targets)
         for _, target in pairs:
             self._version[target] += 1
 
@@ -179,10 +178,9 @@ class ContiguousEngine(Engine):
                 moves.append((held.row, index - held.offset // self.page_tokens, page))
                 self._version[page] += 1
                 held.pages.append((page, int(self._version[page])))
-        for some in _parts(moves):
-            places, indices, pages = _padded(some, (0, 0, self.num_pages))
+        for places, indices, pages in lots(moves):
             self._count("flush", len(places))
-            self._memory = memory.store_pages(self._memory, places, indices, pages)
+            self._memory = programs.store_pages(self._memory, places, indices, pages)
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         held = self._slot_caches[slot]
@@ -191,10 +189,9 @@ class ContiguousEngine(Engine):
             # A request that was given up before its prompt was read has no row; -1 would be the last one,
             # which another request holds.
             row = held.row if held.row >= 0 else self._num_rows
-            for some in _parts([(page,) for page in broken_pages]):
-                (pages,) = _padded(some, (self.num_pages,))
+            for (pages,) in lots([(page,) for page in broken_pages]):
                 self._count("clear", len(pages))
-                self._memory = memory.clear(self._memory, np.int32(row), pages)
+                self._memory = programs.clear(self._memory, np.int32(row), pages)
             self._evict(held)
 
     @property
@@ -209,33 +206,31 @@ class ContiguousEngine(Engine):
 
     def _load(self, rows: Sequence[PrefillRow]) -> None:
         """Make every row hold what its request has in pages."""
-        fresh = [row for row in rows if not self._holds(row)]
-        to_load = {row.slot for row in fresh}
-        for row in fresh:
+        fresh = []
+        for row in rows:
             held = self._slot_caches[row.slot]
-            held.pages, held.tokens, held.prefix, held.offset = [], 0, -1, 0
+            if self._holds(row):  # what the slot has beyond the request's beginning is another one's
+                held.pages, held.tokens = self._versions(row.pages), row.start
+            else:
+                held.pages, held.tokens, held.prefix, held.offset = [], 0, -1, 0
+                fresh.append(row)
         self._make_rows(rows)
         self._share_prefix(fresh)
         moves = []
-        for row in rows:
+        for row in fresh:
             held = self._slot_caches[row.slot]
-            pages = self._versions(row.pages)
-            if row.slot in to_load:
-                prefix = self._longest_prefix(pages, row.start)
-                offset = 0
-                if prefix >= 0:
-                    offset = self._prefixes[prefix].tokens  # pyright: ignore[reportOptionalMemberAccess]
-                held.prefix, held.offset = prefix, offset
-                first, last = offset // self.page_tokens, -(-row.start // self.page_tokens)
-                moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]
-            held.pages, held.tokens = pages, row.start
+            held.pages, held.tokens, held.offset = self._versions(row.pages), row.start, 0
+            held.prefix = self._longest_prefix(held.pages, row.start)
+            if held.prefix >= 0:
+                held.offset = self._prefixes[held.prefix].tokens  # pyright: ignore[reportOptionalMemberAccess]
+            first, last = held.offset // self.page_tokens, -(-row.start // self.page_tokens)
+            moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]
         if not moves:
             return
         self._widen((1 + max(index for _, index, _ in moves)) * self.page_tokens)
-        for some in _parts(moves):
-            places, indices, pages = _padded(some, (self._num_rows, 0, 0))
+        for places, indices, pages in lots(moves):
             self._count("load", len(places))
-            self._memory = memory.load_pages(self._memory, places, indices, pages)
+            self._memory = programs.load_pages(self._memory, places, indices, pages)
 
     def _holds(self, row: PrefillRow) -> bool:
         held, count = self._slot_caches[row.slot], -(-row.start // self.page_tokens)
@@ -250,8 +245,7 @@ class ContiguousEngine(Engine):
         needed = sum(held.active for held in self._slot_caches)
         if needed > self._num_rows:
             count = next(level for level in self._row_levels if level >= needed)
-            self._count("more rows", count)
-            self._memory = self._memory._replace(rows=memory.grow(self._memory.rows, count, self._memory.rows.shape[1]))
+            self._resize_rows(count, self._memory.rows.shape[1])
             self._slot_of_row += [-1] * (count - self._num_rows)
         without = [row.slot for row in rows if self._slot_caches[row.slot].row < 0]
         free = [place for place, slot in enumerate(self._slot_of_row) if slot < 0]
@@ -280,7 +274,7 @@ class ContiguousEngine(Engine):
         kept = [held for held in self._slot_caches if held.active]
         places = np.asarray([held.row for held in kept] + [0] * (count - len(kept)), np.int32)
         self._count("fewer rows", count)
-        self._memory = self._memory._replace(rows=memory.select_rows(self._memory.rows, places))
+        self._memory = self._memory._replace(rows=programs.select_rows(self._memory.rows, places))
         self._slot_of_row = [-1] * count
         slot_of = {id(held): slot for slot, held in enumerate(self._slot_caches)}
         for place, held in enumerate(kept):
@@ -311,7 +305,7 @@ class ContiguousEngine(Engine):
         for held in others:
             if held.pages[: len(common)] == common and held.tokens >= tokens > held.offset:
                 self._count("shift")
-                self._memory = memory.shift_row(self._memory, np.int32(held.row), np.int32(tokens - held.offset))
+                self._memory = programs.shift_row(self._memory, np.int32(held.row), np.int32(tokens - held.offset))
                 held.prefix, held.offset = place, tokens
         self._narrow(others)
 
@@ -324,13 +318,13 @@ class ContiguousEngine(Engine):
         count, held = self._memory.prefixes.shape
         if len(self._prefixes) > count or length > held:
             self._count("larger prefixes", len(self._prefixes), length)
-            prefixes = memory.grow(self._memory.prefixes, max(len(self._prefixes), count), max(length, held))
+            prefixes = programs.resized(self._memory.prefixes, max(len(self._prefixes), count), max(length, held))
             self._memory = self._memory._replace(prefixes=prefixes)
         # Filled up with its last page, which lies beyond its length there: one program whatever the prefix.
         pages = np.full(self._memory.prefixes.shape[1] // self.page_tokens, prefix.pages[-1][0], np.int32)
         pages[: len(prefix.pages)] = [page for page, _ in prefix.pages]
         self._count("prefix")
-        self._memory = memory.store_prefix(self._memory, np.int32(place), pages)
+        self._memory = programs.store_prefix(self._memory, np.int32(place), pages)
 
     def _longest_prefix(self, pages: Sequence[tuple[int, int]], start: int) -> int:
         """The longest prefix that these pages begin with, -1 if there is none."""
@@ -370,8 +364,7 @@ class ContiguousEngine(Engine):
     def _widen(self, tokens: int) -> None:
         if tokens > self._memory.rows.shape[1]:
             width = bucket(tokens, self._smallest_width, self._largest_width)
-            self._count("wider rows", width)
-            self._memory = self._memory._replace(rows=memory.grow(self._memory.rows, self._num_rows, width))
+            self._resize_rows(self._num_rows, width)
 
     def _narrow(self, active: Sequence[_SlotCache]) -> None:
         """Give up width that no active row needs."""
@@ -379,20 +372,23 @@ class ContiguousEngine(Engine):
         width = bucket(needed, self._smallest_width, self._largest_width)
         if width >= self._memory.rows.shape[1]:
             return
-        self._count("narrower rows", width)
-        self._memory = self._memory._replace(rows=memory.shrink(self._memory.rows, width))
+        self._resize_rows(self._num_rows, width)
         for held in self._slot_caches:
             if held.tokens - held.offset > width:
                 self._evict(held)
 
-    def _empty(self, rows: int, tokens: int) -> memory.KeysValues:
+    def _resize_rows(self, count: int, width: int) -> None:
+        self._count("resize rows", count, width)
+        self._memory = self._memory._replace(rows=programs.resized(self._memory.rows, count, width))
+
+    def _empty(self, rows: int, tokens: int) -> programs.KeysValues:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         sharding = self.mesh and NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
 
         def layers(*shape: int) -> tuple[Array, ...]:
             return tuple(jnp.zeros(shape, self._dtype, device=sharding) for _ in range(self.config.num_layers))
 
-        return memory.KeysValues(layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim))
+        return programs.KeysValues(layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim))
 
     def _count(self, *program: Any) -> None:
         self._programs.add((*program, self._memory.rows.shape, self._memory.prefixes.shape))
@@ -423,14 +419,3 @@ def _call_tiles(waiting: int) -> int:
         if waiting <= size:
             return size if 4 * waiting >= 3 * size or size == CALL_TILES[0] else CALL_TILES[CALL_TILES.index(size) - 1]
     return CALL_TILES[-1]
-
-
-def _parts(moves: Sequence[tuple[int, ...]]) -> Iterable[Sequence[tuple[int, ...]]]:
-    """Moves in lots of 256 or fewer."""
-    return (moves[first : first + 256] for first in range(0, len(moves), 256))
-
-
-def _padded(moves: Sequence[tuple[int, ...]], filling: tuple[int, ...]) -> list[np.ndarray]:
-    """The columns of the moves, filled up to 4, 16, 64 or 256 with moves that do nothing."""
-    size = next(size for size in (4, 16, 64, 256) if size >= len(moves))
-    return list(np.asarray([*moves, *[filling] * (size - len(moves))], np.int32).T)

@@ -33,7 +33,7 @@ from mujica_jax.inference.engine.base import (
     advance,
     bucket,
     filtered,
-    is_abstract,
+    lots,
     narrowed,
 )
 from mujica_jax.inference.engine.kv_quantization import KVScales, scaled
@@ -99,11 +99,8 @@ class RaggedEngine(Engine):
         return free[0]
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for first in range(0, len(pairs), 64):
-            some = [*pairs[first : first + 64]]
-            some += [some[-1]] * (64 - len(some))  # the same copy once more changes nothing
-            sources, targets = np.asarray(some, np.int32).T
-            self._programs.add(("copy",))
+        for sources, targets in lots(pairs):
+            self._programs.add(("copy", len(sources)))
             self._pages = _copy(self._pages, sources, targets, num_pages=self.num_pages)
 
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
@@ -167,67 +164,17 @@ class RaggedEngine(Engine):
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         self._tables[slot] = 0
-        for first in range(0, len(broken_pages), 64):
-            some = [*broken_pages[first : first + 64]]
-            some += [some[-1]] * (64 - len(some))
-            self._pages = _clear(self._pages, np.asarray(some, np.int32), num_pages=self.num_pages)
+        for (pages,) in lots([(page,) for page in broken_pages]):
+            self._pages = _clear(self._pages, pages, num_pages=self.num_pages)
 
-    def lower_prefill(self, tokens: int) -> jax.stages.Lowered:
-        """A call of so many tokens, lowered for the mesh without any array: `.compile()` asks for no device."""
-        whole = self._abstract((tokens,), jnp.int32)
-        sequences = Sequences(
-            self._abstract((self.slots,), jnp.int32),
-            self._abstract(self._tables.shape, jnp.int32),
-            self._abstract((self.slots + 1,), jnp.int32),
-            self._abstract((1,), jnp.int32),
-        )
-        with self._over_mesh():
-            return _prefill.lower(
-                self._graph,
-                self._weights,
-                self._scales,
-                self._pages,
-                whole,
-                whole,
-                whole,
-                sequences,
-                layout=self._layout,
-            )
+    def _empty_pages(self) -> Array:
+        sharding = self.mesh and NamedSharding(self.mesh, PAGES_SPEC)
+        return jnp.zeros(pages_shape(self.config, self._layout), self._dtype, device=sharding)
 
-    def lower_decode(self, *, filtered: bool = False) -> jax.stages.Lowered:
-        """A decode call, with top-k and its like or without, lowered for the mesh without any array."""
-        state = jax.tree.map(lambda leaf: self._abstract(leaf.shape, leaf.dtype), SlotState.idle(self.slots))
-        tables, stops = self._abstract(self._tables.shape, jnp.int32), self._abstract(self._stops.shape, jnp.int32)
-        with self._over_mesh():
-            return _decode.lower(
-                self._graph,
-                self._weights,
-                self._scales,
-                self._pages,
-                state,
-                tables,
-                stops,
-                layout=self._layout,
-                steps=self.decode_steps,
-                filtered=filtered,
-            )
 
-    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        mesh = self.mesh
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh and NamedSharding(mesh, PartitionSpec()))
-
-    def _empty_pages(self) -> Any:
-        config, mesh = self.config, self.mesh
-        shape = (
-            config.num_layers * self.num_pages,
-            self.page_tokens,
-            2 * config.num_kv_heads,
-            -(-config.head_dim // LANES) * LANES,
-        )
-        sharding = mesh and NamedSharding(mesh, PAGES_SPEC)
-        if is_abstract(self._weights):
-            return jax.ShapeDtypeStruct(shape, self._dtype, sharding=sharding)  # only to be lowered
-        return jnp.zeros(shape, self._dtype, device=sharding)
+def pages_shape(config: DecoderConfig, layout: Layout) -> tuple[int, int, int, int]:
+    head_dim = -(-config.head_dim // LANES) * LANES
+    return config.num_layers * layout.num_pages, layout.page_tokens, 2 * config.num_kv_heads, head_dim
 
 
 @functools.partial(jax.jit, static_argnames=("num_pages",), donate_argnames=("pages",))

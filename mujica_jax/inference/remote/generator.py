@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from mujica_jax.http.client import DeadlineExceeded, HttpClient, HttpError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
-from mujica_jax.inference.priority_semaphore import PrioritySemaphore
 from mujica_jax.inference.remote.formats import ChatFormat, CompletionsFormat, Format, Reply
 from mujica_jax.inference.requests import (
     Completion,
@@ -67,7 +66,6 @@ class RemoteGenerator:
         tokenizer: Tokenizer,
         api_key_variable: str | None = None,
         concurrency: int = 8,
-        max_waiting: int = 1024,
         timeout_seconds: float = 120.0,
         deadline_seconds: float = 600.0,
         max_attempts: int = 6,
@@ -83,7 +81,8 @@ class RemoteGenerator:
             f"{base_url.rstrip('/')}/{self._format.path}", api_key_variable=api_key_variable, connections=concurrency
         )
         self._model, self._vocabulary = model, tokenizer.vocab_size
-        self._line = PrioritySemaphore(concurrency, max_waiting)
+        self._concurrency = concurrency
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._policy = RetryPolicy(
             timeout_seconds=timeout_seconds,
             deadline_seconds=deadline_seconds,
@@ -113,7 +112,7 @@ class RemoteGenerator:
         policy = dataclasses.replace(self._policy, deadline_seconds=limit)
         self._counts["requests"] += 1
         try:
-            answer = await self._answer(body, policy, random.Random(params.seed), continues)
+            answer = await self._answer(body, policy, random.Random(params.seed))
             reply = self._format.read(answer, prompt, params)
         except RequestError:
             self._counts["failed"] += 1
@@ -139,13 +138,11 @@ class RemoteGenerator:
             stop_string=reply.stop_string,
         )
 
-    async def _answer(
-        self, body: dict[str, Any], policy: RetryPolicy, draw: random.Random, continues: bool
-    ) -> dict[str, Any]:
+    async def _answer(self, body: dict[str, Any], policy: RetryPolicy, draw: random.Random) -> dict[str, Any]:
         """Waits for a place, then tries until there is an answer. Raises HttpError."""
         came, began = time.monotonic(), None
         try:
-            async with asyncio.timeout(policy.deadline_seconds) as waiting, self._line.place(overtakes=continues):
+            async with asyncio.timeout(policy.deadline_seconds) as waiting, self._place():
                 waiting.reschedule(None)
                 began = time.monotonic()
                 async with self._client.connected():
@@ -165,6 +162,13 @@ class RemoteGenerator:
             began = ended if began is None else began
             self._waiting_seconds += began - came
             self._serving_seconds += ended - began
+
+    def _place(self) -> asyncio.Semaphore:
+        """Of the event loop that runs: a semaphore belongs to one."""
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places = loop, asyncio.Semaphore(self._concurrency)
+        return self._places[1]
 
     def _count_retry(self) -> None:
         self._counts["retries"] += 1
