@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pyoxigraph
 import pytest
-from little_graph import DIRECTOR, write_dump
+from little_graph import DIRECTOR, graph_in_memory, write_dump
 from local_endpoint import Answer, serving
 from test_index import printed, refused
 
 from mujica_jax import index
-from mujica_jax.retrieval.graph.index import graph_in_memory
 
 
 @pytest.fixture(scope="module")

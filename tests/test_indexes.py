@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +16,10 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval import manifest as manifests
 from mujica_jax.retrieval.text import embeddings as embeddings_module
 from mujica_jax.retrieval.text import index as indexes
-from mujica_jax.retrieval.text.corpus import read_corpus
+from mujica_jax.retrieval.text.corpus import PassageFile, read_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex, best_rows, nearest
 from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.retrieval.text.embeddings import compressed, encoded_rows, open_embeddings
-from mujica_jax.retrieval.text.passages import PassageFile, write_passages
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSAGES = 90
@@ -32,13 +32,13 @@ class Silent:
     def __init__(self) -> None:
         self.told: dict[str, list[int]] = {}
 
-    def stage(self, name: str, total: int | None, unit: str) -> "Silent":
+    def stage(self, name: str, *, total: int | None = None, unit: str) -> "Silent":
         self.told[name] = []
         self.name = name
         return self
 
     def __enter__(self):
-        return self.told[self.name].append
+        return SimpleNamespace(update=self.told[self.name].append)
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -214,7 +214,7 @@ def test_a_build_goes_on_after_an_interruption_and_ends_the_same(tmp_path, corpu
                 if self.name == "embedding" and done >= self.rows:
                     raise KeyboardInterrupt
 
-            return told
+            return SimpleNamespace(update=told)
 
     for rows in (40, 60):
         with pytest.raises(KeyboardInterrupt):
@@ -262,7 +262,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from mujica_jax.retrieval.text.corpus import stream_corpus
-from mujica_jax.retrieval.text.passages import PassageFile, write_passages
+from mujica_jax.retrieval.text.corpus import PassageFile, write_passages
 
 def kibibytes(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
@@ -302,7 +302,7 @@ def test_two_builders_of_one_directory(tmp_path, corpus, embedder):
 
 
 def test_passages_are_mapped_and_found_by_position_and_title(tmp_path, monkeypatch):
-    from mujica_jax.retrieval.text import passages as module
+    from mujica_jax.retrieval.text import corpus as module
 
     monkeypatch.setattr(module, "BATCH_ROWS", 7)
     corpus = read_corpus([write_corpus(tmp_path / "corpus.jsonl", 30)])

@@ -8,14 +8,13 @@ import time
 
 import pyoxigraph
 import pytest
-from little_graph import FILM, texts, write_dump
+from little_graph import FILM, graph_in_memory, texts, write_dump
 from local_endpoint import Answer, serving
 
 from mujica_jax.errors import UserError
 from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint, _table, open_endpoint
-from mujica_jax.retrieval.graph.index import graph_in_memory
 from mujica_jax.retrieval.search_cache import SearchCache
 
 QUICK = RetryPolicy(timeout_seconds=1.0, deadline_seconds=20.0, first_wait_seconds=0.01)

@@ -105,7 +105,7 @@ def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
         except BadRequest as error:
             return error.status, json.dumps({"error": str(error)})
         except RetrievalError as error:
-            return status_of(error), json.dumps({"error": error.reason})
+            return status_of(error), json.dumps({"error": str(error)})
 
     async def search(request: fastapi.Request) -> Response:
         status, content = await answered(request)
@@ -122,7 +122,7 @@ def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
         try:
             health = await asyncio.shield(checking)
         except RetrievalError as error:
-            return JSONResponse({"error": error.reason}, 503)
+            return JSONResponse({"error": str(error)}, 503)
         return JSONResponse(dataclasses.asdict(dataclasses.replace(health, kind=kind)))
 
     async def metrics_text() -> PlainTextResponse:

@@ -4,9 +4,7 @@ or not; Parquet.
 What is no JSON, or cannot be read at all, is refused with file and line.
 """
 
-import bz2
 import contextlib
-import gzip
 import io
 import json
 import lzma
@@ -14,10 +12,10 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import TextIO
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.text.corpus_files import open_file
+from mujica_jax.retrieval.files import decompressed, open_file
 
 FORMATS = (
     'a JSON array or JSON Lines of {"title": ..., "text": ...}, plain, .gz or .bz2, a .tar of such files, or .parquet'
@@ -41,7 +39,7 @@ def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
 @contextlib.contextmanager
 def open_text(path: str | Path) -> Iterator[TextIO]:
     """A local file or one in a bucket, decompressed."""
-    with open_file(path) as raw, _decompressed(str(path), raw) as text:
+    with open_file(path) as raw, io.TextIOWrapper(decompressed(str(path), raw), "utf-8") as text:
         yield text
 
 
@@ -73,7 +71,7 @@ def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None:
-                with _decompressed(member.name, content) as text:
+                with io.TextIOWrapper(decompressed(member.name, content), "utf-8") as text:
                     for number, record in _text_records(f"{path}, {member.name}", text):
                         yield member.name, number, record
 
@@ -87,16 +85,6 @@ def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:
             for record in batch.to_pylist():
                 row += 1
                 yield row, record
-
-
-def _decompressed(name: str, raw: IO[bytes]) -> TextIO:
-    """Closing it does not close what is under it where that is compressed: its owner does."""
-    opened: Any = raw
-    if name.endswith(".gz"):
-        opened = gzip.GzipFile(fileobj=raw)
-    elif name.endswith(".bz2"):
-        opened = bz2.BZ2File(raw)
-    return io.TextIOWrapper(opened, encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 few texts.
 
 Two engines have one interface, `search(queries, k) -> scores, positions`: every embedding looked at on the devices of
-JAX (`exact.py`), and ScaNN (`scann_search.py`).
+JAX (`exact.py`), and ScaNN (`scann.py`).
 """
 
 from collections.abc import Sequence

@@ -26,8 +26,7 @@ from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, GoldPassage, Question
 from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
-from mujica_jax.retrieval.text.corpus import Passage
-from mujica_jax.retrieval.text.passages import PassageFile
+from mujica_jax.retrieval.text.corpus import Passage, PassageFile
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Split
