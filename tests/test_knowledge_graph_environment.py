@@ -65,7 +65,7 @@ def test_the_index_is_searched_and_the_data_folder_is_demonstrated(folder):
     by_text = {material.text.split(", ")[2]: material for material in found}
     assert by_text["American"].entities == (BRICK, Entity(id="Q30", label="American"))
     assert by_text["31 July 2015"].entities == (BRICK,)
-    shown = searched.demonstrations()
+    shown = list(searched.demonstrations())
     assert isinstance(shown[0][1], GraphEnvironment)
     assert len(search(shown[0][1], "x", BRICK)) == 2, "of the data folder's graph"
     plain = task(folder)

@@ -110,10 +110,10 @@ class TinyWorld:
         del question  # all are answered in the one graph
         return self.graph
 
-    def demonstrations(self) -> list[tuple[Question, Environment]]:
+    def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
         """The originals, then copy after copy."""
-        copies = range(1 + self.config.augmented_copies)
-        return [(question, self.graph) for copy in copies for question in self._list("demonstration", copy)]
+        for copy in range(1 + self.config.augmented_copies):
+            yield from ((question, self.graph) for question in self._list("demonstration", copy))
 
     def _written_out(self, part: Part, copy: int = 0) -> list[Question]:
         owner = self._part(part, copy)
