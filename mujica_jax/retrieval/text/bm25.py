@@ -56,11 +56,12 @@ class Bm25Index:
                 documents.append(array.array("i", numbers))
                 version.update(f"{len(text)} {text}".encode())
             on_passages(len(documents))
-        index = None
+        self.passages, self.version = passages, version.hexdigest()[:16]
+        self.tokeniser: Tokeniser = tokeniser
+        self._index: bm25s.BM25 | None = None
         if vocabulary:  # bm25s cannot index a corpus without a single word
-            index = _default_index() if tokeniser == "default" else _lucene_index()
-            index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
-        self._take(passages, tokeniser, index, version.hexdigest()[:16])
+            self._index = _default_index() if tokeniser == "default" else _lucene_index()
+            self._index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
 
     @classmethod
     def load(
@@ -69,20 +70,11 @@ class Bm25Index:
         """What `save` wrote, over the same passages."""
         import bm25s
 
-        loaded = cls.__new__(cls)
-        index = (
-            bm25s.BM25.load(folder, mmap=True, show_progress=False) if (folder / "params.index.json").exists() else None
-        )
-        loaded._take(passages, tokeniser, index, version)
+        loaded = cls((), tokeniser)
+        loaded.passages, loaded.version = passages, version
+        if (folder / "params.index.json").exists():
+            loaded._index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
         return loaded
-
-    def _take(
-        self, passages: Sequence[Passage], tokeniser: Tokeniser, index: "bm25s.BM25 | None", version: str
-    ) -> None:
-        self.passages = passages
-        self.tokeniser: Tokeniser = tokeniser
-        self.version = version
-        self._index = index
 
     def save(self, folder: Path) -> None:
         """The postings; the passages are the caller's. A corpus without words leaves an empty folder."""

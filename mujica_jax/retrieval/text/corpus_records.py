@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import lzma
+import re
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2")
 SHOWN_CHARACTERS = 50  # of a text before and behind what is wrong with it
 READ_CHARACTERS = 2**20  # of an array, at once
 MAX_RECORD_CHARACTERS = 2**24  # of an array: a record that does not end within so much is broken JSON
+_space = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
@@ -143,7 +145,7 @@ def _array_records(path: str | Path, file: TextIO, begun: str) -> Iterator[tuple
     def next_character() -> str:
         nonlocal position, counted, line_number
         while True:
-            position = _skip(text, position, " \t\r\n")
+            position = _space.match(text, position).end()  # pyright: ignore[reportOptionalMemberAccess]
             line_number += text.count("\n", counted, position)
             counted = position
             if position < len(text) or not more():
@@ -184,9 +186,3 @@ def _no_record(path: str | Path, line: int, error: ValueError | RecursionError) 
     else:
         reason = "nested too deeply" if isinstance(error, RecursionError) else "a number with too many digits"
     return UserError(f"{path}, line {line}: not a JSON record ({reason}); expected {FORMATS}")
-
-
-def _skip(text: str, position: int, characters: str) -> int:
-    while position < len(text) and text[position] in characters:
-        position += 1
-    return position

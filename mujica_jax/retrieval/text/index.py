@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import describe_files
-from mujica_jax.retrieval.manifest import Reporter, again, building, commit, read_json, read_manifest, write_json
+from mujica_jax.retrieval.manifest import Reporter, building, commit, read_json, read_manifest, write_json
 from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
 from mujica_jax.retrieval.text.corpus import FILE, Hits, Passage, PassageFile, Skipped, stream_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex
@@ -118,11 +118,6 @@ def open_index(
     if "passages" not in manifest:
         raise UserError(f"the index {folder} is of kind {manifest['kind']} and holds no passages: give one that does")
     passages = PassageFile(folder / FILE)
-    if len(passages) != manifest["passages"]:
-        raise UserError(
-            f"{folder / FILE} holds {len(passages):,} passages and the manifest says {manifest['passages']:,}: "
-            f"{again(folder)}"
-        )
     if manifest["kind"] == "bm25":
         return Bm25Index.load(folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"])
     found = find_embedder(
@@ -144,7 +139,8 @@ def open_index(
 
         target = manifest["recall_target"] if recall_target is None else recall_target
         version += "" if recall_target is None else f"-{recall_target}"
-        vectors = ExactSearch(_embeddings(folder, manifest), recall_target=target)
+        embeddings = open_embeddings(folder, len(passages), manifest["dimension"], manifest["storage"])
+        vectors = ExactSearch(embeddings, recall_target=target)
     return DenseIndex(passages, found.load(), vectors, version=version)
 
 
@@ -223,10 +219,6 @@ def _take(source: Path, folder: Path) -> None:
             except OSError:
                 shutil.copyfile(path, unfinished)
             unfinished.replace(folder / path.name)
-
-
-def _embeddings(folder: Path, manifest: Mapping[str, Any]) -> Embeddings:
-    return open_embeddings(folder, manifest["passages"], manifest["dimension"], manifest["storage"])
 
 
 def _data_mesh() -> Any:
