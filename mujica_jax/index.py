@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(given: argparse.Namespace) -> None:
-    from mujica_jax.report import Progress
+    from mujica_jax.report.progress import Progress
     from mujica_jax.retrieval.graph import index as graphs
     from mujica_jax.retrieval.text import index as indexes
 

@@ -50,7 +50,8 @@ from mujica_jax.methods import supervised as warmup
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
-from mujica_jax.report import PhaseRow, StageClock
+from mujica_jax.report.results import PhaseRow
+from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.rewards import find_reward
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task

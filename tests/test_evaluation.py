@@ -27,7 +27,9 @@ from mujica_jax.agents.evaluation import Evaluation, evaluate, summarise
 from mujica_jax.agents.mujica import PlannerState
 from mujica_jax.methods.evaluation import score_policy
 from mujica_jax.records import Question, StopReason, Trajectory
-from mujica_jax.report import Progress, plain, score_table
+from mujica_jax.report.progress import Progress
+from mujica_jax.report.results import score_table
+from mujica_jax.report.text import plain
 from mujica_jax.rewards import find_reward
 
 # kind, gold answers, what was answered, how it ended -> EM and F1 in percent

@@ -14,8 +14,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Generator
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Question, Trajectory
-from mujica_jax.report import Progress
-from mujica_jax.report.progress import Figure
+from mujica_jax.report.progress import Figure, Progress
 from mujica_jax.rewards import RewardFunction
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
