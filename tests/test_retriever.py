@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from mujica_jax.errors import UserError
 from mujica_jax.retrieval import search_cache
 from mujica_jax.retrieval.errors import (
     RetrievalError,
@@ -152,7 +151,6 @@ def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, ca
     [
         (OSError("the disk is gone"), RetrieverUnavailable),
         (RuntimeError("out of memory"), RetrieverUnavailable),
-        (UserError("k is 99"), RetrieverRefused),
     ],
 )
 def test_faults_of_the_index_are_typed_and_do_not_end_the_retriever(index, fault, kind):

@@ -115,8 +115,6 @@ class IndexRetriever(Counted):
             encoded = self.index.encode(queries)
             middle = time.monotonic()
             found = self.index.search_encoded(encoded, k)
-        except UserError as error:
-            raise RetrieverRefused(str(error)) from error
         except (OSError, RuntimeError) as error:  # a disk, or a device that ran out of memory
             raise RetrieverUnavailable(f"the index failed ({error})") from error
         self.count(batches=1, encode_seconds=middle - began, search_seconds=time.monotonic() - middle)

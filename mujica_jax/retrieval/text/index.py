@@ -39,8 +39,8 @@ class Index(Protocol):
     def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """For each query the positions and scores of the k best passages, best first. Raises UserError where k is out
-        of range.
+        """For each query the positions and scores of the k best passages, best first; `check_k` says which k it can
+        be.
         """
         ...
 
