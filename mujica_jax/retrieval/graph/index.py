@@ -53,7 +53,7 @@ def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, 
         if finished:
             return read_manifest(folder), True
         began = time.monotonic()
-        loaded = read_progress(folder)
+        loaded = Loaded(**read_json(folder / PROGRESS)) if (folder / PROGRESS).exists() else Loaded()
         _remove(folder, UNFINISHED)
         try:
             store = Store(folder / STORE)
@@ -81,10 +81,6 @@ def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, 
         about = {**plan, **{name: getattr(loaded, name) for name in ("triples", "names", "skipped", "first_skipped")}}
         about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
         return commit(folder, about), False
-
-
-def read_progress(folder: Path) -> Loaded:
-    return Loaded(**read_json(folder / PROGRESS)) if (folder / PROGRESS).exists() else Loaded()
 
 
 def load(store: "Store", spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None) -> Iterator[Loaded]:

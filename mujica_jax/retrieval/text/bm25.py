@@ -60,7 +60,7 @@ class Bm25Index:
         self.tokeniser: Tokeniser = tokeniser
         self._index: bm25s.BM25 | None = None
         if vocabulary:  # bm25s cannot index a corpus without a single word
-            self._index = _default_index() if tokeniser == "default" else _lucene_index()
+            self._index = _empty_index(tokeniser)
             self._index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
 
     @classmethod
@@ -141,18 +141,15 @@ def _from_four_bits(code: int) -> int:
     return code if code < 8 else (code & 7 | 8) << ((code >> 3) - 1)
 
 
-def _default_index() -> "bm25s.BM25":
-    import bm25s
-
-    return bm25s.BM25()
-
-
-def _lucene_index() -> "bm25s.BM25":
-    """A bm25s index whose precomputed scores use Lucene's rounded lengths (the average length stays exact, as in
+def _empty_index(tokeniser: Tokeniser) -> "bm25s.BM25":
+    """For `elasticsearch`, precomputed scores use Lucene's rounded lengths (the average length stays exact, as in
     Lucene).
     """
     import bm25s
     import numpy
+
+    if tokeniser == "default":
+        return bm25s.BM25()
 
     class LuceneIndex(bm25s.BM25):
         def build_index_from_ids(
