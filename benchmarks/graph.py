@@ -53,7 +53,7 @@ def table(path: Path) -> dict[str, float]:
     keys = sorted({key for triple in triples for key in (triple.subject_id, triple.object_id) if key.startswith("Q")})
     began = time.monotonic()
     for key in keys:
-        memory.triples_of(key)
+        memory.ends_of(key)
     found["memory_searches_per_second"] = per_second(len(keys), began)
     with tempfile.TemporaryDirectory() as folder:
         built = build(path, Path(folder) / "index")

@@ -140,8 +140,7 @@ def engine(given: argparse.Namespace) -> None:
     import dataclasses
 
     from mujica_jax.retrieval.text.embeddings import open_embeddings
-    from mujica_jax.retrieval.text.scann_build import write_scann
-    from mujica_jax.retrieval.text.scann_search import ScannSearch, package, parameters_for
+    from mujica_jax.retrieval.text.scann import ScannSearch, package, parameters_for, write_scann
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: given.threads]))

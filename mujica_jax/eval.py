@@ -195,7 +195,8 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     from mujica_jax.methods.evaluation import score_policy
     from mujica_jax.methods.parts import make_agent, statistics_of
     from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
-    from mujica_jax.report import Progress, score_table
+    from mujica_jax.report.progress import Progress
+    from mujica_jax.report.results import score_table
     from mujica_jax.rewards import find_reward
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
     from mujica_jax.storage.run_directory import atomic_write

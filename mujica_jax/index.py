@@ -22,7 +22,7 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,7 @@ from mujica_jax.errors import UserError, nearest
 from mujica_jax.runtime.standard_output import run_program
 
 if TYPE_CHECKING:
-    from mujica_jax.report import Progress
-    from mujica_jax.retrieval.graph.index import GraphSpec
+    from mujica_jax.retrieval.graph.files import GraphSpec
     from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
     from mujica_jax.retrieval.text.index import Index, IndexSpec
 
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(given: argparse.Namespace) -> None:
-    from mujica_jax.report import Progress
+    from mujica_jax.report.progress import Progress
     from mujica_jax.retrieval.graph import index as graphs
     from mujica_jax.retrieval.text import index as indexes
 
@@ -68,18 +67,18 @@ def build(given: argparse.Namespace) -> None:
             f"an index is built on local disk and --out is {given.out}: give a directory, and copy it there afterwards"
         )
     _refuse_unread(given, given.kind)
-    reporter = _Reporter(progress := Progress(sys.stderr))
+    progress = Progress(sys.stderr)
     if given.kind == GRAPH:
         if given.corpus is None:
             raise UserError("a graph is made of files of triples: give --corpus")
-        manifest, found = graphs.build(Path(given.out), _graph_spec(given), reporter)
+        manifest, found = graphs.build(Path(given.out), _graph_spec(given), progress)
         # Tables name entities in their triples.
         names = f" and {manifest['names']:,} names" if manifest["names"] else ""
         what, left_out = f"{manifest['triples']:,} triples{names}", "lines"
     else:
         if (given.corpus is None) == (given.embeddings is None) or (given.skip and given.corpus is None):
             raise UserError("an index is made of passages: give --corpus with or without --skip, or --embeddings alone")
-        manifest, found = indexes.build(Path(given.out), _index_spec(given), reporter)
+        manifest, found = indexes.build(Path(given.out), _index_spec(given), progress)
         what, left_out = f"{manifest['passages']:,} passages", "passages"
     if manifest["skipped"]:
         progress.line(f"{manifest['skipped']:,} {left_out} were left out; the first one: {manifest['first_skipped']}")
@@ -96,7 +95,7 @@ def estimate(given: argparse.Namespace) -> None:
         found = estimate_graph(_graph_spec(given))
     else:
         raise UserError(f"--passages is {given.passages} and a graph has none: leave it out")
-    print(json.dumps(found.shown()))
+    print(json.dumps(found))
 
 
 def recall(given: argparse.Namespace) -> None:
@@ -126,7 +125,7 @@ def query(given: argparse.Namespace) -> None:
         try:
             found = asyncio.run(_triples(graph, given.index, given.text, given.k))
         except RetrievalError as error:
-            raise UserError(error.reason) from error
+            raise UserError(str(error)) from error
     else:
         index = _opened(given)
         k = min(DEFAULT_K, len(index.passages)) if given.k is None else given.k
@@ -182,18 +181,6 @@ def serve(given: argparse.Namespace) -> None:
     print(retriever.statistics.sentence(), flush=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reporter:
-    """Shows how far a build is."""
-
-    progress: "Progress"
-
-    @contextlib.contextmanager
-    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
-        with self.progress.stage(name, total=total, unit=unit) as stage:
-            yield stage.update
-
-
 def _refuse_unread(given: argparse.Namespace, kind: str) -> None:
     """Flags that a command knows and an index of this kind does not read."""
     dense, taken = kind not in ("bm25", GRAPH), getattr(given, "embeddings", None) is not None
@@ -236,14 +223,14 @@ def _index_spec(given: argparse.Namespace) -> "IndexSpec":
 
 def _graph_spec(given: argparse.Namespace) -> "GraphSpec":
     from mujica_jax.retrieval.graph import sparql
-    from mujica_jax.retrieval.graph.files import Choice
-    from mujica_jax.retrieval.graph.index import GraphSpec
+    from mujica_jax.retrieval.graph.files import GraphSpec
 
-    choice = Choice(
+    return GraphSpec(
+        files=tuple(given.corpus),
         languages=tuple(tag.lower() for tag in given.languages or sparql.LANGUAGES),
         properties=tuple(dict.fromkeys(given.properties or ())),
+        skip=given.skip,
     )
-    return GraphSpec(files=tuple(given.corpus), choice=choice, skip=given.skip)
 
 
 def _opened(given: argparse.Namespace) -> "Index":

@@ -55,7 +55,7 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.config.files import implementation
     from mujica_jax.methods.setup import open_training
-    from mujica_jax.report import Summary, closing_table, question_tree, summary_dict
+    from mujica_jax.report.results import Summary, closing_table, question_tree, summary_dict
     from mujica_jax.storage.run_directory import run_path
 
     with open_training(config, run_path(directory), preemption) as run:

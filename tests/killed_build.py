@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mujica_jax.retrieval.text import embeddings, scann_build
+from mujica_jax.retrieval.text import embeddings, scann
 
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED_ROWS, HASHED_ROWS = 20, 500
@@ -27,7 +27,7 @@ REACHED = "the moment has come"
 def small_chunks(monkeypatch) -> None:
     """In this process, as in the one that is killed."""
     monkeypatch.setattr(embeddings, "CHUNK_ROWS", EMBEDDED_ROWS)
-    monkeypatch.setattr(scann_build, "CHUNK_ROWS", HASHED_ROWS)
+    monkeypatch.setattr(scann, "CHUNK_ROWS", HASHED_ROWS)
 
 
 def kill_at(function: str, call: int, arguments: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ def main() -> int:
         return original(*given, **named)
 
     setattr(owner, name, stopping)
-    embeddings.CHUNK_ROWS, scann_build.CHUNK_ROWS = EMBEDDED_ROWS, HASHED_ROWS
+    embeddings.CHUNK_ROWS, scann.CHUNK_ROWS = EMBEDDED_ROWS, HASHED_ROWS
     from mujica_jax import index
 
     return index.main(arguments)

@@ -61,7 +61,7 @@ class LittleWorld:
         self.searched.append((query, entity))
         await asyncio.sleep(0)
         if query in self.failing:
-            raise RetrievalError(f"the search for {query} timed out", retryable=True)
+            raise RetrievalError(f"the search for {query} timed out")
         return tuple(self.materials.get(query if entity is None else entity.id, ()))
 
 

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pyoxigraph
 
+from mujica_jax.retrieval.graph.files import GraphSpec
+from mujica_jax.retrieval.graph.index import Loaded, load
+from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
+
 WD, WDT = "http://www.wikidata.org/entity/", "http://www.wikidata.org/prop/direct/"
 LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
@@ -81,6 +85,14 @@ def write_dump(path: Path, lines: list[str] = LINES) -> Path:
     content = "".join(f"{line}\n" for line in lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
+
+
+def graph_in_memory(*files: str | Path, **spec) -> GraphStore:
+    """What an index of these files would hold."""
+    store, made_of = pyoxigraph.Store(), GraphSpec(files=tuple(map(str, files)), **spec)
+    for _ in load(store, made_of, Loaded()):
+        pass
+    return GraphStore(store, version="", languages=made_of.languages)
 
 
 def texts(triples) -> list[tuple[str, str, str]]:

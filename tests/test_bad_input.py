@@ -39,7 +39,7 @@ from mujica_jax.models.sharding import MESH_AXES
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
 from mujica_jax.records import Conversation, Turn
-from mujica_jax.report import MetricsLog
+from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.rewards import find_reward
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage import run_directory

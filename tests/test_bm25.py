@@ -110,11 +110,6 @@ def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
     assert vocabulary == {word: number for number, word in enumerate(dict.fromkeys(words))}
 
 
-def test_k_below_one_is_refused():
-    with pytest.raises(ValueError, match="k is 0"):
-        Bm25Index(ANIMALS).search(["cat"], 0)
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(

@@ -17,8 +17,8 @@ from fake_bucket import FakeBucket, Request, use
 
 from mujica_jax import index
 from mujica_jax.errors import StoreUnavailable, UserError
+from mujica_jax.retrieval import files
 from mujica_jax.retrieval.graph.files import pieces
-from mujica_jax.retrieval.text import corpus_files
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.corpus import read_corpus
 
@@ -56,7 +56,7 @@ FILES = {
 @pytest.fixture
 def bucket(monkeypatch) -> FakeBucket:
     found = use(monkeypatch)
-    monkeypatch.setattr(corpus_files, "RANGE_BYTES", 300)
+    monkeypatch.setattr(files, "RANGE_BYTES", 300)
     for name, content in FILES.items():
         found.put("mine", f"folder/{name}", content)
     return found
@@ -126,9 +126,9 @@ def test_an_object_that_is_replaced_while_it_is_read_is_said(bucket):
 
 
 def test_bytes_that_changed_on_the_way_are_noticed(bucket, monkeypatch):
-    whole = corpus_files.open_bucket("mine").read_range
+    whole = files.open_bucket("mine").read_range
     monkeypatch.setattr(
-        corpus_files.open_bucket("mine"), "read_range", lambda *asked: whole(*asked).replace(b"number 19", b"number 91")
+        files.open_bucket("mine"), "read_range", lambda *asked: whole(*asked).replace(b"number 19", b"number 91")
     )
     with pytest.raises(UserError, match="was damaged on the way"):
         read_corpus(["gs://mine/folder/corpus.jsonl"])

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mujica_jax.config.files import command_line, from_dict, implementation, load_config
-from mujica_jax.config.schema import AgentConfig, Config, MethodConfig, TaskConfig, TinyWorldConfig, TwoWikiConfig
+from mujica_jax.config.schema import AgentConfig, Config, MethodConfig, TaskConfig, TwoWikiConfig
 from mujica_jax.errors import UserError
 
 KINDS = [kind for union in (TaskConfig, AgentConfig, MethodConfig) for kind in getattr(union, "__args__", (union,))]
@@ -79,18 +79,6 @@ def test_the_kind_chooses_the_class_whatever_else_is_wrong(tiny_world):
         from_dict(Config, values | {"task": {"kind": "two_wiki", "dev_questions": 3}})
     with pytest.raises(UserError, match=r"TinyWorldConfig has no field paraphrase: did you mean paraphrases\?"):
         from_dict(Config, values | {"task": values["task"] | {"paraphrase": 3}})
-
-
-def test_a_config_json_without_kinds_is_read_by_the_fields_it_has(tiny_world):
-    for name, kind in (("tiny_world", TinyWorldConfig), ("two_wiki_kg_nano", TwoWikiConfig)):
-        config = load_config(name)
-        values = json_of(config)
-        for section in ("task", "agent", "method"):
-            del values[section]["kind"]
-        assert from_dict(Config, values) == config and isinstance(config.task, kind)
-        del values["task"]["dev_questions"]
-        with pytest.raises(UserError, match=rf"{kind.__name__} cannot be read back: .*'dev_questions'"):
-            from_dict(Config, values)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage, stream_corpus
 from mujica_jax.retrieval.estimates import WORDS_SAMPLE, estimate_sample
 from mujica_jax.retrieval.text.index import IndexSpec
-from mujica_jax.retrieval.text.passages import PassageFile, write_passages
+from mujica_jax.retrieval.text.corpus import PassageFile, write_passages
 
 def kibibytes(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
@@ -88,7 +88,7 @@ estimated = estimate_sample(IndexSpec(kind="bm25", tokeniser=tokeniser), passage
 Path("/proc/self/clear_refs").write_text("5")
 before = kibibytes("VmRSS")
 Bm25Index(passages, tokeniser)
-print((kibibytes("VmHWM") - before) * 1024, estimated.building_bytes)
+print((kibibytes("VmHWM") - before) * 1024, estimated["building_bytes"])
 """
 
 
@@ -123,6 +123,8 @@ def test_an_estimate_counts_what_a_build_would_leave_out(folder, capsys, tmp_pat
     corpus.write_text(
         "".join(json.dumps(passage) + "\n" for passage in (good, {"title": "no text"}, good | {"text": "b"}))
     )
+    assert index.main(["estimate", "--kind", "bm25", "--corpus", str(corpus)]) == 2
+    assert "corpus.jsonl, line 2: the passage's text is None" in capsys.readouterr().err
     assert index.main(["estimate", "--kind", "bm25", "--corpus", str(corpus), "--skip"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["passages"], said["skipped"]) == (2, 1)

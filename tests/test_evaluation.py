@@ -1,6 +1,5 @@
 """Scores of a policy by question kind, against numbers worked out by hand."""
 
-import asyncio
 import contextlib
 import dataclasses
 import io
@@ -23,11 +22,12 @@ from little_agent import (
     tokenizer,
 )
 
-from mujica_jax.agents.evaluation import Evaluation, evaluate, summarise
-from mujica_jax.agents.mujica import PlannerState
+from mujica_jax.agents.evaluation import Evaluation, summarise
 from mujica_jax.methods.evaluation import score_policy
-from mujica_jax.records import Question, StopReason, Trajectory
-from mujica_jax.report import Progress, plain, score_table
+from mujica_jax.records import StopReason, Trajectory
+from mujica_jax.report.progress import Progress
+from mujica_jax.report.results import score_table
+from mujica_jax.report.text import plain
 from mujica_jax.rewards import find_reward
 
 # kind, gold answers, what was answered, how it ended -> EM and F1 in percent
@@ -122,41 +122,6 @@ def test_as_many_trajectories_as_questions(trajectories):
         summarise(QUESTIONS, trajectories[:-1], "two_wiki")
 
 
-def test_a_policy_is_asked_every_question_once_and_scored():
-    """It answers Ghent to every even question and nothing to the others."""
-    questions = [dataclasses.replace(QUESTION, id=str(number), kind=f"kind {number % 2}") for number in range(6)]
-    asked: list[tuple[Question, float]] = []
-    seen: list[str] = []
-
-    class Half:
-        version = 4
-
-        async def generate(self, prompt, params, *, state, continues):
-            assert isinstance(state, PlannerState)
-            asked.append((state.question, params.temperature))
-            return completion(answer("Ghent") if int(state.question.id) % 2 == 0 else "Hm.")
-
-    evaluation = asyncio.run(
-        evaluate(
-            agent(),
-            questions,
-            everywhere(LittleWorld()),
-            Half(),
-            rule="two_wiki",
-            reward=find_reward("f1", "two_wiki"),
-            temperature=0.0,
-            seed=0,
-            concurrency=2,
-            on_episode=lambda trajectory: seen.append(trajectory.question_id),
-        )
-    )
-    assert sorted(question.id for question, _ in asked) == sorted(seen) == list("012345")
-    assert {temperature for _, temperature in asked} == {0.0}
-    assert (evaluation.em, evaluation.by_kind["kind 0"].em, evaluation.by_kind["kind 1"].em) == (50.0, 100.0, 0.0)
-    assert [trajectory.question_id for trajectory in evaluation.trajectories] == list("012345")
-    assert {trajectory.policy_version for trajectory in evaluation.trajectories} == {4}
-
-
 def test_scores_shown_do_not_depend_on_the_reward():
     """Under f1_format the half-right and the silent episode earn something else; the console and both files show the
     same EM and F1.
@@ -167,6 +132,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
         rule="two_wiki", questions=lambda split: questions, environment=everywhere(LittleWorld())
     )
     section = types.SimpleNamespace(split="dev", questions=3, temperature=1.0)
+    asked: list[tuple[float, str]] = []
     nothing: Any = types.SimpleNamespace(enter=lambda *_: None, check=lambda: None)
 
     class Model:
@@ -175,8 +141,10 @@ def test_scores_shown_do_not_depend_on_the_reward():
         def reset_cache(self) -> None: ...
 
         async def generate(self, prompt, params, *, continues=False):
-            asked = tokenizer().decode(prompt)
-            return completion(next(text for number, text in said.items() if f"Question {number}?" in asked))
+            shown = tokenizer().decode(prompt)
+            number = next(number for number in said if f"Question {number}?" in shown)
+            asked.append((params.temperature, number))
+            return completion(said[number])
 
     def shown(reward: str) -> tuple[list[str], dict, list[dict], list[float]]:
         console = io.StringIO()
@@ -200,6 +168,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
 
     *by_f1, f1_rewards = shown("f1")
     *by_format, format_rewards = shown("f1_format")
+    assert asked == [(temperature, number) for temperature in (0.0, 1.0) for number in said] * 2
     assert by_f1 == by_format and by_f1[1]["greedy"]["em"] == 33.33
     assert f1_rewards == pytest.approx([1.0, 2 / 3, 0.0])
     assert format_rewards == pytest.approx([1.0, 0.7, 0.0])

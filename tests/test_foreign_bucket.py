@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from test_store import trajectory, write_weights
 
 from mujica_jax.learning.checkpoints import Checkpoints
-from mujica_jax.report import MetricsLog
+from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.trajectories.store import open_run, shard_name
 
 store = open_run(sys.argv[1], {"seed": 0})

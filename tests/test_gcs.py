@@ -22,7 +22,7 @@ from test_store import trajectory, write_weights
 
 from mujica_jax import eval
 from mujica_jax.errors import StoreError, StoreUnavailable, UserError
-from mujica_jax.report import MetricsLog
+from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.storage import gcs, run_directory
 from mujica_jax.storage.run_directory import open_to_append
 from mujica_jax.trajectories.store import Store, open_run, shard_name

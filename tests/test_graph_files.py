@@ -4,11 +4,12 @@ import gzip
 
 import pyoxigraph
 import pytest
-from little_graph import LINES, WD, WDT, write_dump
+from little_graph import LINES, WD, WDT, graph_in_memory, write_dump
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph import files as graph_files
-from mujica_jax.retrieval.graph.index import GraphSpec, Loaded, graph_in_memory, load
+from mujica_jax.retrieval.graph.files import GraphSpec
+from mujica_jax.retrieval.graph.index import Loaded, load
 
 TABLE = "subject\trelation\tobject\tsubject_qid\tobject_qid\nIlse Vand\tborn in\tGhent\tQ2\tQ3\n"
 

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 from fake_bucket import use
-from little_graph import DIRECTOR, FILM, LINES, fact, label, texts, write_dump
+from little_graph import DIRECTOR, FILM, LINES, fact, graph_in_memory, label, texts, write_dump
 from test_bucket_corpus import every
 from test_indexes import Silent
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval import files
 from mujica_jax.retrieval import manifest as manifests
 from mujica_jax.retrieval.estimates import estimate_graph
 from mujica_jax.retrieval.graph import files as graph_files
 from mujica_jax.retrieval.graph import index as graph_index
-from mujica_jax.retrieval.graph.files import Choice, pieces
-from mujica_jax.retrieval.graph.index import GraphSpec, build, graph_in_memory, open_graph
-from mujica_jax.retrieval.text import corpus_files
+from mujica_jax.retrieval.graph.files import GraphSpec, pieces
+from mujica_jax.retrieval.graph.index import build, open_graph
 from mujica_jax.retrieval.text import index as indexes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,8 +34,7 @@ TABLE = HEADER + "".join(f"Film {n}\tdirector\tAnn {n % 7}\tQ{n + 100}\t\n" for 
 
 
 def spec(*files: Path | str, **changes) -> GraphSpec:
-    skip = changes.pop("skip", False)
-    return GraphSpec(files=tuple(map(str, files)), choice=Choice(**changes), skip=skip)
+    return GraphSpec(files=tuple(map(str, files)), **changes)
 
 
 def everything(graph) -> set[str]:
@@ -90,7 +89,7 @@ def test_addresses_that_are_none_as_dumps_hold_some_are_kept_and_never_asked_for
 @pytest.mark.parametrize("name", ["dump.nt", "dump.nt.gz"])
 def test_a_dump_in_a_bucket_is_read_as_from_the_disk(tmp_path, monkeypatch, name, fault):
     bucket = use(monkeypatch)
-    monkeypatch.setattr(corpus_files, "RANGE_BYTES", 300)
+    monkeypatch.setattr(files, "RANGE_BYTES", 300)
     monkeypatch.setattr(graph_files, "READ_BYTES", 500)
     bucket.put("mine", f"folder/{name}", write_dump(tmp_path / name).read_bytes())
     if fault is not None:
@@ -103,13 +102,13 @@ def test_a_dump_in_a_bucket_is_read_as_from_the_disk(tmp_path, monkeypatch, name
 
 def test_only_chosen_properties_and_languages_are_kept(tmp_path):
     dump = write_dump(tmp_path / "dump.nt")
-    directors = graph_in_memory(dump, choice=Choice(properties=("P57",)))
+    directors = graph_in_memory(dump, properties=("P57",))
     assert named(directors, "Q2") == [("The Purple Shore", "director", "Ilse Vand")]
     assert not any("P19>" in quad and "direct/" in quad for quad in everything(directors))
-    german = graph_in_memory(dump, choice=Choice(languages=("de",)))
+    german = graph_in_memory(dump, languages=("de",))
     kept = everything(german)
     assert any("@de" in quad for quad in kept) and not any("@en" in quad or "@mul" in quad for quad in kept)
-    about = graph_in_memory(dump, choice=Choice(properties=("http://schema.org/about",)))
+    about = graph_in_memory(dump, properties=("http://schema.org/about",))
     assert named(about, "Q3") == [("Ghent", "about", "Ghent")], "an address that is left out unless it is asked for"
 
 
@@ -176,11 +175,11 @@ def test_other_refusals(tmp_path, built):
     with pytest.raises(UserError, match=r"nowhere\.nt cannot be read"):
         build(tmp_path / "index", spec(tmp_path / "nowhere.nt"), Silent())
     with pytest.raises(UserError, match="'P' is no property: write it as P57"):
-        Choice(properties=("P",))
+        GraphSpec(files=(), properties=("P",))
     with pytest.raises(UserError, match="'en_US' is no language tag"):
-        Choice(languages=("en", "en_US"))
+        GraphSpec(files=(), languages=("en", "en_US"))
     with pytest.raises(UserError, match="no language is given"):
-        Choice(languages=())
+        GraphSpec(files=(), languages=())
     with pytest.raises(UserError, match="there is no triple in it among the properties P9999"):
         build(tmp_path / "none", spec(write_dump(tmp_path / "dump.nt"), properties=("P9999",)), Silent())
     with pytest.raises(UserError, match="is of kind graph and holds no passages"):
@@ -245,15 +244,6 @@ def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy,
     assert there
     with pytest.raises(UserError, match=r"was begun with languages .*'en', 'mul'.* and this build has \['de'\]"):
         build(copy, spec(dump, languages=("de",)), Silent())
-
-
-def test_progress_that_says_nothing_is_named(copy, tmp_path):
-    (copy / "manifest.json").unlink()
-    (copy / "loaded.json").write_text('{"place": 3}')
-    with pytest.raises(UserError, match=r"loaded\.json says nothing of how far the graph is"):
-        build(copy, spec(write_dump(tmp_path / "dump.nt")), Silent())
-    with pytest.raises(UserError, match="is half-built"):
-        open_graph(copy)
 
 
 # --- killed loads ---
@@ -382,10 +372,10 @@ def test_an_estimate_is_near_what_is_built(tmp_path, many):
     dump, _ = many
     manifest, _ = build(tmp_path / "index", spec(dump), Silent())
     whole = estimate_graph(spec(dump))
-    assert (whole.items["triples"], whole.items["names"]) == (manifest["triples"], manifest["names"])
+    assert (whole["triples"], whole["names"]) == (manifest["triples"], manifest["names"])
     lines = [line for n in range(20_000) for line in (label(f"Q{n + 1}", "x"), fact(f"Q{n + 1}", "P1", f"Q{n + 2}"))]
     large = write_dump(tmp_path / "large.nt", lines)
     part = estimate_graph(spec(large), sample_bytes=2**20)
-    assert 15_000 < part.items["triples"] < 30_000 and part.disk_bytes["graph"] > 0 and part.seconds["loading"] > 0
+    assert 15_000 < part["triples"] < 30_000 and part["disk_bytes"]["graph"] > 0 and part["seconds"]["loading"] > 0
     with pytest.raises(UserError, match="there is no triple in what was read"):
         estimate_graph(spec(large, properties=("P9",)))

@@ -20,6 +20,7 @@ def folder(tmp_path_factory) -> Path:
     (root / "questions.jsonl").write_text(json.dumps({"question": "title 3", "supporting_facts": ["title 3"]}))
     (root / "elsewhere.jsonl").write_text(json.dumps({"question": "who?", "supporting_facts": ["nobody", "nothing"]}))
     (root / "half.jsonl").write_text(json.dumps({"question": "who?", "supporting_facts": ["half \ud800"]}))
+    (root / "goldless.jsonl").write_text('{"question": "who?", "supporting_facts": []}\n')
     (root / "empty.jsonl").write_text("")
     (root / "latin.jsonl").write_bytes('{"title": "Zürich", "text": "x"}'.encode("latin-1"))
     (root / "file").write_text("mine")
@@ -65,6 +66,10 @@ MISTAKES = {
     "query --index DIR/words he\udcffllo": r"'he\udcffllo' is no text that UTF-8 can write: give whole characters",
     "query --index DIR/dense he\udcffllo": r"'he\udcffllo' is no text that UTF-8 can write",
     f"{RECALL} DIR/half.jsonl --k 2": r"DIR/half.jsonl, line 1: 'half \ud800' is no text that UTF-8 can write",
+    f"{RECALL} DIR/goldless.jsonl": "DIR/goldless.jsonl, line 1: a question needs `question` and a list of gold titles",
+    f"{RECALL} DIR/questions.jsonl --index DIR/dense --k 2 13": "k is 13 and the index holds 12 passages: give 1 to 12",
+    "query --index DIR/dense --k 13 who?": "k is 13 and the index holds 12 passages",
+    "build --kind exact --corpus DIR/corpus.jsonl --out OUT --tokenizer default": "--tokenizer is default and an index",
     "query --index DIR/file who?": "there is no index DIR/file",
     f"{SERVE} --port PORT": "127.0.0.1:PORT cannot be opened (Address already in use): choose another --host or --port",
     f"{SERVE} --port 99999": "127.0.0.1:99999 cannot be opened",

@@ -111,7 +111,7 @@ def test_what_a_damaged_directory_is_said_to_need_helps(folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (None, "says nothing of 'version': it is damaged"),
+        (None, "is damaged (its version is None and "),
         ({"tokeniser": ...}, "is damaged (its version is "),
         ({"tokeniser": 3}, "is damaged (its version is "),
         ({"passages": "many"}, "is damaged (its version is "),

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,13 +14,11 @@ from tiny_embedder import WORDS, tiny_embedder, write_corpus
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval import manifest as manifests
-from mujica_jax.retrieval.text import embeddings as embeddings_module
 from mujica_jax.retrieval.text import index as indexes
-from mujica_jax.retrieval.text.corpus import read_corpus
-from mujica_jax.retrieval.text.dense import DenseIndex, best_rows, nearest
+from mujica_jax.retrieval.text.corpus import PassageFile, read_corpus, write_passages
+from mujica_jax.retrieval.text.dense import DenseIndex, best_rows, ranked
 from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.retrieval.text.embeddings import compressed, encoded_rows, open_embeddings
-from mujica_jax.retrieval.text.passages import PassageFile, write_passages
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSAGES = 90
@@ -32,13 +31,13 @@ class Silent:
     def __init__(self) -> None:
         self.told: dict[str, list[int]] = {}
 
-    def stage(self, name: str, total: int | None, unit: str) -> "Silent":
+    def stage(self, name: str, *, total: int | None = None, unit: str) -> "Silent":
         self.told[name] = []
         self.name = name
         return self
 
     def __enter__(self):
-        return self.told[self.name].append
+        return SimpleNamespace(update=self.told[self.name].append)
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -154,24 +153,6 @@ def test_a_half_built_index_and_an_unreadable_manifest_are_refused(copy, tmp_pat
         indexes.open_index(tmp_path)
 
 
-def test_an_index_of_another_embedder_or_dimension_is_refused(copy, tmp_path):
-    other = tiny_embedder(tmp_path / "other", seed=1)
-    with pytest.raises(
-        UserError, match=r"embedder .*tiny \(version \w{16}\) and the embedder .*other has version \w{16}"
-    ):
-        indexes.open_index(copy, str(other))
-    wide = tiny_embedder(tmp_path / "wide", hidden_size=32)
-    with pytest.raises(UserError, match=r"\(dimension 16\) and the embedder .*wide has dimension 32"):
-        indexes.open_index(copy, str(wide))
-
-
-def test_more_results_than_passages_are_refused(built):
-    index = indexes.open_index(built)
-    with pytest.raises(UserError, match=f"k is {PASSAGES + 1} and the index holds {PASSAGES} passages"):
-        index.search(QUERIES, PASSAGES + 1)
-    assert [len(hits) for hits in index.search(QUERIES, PASSAGES)] == [PASSAGES] * 3
-
-
 def test_an_empty_corpus_is_refused(tmp_path, embedder):
     (tmp_path / "corpus.json").write_text("[]")
     with pytest.raises(UserError, match="there is no passage in it"):
@@ -194,38 +175,6 @@ def test_skipped_passages_are_counted(tmp_path):
     assert (manifest["passages"], manifest["skipped"]) == (2, 2)
     assert "line 2: the passage's title is ''" in manifest["first_skipped"]
     assert [passage.id for passage in indexes.open_index(tmp_path / "index").passages] == ["0", "1"]
-
-
-def test_a_build_goes_on_after_an_interruption_and_ends_the_same(tmp_path, corpus, embedder, built, monkeypatch):
-    monkeypatch.setattr(embeddings_module, "CHUNK_ROWS", 20)
-    whole = tmp_path / "whole"
-    indexes.build(whole, spec(corpus, embedder), Silent())
-    asked = spec(corpus, embedder)
-
-    class Stopping(Silent):
-        """Ends the embedding after so many rows."""
-
-        def __init__(self, rows: int) -> None:
-            super().__init__()
-            self.rows = rows
-
-        def __enter__(self):
-            def told(done: int) -> None:
-                if self.name == "embedding" and done >= self.rows:
-                    raise KeyboardInterrupt
-
-            return told
-
-    for rows in (40, 60):
-        with pytest.raises(KeyboardInterrupt):
-            indexes.build(tmp_path / "index", asked, Stopping(rows))
-    with open(tmp_path / "index" / "embeddings.bfloat16", "ab") as file:
-        file.write(b"the beginning of a chunk")
-    reporter = Silent()
-    indexes.build(tmp_path / "index", asked, reporter)
-    assert "reading the corpus" not in reporter.told and reporter.told["embedding"][0] >= 20
-    for name in ("embeddings.bfloat16", "passages.arrow"):
-        assert (tmp_path / "index" / name).read_bytes() == (whole / name).read_bytes()
 
 
 MOMENTS = [
@@ -262,7 +211,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from mujica_jax.retrieval.text.corpus import stream_corpus
-from mujica_jax.retrieval.text.passages import PassageFile, write_passages
+from mujica_jax.retrieval.text.corpus import PassageFile, write_passages
 
 def kibibytes(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
@@ -302,7 +251,7 @@ def test_two_builders_of_one_directory(tmp_path, corpus, embedder):
 
 
 def test_passages_are_mapped_and_found_by_position_and_title(tmp_path, monkeypatch):
-    from mujica_jax.retrieval.text import passages as module
+    from mujica_jax.retrieval.text import corpus as module
 
     monkeypatch.setattr(module, "BATCH_ROWS", 7)
     corpus = read_corpus([write_corpus(tmp_path / "corpus.jsonl", 30)])
@@ -315,14 +264,11 @@ def test_passages_are_mapped_and_found_by_position_and_title(tmp_path, monkeypat
         file[30]
 
 
-def test_the_nearest_of_a_few_texts_need_no_index(embedder):
+def test_a_few_texts_are_ranked_without_an_index(embedder):
     model = find_embedder(str(embedder)).load()
-    texts = WORDS[:10]
-    hits = nearest(model, "word3", texts, 4)
-    vectors = model.embed(texts, "passage")
-    expected = np.argsort(-(vectors @ model.embed(["word3"], "query")[0]), kind="stable")[:4]
-    assert [position for position, _ in hits] == list(expected)
-    assert len(nearest(model, "word3", texts, 40)) == 10 and nearest(model, "word3", [], 4) == []
+    vectors = model.embed(WORDS[:10], "passage")
+    expected = np.argsort(-(vectors @ model.embed(["word3"], "query")[0]), kind="stable")
+    assert ranked(model, "word3", WORDS[:10]) == list(expected)
 
 
 def test_embeddings_are_read_back_as_they_were_written(built):

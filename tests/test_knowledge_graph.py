@@ -7,15 +7,13 @@ import pyoxigraph
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from little_graph import ALIAS, DIRECTOR, FILM, LABEL, LINES, XSD, fact, label, texts, write_dump
+from little_graph import ALIAS, DIRECTOR, FILM, LABEL, LINES, XSD, fact, graph_in_memory, label, texts, write_dump
 from local_endpoint import Answer, serving
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.retrieval.errors import RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.graph import knowledge_graph, sparql
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint
-from mujica_jax.retrieval.graph.files import Choice
-from mujica_jax.retrieval.graph.index import graph_in_memory
 from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
 from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import LITERAL_RELATIONS, TripleGraph, normalise_label
@@ -48,7 +46,7 @@ def graph(tmp_path_factory) -> GraphStore:
 
 
 def small(tmp_path, *lines: str, **choice) -> GraphStore:
-    return graph_in_memory(write_dump(tmp_path / "small.nt", list(lines)), choice=Choice(**choice))
+    return graph_in_memory(write_dump(tmp_path / "small.nt", list(lines)), **choice)
 
 
 def answering(store: pyoxigraph.Store):

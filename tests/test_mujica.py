@@ -99,12 +99,6 @@ def test_conversations_hold_what_the_policy_read_and_wrote():
     assert [request.continues for request in workers] == [False] * 2
 
 
-def test_the_mask_covers_the_turns_of_the_model_and_nothing_else():
-    for conversation in play(right_answers()).conversations:
-        expected = [turn.role == "model" for turn in conversation.turns for _ in turn.token_ids]
-        assert conversation.loss_mask == expected and any(expected)
-
-
 def test_planner_and_worker_are_told_apart_by_their_system_prompts():
     policy = right_answers()
     play(policy)
@@ -248,12 +242,6 @@ def test_every_stop_reason_ends_an_episode_with_a_record(reason):
     answered = reason is StopReason.ANSWERED
     assert (trajectory.answer, trajectory.reward) == (("Ghent", 1.0) if answered else ("", 0.0))
     assert trajectory.conversations[0].turns[0].role == "context"
-
-
-def test_a_turn_that_was_cut_off_is_recorded_and_not_trained():
-    trajectory = play(ToldPolicy([LONG]))
-    turn = trajectory.conversations[0].turns[-1]
-    assert (turn.role, turn.trained, len(turn.token_ids)) == ("model", False, CONFIG.max_turn_tokens)
 
 
 def test_an_answer_that_was_cut_off_is_no_answer():

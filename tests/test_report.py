@@ -13,17 +13,10 @@ from tensorboardX.proto.event_pb2 import Event
 from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.errors import StoreError
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory
-from mujica_jax.report import (
-    MetricsLog,
-    PhaseRow,
-    Progress,
-    Summary,
-    closing_table,
-    plain,
-    question_tree,
-    summary_dict,
-    visible,
-)
+from mujica_jax.report.metrics_log import MetricsLog
+from mujica_jax.report.progress import Progress
+from mujica_jax.report.results import PhaseRow, Summary, closing_table, question_tree, summary_dict
+from mujica_jax.report.text import plain, visible
 
 
 class Clock:
@@ -226,7 +219,10 @@ def test_names_that_a_stream_cannot_encode_are_escaped():
 
 
 def test_importing_report_loads_neither_rich_nor_tensorboard():
-    program = "import sys, mujica_jax.report; print([m for m in ('rich', 'tensorboardX', 'jax') if m in sys.modules])"
+    program = (
+        "import sys; from mujica_jax.report import metrics_log, progress, results\n"
+        "print([m for m in ('rich', 'tensorboardX', 'jax') if m in sys.modules])"
+    )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
 
@@ -451,7 +447,7 @@ def test_a_tensorboard_file_appears_with_the_first_number(tmp_path):
 
 def test_tensorboard_has_every_line_once_after_a_kill_and_a_resume(tmp_path):
     program = (
-        "import os, pathlib, sys; from mujica_jax.report import MetricsLog; log = "
+        "import os, pathlib, sys; from mujica_jax.report.metrics_log import MetricsLog; log = "
         "MetricsLog(pathlib.Path(sys.argv[1]))\n"
         "for step in range(1, 21): log.write('warm-up', step, {'loss': step / 4})\n"
         "os.kill(os.getpid(), 9)"

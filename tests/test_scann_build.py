@@ -18,9 +18,9 @@ from mujica_jax import index
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.estimates import scann_building_bytes
 from mujica_jax.retrieval.text import index as indexes
-from mujica_jax.retrieval.text import scann_build
+from mujica_jax.retrieval.text import scann
 from mujica_jax.retrieval.text.embeddings import Embeddings, compressed
-from mujica_jax.retrieval.text.scann_search import ScannParameters, package
+from mujica_jax.retrieval.text.scann import ScannParameters, package
 
 pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
 
@@ -38,10 +38,10 @@ def embeddings() -> Embeddings:
 
 @pytest.mark.parametrize("spherical", [False, True])
 def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeypatch, spherical):
-    monkeypatch.setattr(scann_build, "CHUNK_ROWS", 1100)
+    monkeypatch.setattr(scann, "CHUNK_ROWS", 1100)
     parameters = dataclasses.replace(PARAMETERS, spherical=spherical)
     told: list[int] = []
-    ours = scann_build.write_scann(embeddings, parameters, tmp_path / "ours", told.append)
+    ours = scann.write_scann(embeddings, parameters, tmp_path / "ours", told.append)
     assert told == [0, 1100, 2200, ROWS]
     whole = package().builder(embeddings.float32(), 1, "dot_product")
     whole = whole.tree(40, 8, training_sample_size=ROWS, spherical=spherical, random_init=False)
@@ -52,7 +52,7 @@ def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeyp
     names = sorted(path.name for path in theirs.iterdir())
     assert sorted(path.name for path in ours.iterdir()) == names
     for name in names:
-        if name == scann_build.MULTIPLIERS:  # their division rounds the last bit otherwise
+        if name == scann.MULTIPLIERS:  # their division rounds the last bit otherwise
             np.testing.assert_allclose(np.load(ours / name), np.load(theirs / name), rtol=1e-6)
         elif name.endswith(".npy"):
             np.testing.assert_array_equal(np.load(ours / name), np.load(theirs / name), err_msg=name)
@@ -60,30 +60,27 @@ def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeyp
             assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
 
 
-def test_what_was_learned_for_something_else_or_is_damaged_is_learned_again(embeddings, tmp_path, monkeypatch):
+def test_what_was_learned_for_something_else_is_learned_again(embeddings, tmp_path, monkeypatch):
     trained: list[int] = []
-    train = scann_build._train
+    train = scann._train
 
     def counted(*given):
         trained.append(1)
         train(*given)
 
-    monkeypatch.setattr(scann_build, "_train", counted)
+    monkeypatch.setattr(scann, "_train", counted)
     folder = tmp_path / "scann"
-    for expected, change in ((1, None), (1, None), (2, "parameters"), (3, "damage"), (3, None)):
-        parameters = dataclasses.replace(PARAMETERS, leaves=41) if expected > 1 else PARAMETERS
-        if change == "damage":
-            (folder / "trained" / "ah_codebook.pb").write_bytes(b"half of it")
-        scann_build.write_scann(embeddings, parameters, folder)
-        assert len(trained) == expected, change
+    for expected, leaves in ((1, 40), (1, 40), (2, 41), (2, 41)):
+        scann.write_scann(embeddings, dataclasses.replace(PARAMETERS, leaves=leaves), folder)
+        assert len(trained) == expected
 
 
 def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
     """A full disk is an error there, where a mapped page without room would end the process."""
     rows, path = np.ones((10, 1024), np.int8), tmp_path / "rows.npy"
-    scann_build._put(path, rows, 0, 1000)
+    scann._put(path, rows, 0, 1000)
     assert path.stat().st_blocks * 512 >= path.stat().st_size > 1000 * 1024
-    scann_build._put(path, 2 * rows, 10, 1000)
+    scann._put(path, 2 * rows, 10, 1000)
     np.testing.assert_array_equal(np.load(path)[:30, 0], np.repeat([1, 2, 0], 10))
 
 
@@ -102,10 +99,10 @@ def command(exact: Path, out: Path) -> list[str]:
 
 
 MOMENTS = [
-    ("text.scann_build.write_json", 1, 0),  # trained, and that is not said yet
-    ("text.scann_build._put", 2, 0),  # the first chunk's codes are written, its partitions are not
-    ("text.scann_build.write_json", 3, HASHED_ROWS),  # the second chunk is written, and that is not said yet
-    ("text.scann_build.shutil.copyfile", 3, 1100),  # what was learned lies half beside the codes
+    ("text.scann.write_json", 1, 0),  # trained, and that is not said yet
+    ("text.scann._put", 2, 0),  # the first chunk's codes are written, its partitions are not
+    ("text.scann.write_json", 3, HASHED_ROWS),  # the second chunk is written, and that is not said yet
+    ("text.scann.shutil.copyfile", 3, 1100),  # what was learned lies half beside the codes
     ("text.index.commit", 1, None),  # all but the manifest
 ]
 
@@ -136,9 +133,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from mujica_jax.retrieval.text.embeddings import open_embeddings
-from mujica_jax.retrieval.text.scann_build import write_scann
+from mujica_jax.retrieval.text.scann import write_scann
 from mujica_jax.retrieval.estimates import scann_building_bytes
-from mujica_jax.retrieval.text.scann_search import ScannParameters, package
+from mujica_jax.retrieval.text.scann import ScannParameters, package
 
 def kibibytes(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))

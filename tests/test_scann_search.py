@@ -12,11 +12,10 @@ from tiny_embedder import tiny_embedder, write_corpus
 from mujica_jax import index
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text import index as indexes
-from mujica_jax.retrieval.text import scann_search
+from mujica_jax.retrieval.text import scann
 from mujica_jax.retrieval.text.dense import best_rows
 from mujica_jax.retrieval.text.embeddings import Storage, compressed
-from mujica_jax.retrieval.text.scann_build import write_scann
-from mujica_jax.retrieval.text.scann_search import (
+from mujica_jax.retrieval.text.scann import (
     KERNELS,
     ScannParameters,
     ScannSearch,
@@ -24,6 +23,7 @@ from mujica_jax.retrieval.text.scann_search import (
     package,
     parameters_for,
     usable_kernels,
+    write_scann,
 )
 
 pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
@@ -81,7 +81,7 @@ def test_the_kernels_that_the_processor_has_are_used_and_find_the_same(clustered
     allowed = [kernels_allowed(package(), name) for name in kernels]
     assert all(variable.value for variable in allowed), "ScaNN falls back to SSE4: does it have other variables now?"
     wide = ScannSearch.load(folder, ROWS, PARAMETERS).search(clustered[1], 10)
-    monkeypatch.setattr(scann_search, "usable_kernels", lambda: [])
+    monkeypatch.setattr(scann, "usable_kernels", lambda: [])
     try:
         for variable in allowed:
             variable.value = False

@@ -62,7 +62,7 @@ def test_the_client_finds_what_the_index_finds_in_one_request():
         assert found == [PASSAGES[1:3], PASSAGES[3:5], PASSAGES[2:4], PASSAGES[1:3]]
         assert searched.batches == [["a", "bbb", "cc"]]
         assert asyncio.run(remote.search("dddd", 1)) == [PASSAGES[4]], "in another event loop"
-        health = asyncio.run(remote.health())
+        health = remote.check()
     assert (health.version, health.passages, health.kind, remote.version) == ("version1", 10, "exact", "version1")
     statistics = remote.statistics
     assert (statistics.queries, statistics.shared, statistics.batches, statistics.failed) == (5, 1, 2, 0)

@@ -8,14 +8,13 @@ import time
 
 import pyoxigraph
 import pytest
-from little_graph import FILM, texts, write_dump
+from little_graph import FILM, graph_in_memory, texts, write_dump
 from local_endpoint import Answer, serving
 
 from mujica_jax.errors import UserError
 from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint, _table, open_endpoint
-from mujica_jax.retrieval.graph.index import graph_in_memory
 from mujica_jax.retrieval.search_cache import SearchCache
 
 QUICK = RetryPolicy(timeout_seconds=1.0, deadline_seconds=20.0, first_wait_seconds=0.01)
@@ -171,12 +170,6 @@ def test_brackets_in_texts_do_not_count():
     assert _table(text)[1][0]["x"].value == value
 
 
-def test_an_endpoint_that_is_not_there_is_a_typed_error():
-    graph = endpoint_at("http://127.0.0.1:9/sparql", policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01))
-    with pytest.raises(RetrieverUnavailable, match="ConnectError"):
-        asked(graph.triples_of("Q1"))
-
-
 def test_answers_are_kept_on_disk_by_endpoint_and_query(store, tmp_path):
     with serving(lambda request, before: truth(store, request)) as endpoint:
         first = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "a"))
@@ -219,23 +212,6 @@ def test_the_same_question_at_the_same_time_goes_there_once(store):
         assert len(endpoint.requests) == 5 and graph.statistics.shared == 2
         assert endpoint.most_at_once <= 2
         assert asked(together(graph, "Q1", "Q2"))[0] == found[0], "in another event loop"
-
-
-def test_a_caller_that_goes_away_takes_nobody_along(store):
-    async def play(graph):
-        leaving = asyncio.ensure_future(graph.triples_of("Q1"))
-        staying = asyncio.ensure_future(graph.triples_of("Q1"))
-        await asyncio.sleep(0.05)
-        leaving.cancel()
-        return await staying
-
-    def slowly(request, before):
-        time.sleep(0.2)
-        return truth(store, request)
-
-    with serving(slowly) as endpoint:
-        assert texts(asked(play(endpoint_at(endpoint.base_url)))) == FILM
-        assert len(endpoint.requests) == 1
 
 
 def test_requests_go_no_faster_than_allowed_and_all_wait_when_asked_to(store):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mujica_jax.report import StageClock
+from mujica_jax.report.stage_clock import StageClock
 
 
 class Told:

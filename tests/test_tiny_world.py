@@ -17,7 +17,7 @@ from mujica_jax.tasks.task import FromScratchTask, Task
 from mujica_jax.tasks.tiny_world.facts import WorldPart
 from mujica_jax.tasks.tiny_world.names import LEARNING_SHARES, SHARES, Part
 from mujica_jax.tasks.tiny_world.questions import KIND_SHARES, TEMPLATES
-from mujica_jax.tasks.tiny_world.world import FIRST_KEY, TinyWorld, build
+from mujica_jax.tasks.tiny_world.world import TinyWorld, build
 from mujica_jax.tasks.two_wiki.chains import follows_from_evidence
 
 CONFIG = TinyWorldConfig(
@@ -42,10 +42,10 @@ def all_questions(world: TinyWorld) -> list[Question]:
     return [*world.questions("train"), *(question for question, _ in world.demonstrations()), *held_out]
 
 
-def labels(world: TinyWorld, part: Part) -> set[str]:
-    passages = [passage for passage in world.passages() if passage.id[1] == str(FIRST_KEY[part])[0]]
-    assert passages
-    return {passage.title for passage in passages}
+def labels(world: TinyWorld, part: Part) -> list[str]:
+    counts = {"train": world.config.train_questions, "demonstration": world.config.demonstrations}
+    counts |= {"dev": world.config.dev_questions, "test": world.config.test_questions}
+    return WorldPart(part, world.config, counts[part]).labels
 
 
 def answer_by_reading(question: Question) -> str:
@@ -132,7 +132,7 @@ def test_fewer_questions_are_a_beginning_of_more(world: TinyWorld) -> None:
 
 
 def test_names_are_unique_and_no_part_shares_one(world: TinyWorld) -> None:
-    titles = [passage.title for passage in world.passages()]
+    titles = [label for part in SHARES for label in labels(world, part)]
     assert len(titles) == len(set(titles))
 
 
@@ -158,13 +158,13 @@ def test_copies_ask_the_same_of_other_names(world: TinyWorld) -> None:
         for at in range(0, len(demonstrations), len(demonstrations) // 3)
     )
     assert originals == [question for question, _ in world.demonstrations()]
-    held_out = labels(world, "dev") | labels(world, "test")
+    held_out = {*labels(world, "dev"), *labels(world, "test")}
     shared = 0
     for question, *others in zip(originals, first, second, strict=True):
         names = {candidate.label for candidate in question.candidates}
         for other in others:
             assert [e.relation for e in other.evidences] == [e.relation for e in question.evidences]
-            assert (other.kind, copied.template_of(other)) == (question.kind, copied.template_of(question))
+            assert other.kind == question.kind
             shared += not names.isdisjoint(candidate.label for candidate in other.candidates)
             assert held_out.isdisjoint(e.subject for e in other.evidences)
             assert all(copied.graph.materials(candidate.id) for candidate in other.candidates)
@@ -195,24 +195,6 @@ def test_every_answer_follows_from_text_and_evidences(world: TinyWorld) -> None:
 def test_rules_for_the_real_questions_read_these_too() -> None:
     world = build(dataclasses.replace(CONFIG, train_questions=3000, paraphrases=4))
     assert [q.text for q in world.questions("train") if not follows_from_evidence(q)] == []
-
-
-def test_templates_give_the_same_answers(world: TinyWorld) -> None:
-    for question in all_questions(world):
-        topics = [candidate.label for candidate in question.candidates]
-        assert world.template_of(question).answer_from_evidences(topics, question.evidences) == question.answers[0]
-
-
-def test_hops_of_a_template_are_the_evidences(world: TinyWorld) -> None:
-    for question in all_questions(world):
-        hops = world.template_of(question).hops
-        assert [hop.relation for hop in hops] == [evidence.relation for evidence in question.evidences]
-        for hop, evidence in zip(hops, question.evidences, strict=True):
-            if hop.candidate is not None:
-                assert evidence.subject_id == question.candidates[hop.candidate].id
-            else:
-                assert hop.after is not None
-                assert evidence.subject_id == question.evidences[hop.after].object_id
 
 
 def test_text_names_all_candidates_in_their_order(world: TinyWorld) -> None:
@@ -311,6 +293,7 @@ def test_kinds_come_in_the_shares_of_2wiki() -> None:
 
 
 def test_paraphrases_count_the_wordings_of_a_template() -> None:
+    template_of = {wording.format(a="x", b="x"): template.id for template in TEMPLATES for wording in template.wordings}
     for paraphrases in (1, 3):
         world = build(dataclasses.replace(CONFIG, train_questions=3000, paraphrases=paraphrases))
         wordings: dict[str, set[str]] = {}
@@ -320,7 +303,7 @@ def test_paraphrases_count_the_wordings_of_a_template() -> None:
                 question.candidates, key=lambda c: -len(c.label)
             ):  # "Ashford" is a part of "New Ashford"
                 text = text.replace(candidate.label, "x")
-            wordings.setdefault(world.template_of(question).id, set()).add(text)
+            wordings.setdefault(template_of[text], set()).add(text)
         assert max(map(len, wordings.values())) == paraphrases
 
 
@@ -382,19 +365,18 @@ def test_tokenizer_text_is_bounded_and_free_of_test_names(world: TinyWorld) -> N
     assert 2000 < len(lines) < 10_000
     text = "\n".join(lines)
     people_and_films = [
-        c for q in world.questions("test") for c in q.candidates if world.template_of(q).path != ("country",)
+        c for q in world.questions("test") for c in q.candidates if q.evidences[0].relation != "country"
     ]
     assert not any(candidate.label in text for candidate in people_and_films)
     assert all(word in text for word in ("Song", "Simon", "Shaw", "date of birth", "Who is older"))
 
 
-def test_passages_say_what_the_graph_says(world: TinyWorld) -> None:
-    passages = {passage.title: passage.text for passage in world.passages()}
+def test_gold_passages_say_what_the_evidences_say(world: TinyWorld) -> None:
     for question in world.questions("test"):
+        passages = {passage.title: passage.text for passage in question.gold_passages}
+        assert passages.keys() == {evidence.subject for evidence in question.evidences}
         for evidence in question.evidences:
             assert f"The {evidence.relation} of {evidence.subject} is {evidence.object}." in passages[evidence.subject]
-        assert {p.title for p in question.gold_passages} == {evidence.subject for evidence in question.evidences}
-        assert all(passage.text == passages[passage.title] for passage in question.gold_passages)
 
 
 @pytest.mark.parametrize(
@@ -449,5 +431,5 @@ def test_any_world_is_answerable_and_disjoint(
             assert f"{evidence.subject}, {evidence.relation}, {evidence.object}" in {
                 material.text for material in found
             }
-    titles = [passage.title for passage in world.passages()]
+    titles = [label for part in SHARES for label in labels(world, part)]
     assert len(titles) == len(set(titles))

@@ -2,14 +2,12 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mujica_jax import metrics
-from mujica_jax.agents.agent import Agent, Attempt, EnvironmentOf, Policy, run_episodes
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Question, Trajectory
-from mujica_jax.rewards import RewardFunction
 
 ALL_KINDS = "all"
 
@@ -53,34 +51,6 @@ class Evaluation:
             "stop_reasons": self.stop_reasons,
             "by_kind": {kind: _rounded(score) for kind, score in self.by_kind.items() if kind != ALL_KINDS},
         }
-
-
-async def evaluate(
-    agent: Agent,
-    questions: Sequence[Question],
-    environment: EnvironmentOf,
-    policy: Policy,
-    *,
-    rule: Rule,
-    reward: RewardFunction,
-    temperature: float,
-    seed: int,
-    concurrency: int,
-    on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
-    poll: Callable[[], None] = lambda: None,
-) -> Evaluation:
-    attempts = [Attempt(question=question, number=0, seed=seed, temperature=temperature) for question in questions]
-    trajectories = await run_episodes(
-        agent,
-        attempts,
-        environment,
-        policy,
-        reward=reward,
-        concurrency=concurrency,
-        on_episode=on_episode,
-        poll=poll,
-    )
-    return summarise(questions, trajectories, rule)
 
 
 def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule) -> Evaluation:

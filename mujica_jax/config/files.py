@@ -117,13 +117,10 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         fields = " or ".join(f"the fields of {section.__name__}" for section in sections)
         raise UserError(f"{name} is {value} and must be an object with {fields}")
     kinds = {_kind_of(section): section for section in sections}
-    if "kind" in value and "" not in kinds:
-        kind = str(value["kind"])
-        if kind not in kinds:
-            raise UserError(f"there is no kind {kind}: {nearest(kind, kinds.keys())}")
-        return from_dict(kinds[kind], value)
-    # Written before kinds were: the section that shares most fields, which names those that do not fit.
-    return from_dict(max(sections, key=lambda section: len(_fields(section) & set(value))), value)
+    kind = "" if "" in kinds else str(value.get("kind"))
+    if kind not in kinds:
+        raise UserError(f"there is no kind {kind}: {nearest(kind, kinds.keys())}")
+    return from_dict(kinds[kind], value)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mujica_jax import metrics
-from mujica_jax.agents.agent import Agent, EnginePolicy
-from mujica_jax.agents.evaluation import Evaluation, evaluate, summarise
+from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
+from mujica_jax.agents.evaluation import Evaluation, summarise
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Generator
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Question, Trajectory
-from mujica_jax.report import Progress
-from mujica_jax.report.progress import Figure
+from mujica_jax.report.progress import Figure, Progress
 from mujica_jax.rewards import RewardFunction
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
@@ -81,6 +80,7 @@ def score_policy(
         preemption.enter(f"{name}: evaluating, {kind}")
         generator.reset_cache()  # so that a score does not depend on what was decoded before
         golds = {question.id: question.answers for question in own}
+        attempts = [Attempt(question=asked, number=0, seed=config.seed, temperature=temperature) for asked in own]
         done, correct = 0, 0.0
         with progress.stage(f"{name}: evaluating, {kind}", total=len(own), unit="episodes", live=live) as stage:
 
@@ -90,24 +90,20 @@ def score_policy(
                 correct += metrics.score(trajectory.final_answer, golds[trajectory.question_id], task.rule).em
                 stage.update(done, em=100 * correct / done)
 
-            evaluation = asyncio.run(
-                evaluate(
-                    agent,
-                    own,
-                    task.environment,
-                    EnginePolicy(generator),
-                    rule=task.rule,
-                    reward=reward,
-                    temperature=temperature,
-                    seed=config.seed,
-                    concurrency=concurrency,
-                    on_episode=on_episode,
-                    poll=preemption.check,
-                )
+            episodes = run_episodes(
+                agent,
+                attempts,
+                task.environment,
+                EnginePolicy(generator),
+                reward=reward,
+                concurrency=concurrency,
+                on_episode=on_episode,
+                poll=preemption.check,
             )
-        if distributed.processes() == 1:
-            return evaluation
-        return summarise(questions, gather(kind, evaluation.trajectories), task.rule)
+            played: Sequence[Trajectory] = asyncio.run(episodes)
+        if distributed.processes() > 1:
+            played = gather(kind, played)
+        return summarise(questions, played, task.rule)
 
     return Scores(
         questions=questions, rule=task.rule, greedy=evaluated(0.0), sampled=evaluated(config.eval.temperature)

@@ -35,7 +35,10 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
 from mujica_jax.records import Conversation, Question, Trajectory
-from mujica_jax.report import MetricsLog, NoMetrics, PhaseRow, Progress, StageClock
+from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
+from mujica_jax.report.progress import Progress
+from mujica_jax.report.results import PhaseRow
+from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compile_counter import compile_counter

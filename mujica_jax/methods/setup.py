@@ -29,7 +29,8 @@ from mujica_jax.models.quantization import import_qwix
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
-from mujica_jax.report import MetricsLog, NoConsole, NoMetrics, Progress
+from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
+from mujica_jax.report.progress import NoConsole, Progress
 from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from mujica_jax.records import Trajectory
-from mujica_jax.report import Progress
+from mujica_jax.report.progress import Progress
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.store import Store

@@ -143,21 +143,19 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     to be; one that cannot reach the gold answer is left out.
     """
     policy = ScriptedPolicy(run.tokenizer, miss_rate=run.config.warmup.miss_rate, seed=run.config.seed)
-    demonstrations = from_scratch(run.task).demonstrations()
+    trajectories: list[Trajectory] = []
+    right: list[bool] = []
 
-    async def play() -> list[Trajectory]:
-        played = []
-        for question, environment in demonstrations:
+    async def play() -> None:
+        for question, environment in from_scratch(run.task).demonstrations():
             run.preemption.check()
             attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
             trajectory = await run.agent.run(attempt, environment, policy)
-            played.append(trajectory.with_reward(run.reward(trajectory, question)))
-        return played
+            trajectories.append(trajectory.with_reward(run.reward(trajectory, question)))
+            right.append(metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0)
 
     run.preemption.enter(f"{WARM_UP.name}: playing the demonstrations")
-    trajectories = asyncio.run(play())
-    golds = {question.id: question.answers for question, _ in demonstrations}
-    right = [metrics.score(t.final_answer, golds[t.question_id], run.task.rule).em == 1.0 for t in trajectories]
+    asyncio.run(play())
     slipped = [any(search.query in policy.missed for search in t.searches) for t in trajectories]
     kept = [t for t, *keep in zip(trajectories, right, slipped, strict=True) if any(keep)]
     run.progress.line(

@@ -44,15 +44,7 @@ class Summary:
 
 def summary_dict(summary: Summary) -> dict[str, Any]:
     """The content of `summary.json`. Numbers are rounded to two decimals; `PhaseRow(**phase)` takes a phase back."""
-    return {
-        "task": summary.task,
-        "method": summary.method,
-        "reward": summary.reward,
-        "split": summary.split,
-        "seed": summary.seed,
-        "phases": [_rounded(dataclasses.asdict(phase)) for phase in summary.phases],
-        "seconds": round(summary.seconds, 2),
-    }
+    return _rounded(dataclasses.asdict(summary))
 
 
 def closing_table(phases: Sequence[PhaseRow]) -> "Table":
@@ -139,6 +131,8 @@ def _score_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
 def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return [_rounded(entry) for entry in value]
     return round(value, 2) if isinstance(value, float) else value
 
 

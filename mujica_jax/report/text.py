@@ -12,14 +12,14 @@ PLAIN_COLUMNS = 120  # width of output that goes to a file or a pipe
 JOINERS = "\u200c\u200d"  # format characters that ordinary text needs
 
 
-def plain(renderable: "RenderableType", *, columns: int = PLAIN_COLUMNS, encoding: str = "utf-8") -> str:
+def plain(renderable: "RenderableType", *, encoding: str = "utf-8") -> str:
     """A table or tree as text without colours or trailing blanks, in ASCII drawings if the encoding needs them."""
     from rich.console import Console
 
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace", newline="\n")
     console = Console(
         file=file,
-        width=columns,
+        width=PLAIN_COLUMNS,
         color_system=None,
         force_terminal=False,
         force_jupyter=False,

@@ -6,7 +6,6 @@ JSON or not the one asked for). A request that is too large for the service, or 
 What the service refuses otherwise is not sent again.
 """
 
-import asyncio
 import random
 import time
 from typing import Any
@@ -39,15 +38,13 @@ class RemoteRetriever(Counted):
         self,
         url: str,
         *,
-        version: str | None = None,
         concurrency: int = 8,
         policy: RetryPolicy = POLICY,
     ) -> None:
-        """`version` is that of the index; None takes what the first answer says. Another one later is refused: results
-        would change in the middle of a run.
-        """
         super().__init__()
-        self.url, self.version = url.rstrip("/"), version
+        self.url = url.rstrip("/")
+        # Of the index, as the first answer says it. Another one later is refused: results would change in a run.
+        self.version: str | None = None
         self._client = HttpClient(
             f"{self.url}/search",
             api_key_variable=None,
@@ -69,9 +66,6 @@ class RemoteRetriever(Counted):
             except TimeoutError as error:
                 late = deadline_exceeded(self.url, self._policy, "too many searches before this one")
                 raise RetrieverTimeout(str(late)) from error
-
-    async def health(self) -> Health:
-        return await asyncio.to_thread(self.check)
 
     def check(self) -> Health:
         """The service's own health, asked once and at once; for the start of a run, before there is an event loop."""
@@ -148,7 +142,7 @@ def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
     try:
         health = remote.check()
     except RetrievalError as error:
-        raise UserError(error.reason) from error
+        raise UserError(str(error)) from error
     if (health.kind == "bm25") != (retriever == "bm25"):
         raise UserError(
             f"retriever is {retriever} and {url} serves an index of kind {health.kind}: give another address or "

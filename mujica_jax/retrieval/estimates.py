@@ -11,21 +11,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.graph.files import pieces
-from mujica_jax.retrieval.graph.index import GraphSpec, Loaded, load
+from mujica_jax.retrieval.graph.files import GraphSpec, pieces
+from mujica_jax.retrieval.graph.index import Loaded, load
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage, Skipped, stream_corpus
 from mujica_jax.retrieval.text.embeddings import DTYPES
 from mujica_jax.retrieval.text.index import IndexSpec
-from mujica_jax.retrieval.text.scann_build import CHUNK_ROWS
-
-if TYPE_CHECKING:
-    from mujica_jax.retrieval.text.scann_search import ScannParameters
+from mujica_jax.retrieval.text.scann import CHUNK_ROWS, ScannParameters, parameters_for
 
 EMBEDDED_SAMPLE = 128  # passages
 WORDS_SAMPLE = 2000
@@ -43,20 +40,7 @@ GRAPH_BUILDING_BYTES = 10**9  # a chunk of lines and what the store sorts at onc
 GRAPH_SEARCHING_BYTES = 10**8  # beside what the system keeps of the files
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Estimate:
-    items: dict[str, int]  # how many passages, or triples and names; of passages also how many were left out
-    disk_bytes: dict[str, int]  # by file
-    building_bytes: int  # of memory, beside the program and the embedder's weights
-    searching_bytes: int  # of memory; on the devices together, for kind exact
-    seconds: dict[str, float]  # by stage
-
-    def shown(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(self)
-        return {**fields.pop("items"), **fields}
-
-
-def estimate_corpus(spec: IndexSpec, passages: int | None = None) -> Estimate:
+def estimate_corpus(spec: IndexSpec, passages: int | None = None) -> dict[str, Any]:
     """As if the corpus had so many passages; None counts them."""
     skipped = Skipped() if spec.skip else None
     stream = stream_corpus(spec.corpus, skipped)
@@ -69,12 +53,13 @@ def estimate_corpus(spec: IndexSpec, passages: int | None = None) -> Estimate:
             "one"
         )
     found = estimate_sample(spec, sample, passages)
-    left_out = {} if skipped is None else {"skipped": skipped.count}
-    return dataclasses.replace(found, items=found.items | left_out)
+    return {"passages": passages, **({} if skipped is None else {"skipped": skipped.count}), **found}
 
 
-def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -> Estimate:
-    """For `passages` passages like those of the sample."""
+def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -> dict[str, Any]:
+    """For `passages` passages like those of the sample: `disk_bytes` by file, `building_bytes` of memory beside the
+    program and the embedder's weights, `searching_bytes` (on the devices together, for kind exact), `seconds` by stage.
+    """
     text_bytes = sum(len(f"{passage.id}{passage.contents}".encode()) for passage in sample)
     disk = {"passages": passages * text_bytes // len(sample) + 12 * passages}  # three offsets a row
     if spec.kind == "bm25":
@@ -86,8 +71,6 @@ def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -
     seconds = {"embedding": round(passages / _passages_a_second(spec, sample[:EMBEDDED_SAMPLE]), 3)}
     building, searching = 0, disk["embeddings"]
     if spec.kind == "scann":
-        from mujica_jax.retrieval.text.scann_search import parameters_for
-
         of = parameters_for(passages, of_length_1=True)
         blocks = -(-dimension // of.dimensions_a_block) if of.leaves else 0
         vectors = passages * dimension * (1 if of.leaves else FLOAT32_BYTES)
@@ -97,16 +80,10 @@ def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -
         building = scann_building_bytes(of, passages, dimension)
         products = 2 * dimension * of.leaves * (CENTROID_ROUNDS * of.training_rows + passages)
         seconds["building ScaNN's partitions"] = round(products / _operations_a_second(), 3)
-    return Estimate(
-        items={"passages": passages},
-        disk_bytes=disk,
-        building_bytes=building,
-        searching_bytes=searching,
-        seconds=seconds,
-    )
+    return {"disk_bytes": disk, "building_bytes": building, "searching_bytes": searching, "seconds": seconds}
 
 
-def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> Estimate:
+def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> dict[str, Any]:
     """From the beginning of each file, loaded into a temporary directory."""
     from pyoxigraph import Store
 
@@ -125,16 +102,17 @@ def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> E
         triples, names = triples + loaded.triples / share, names + loaded.names / share
     if not triples:
         raise UserError(f"{', '.join(spec.files)}: there is no triple in what was read; give a graph with at least one")
-    return Estimate(
-        items={"triples": round(triples), "names": round(names)},
-        disk_bytes={"graph": round(disk)},
-        building_bytes=GRAPH_BUILDING_BYTES,
-        searching_bytes=GRAPH_SEARCHING_BYTES,
-        seconds={"loading": round(seconds, 1)},
-    )
+    return {
+        "triples": round(triples),
+        "names": round(names),
+        "disk_bytes": {"graph": round(disk)},
+        "building_bytes": GRAPH_BUILDING_BYTES,
+        "searching_bytes": GRAPH_SEARCHING_BYTES,
+        "seconds": {"loading": round(seconds, 1)},
+    }
 
 
-def scann_building_bytes(parameters: "ScannParameters", rows: int, dimension: int) -> int:
+def scann_building_bytes(parameters: ScannParameters, rows: int, dimension: int) -> int:
     """Memory of `write_scann`: that of training, or of writing down what was learned, and some chunks."""
     row = dimension * FLOAT32_BYTES
     if not parameters.leaves:
@@ -145,7 +123,7 @@ def scann_building_bytes(parameters: "ScannParameters", rows: int, dimension: in
     return max(SAMPLES_HELD * sample, sample + codebooks) + CHUNKS_HELD * min(rows, CHUNK_ROWS) * row
 
 
-def _estimate_words(spec: IndexSpec, sample: Sequence[Passage], passages: int, disk: dict[str, int]) -> Estimate:
+def _estimate_words(spec: IndexSpec, sample: Sequence[Passage], passages: int, disk: dict[str, int]) -> dict[str, Any]:
     Bm25Index(sample[:1], spec.tokeniser)  # imports, once for a corpus of any size
     began = time.monotonic()
     index = Bm25Index(sample, spec.tokeniser)
@@ -155,13 +133,12 @@ def _estimate_words(spec: IndexSpec, sample: Sequence[Passage], passages: int, d
         disk["words"] = sum(path.stat().st_size for path in Path(folder).iterdir()) * passages // len(sample)
     found = index.encode([passage.contents for passage in sample])
     held = WORD_BYTES * sum(len(of) for of in found) + POSTING_BYTES[spec.tokeniser] * sum(len(set(of)) for of in found)
-    return Estimate(
-        items={"passages": passages},
-        disk_bytes=disk,
-        building_bytes=passages * (PASSAGE_BYTES + held // len(sample)),
-        searching_bytes=disk["words"],
-        seconds={"indexing words": round(seconds, 3)},
-    )
+    return {
+        "disk_bytes": disk,
+        "building_bytes": passages * (PASSAGE_BYTES + held // len(sample)),
+        "searching_bytes": disk["words"],
+        "seconds": {"indexing words": round(seconds, 3)},
+    }
 
 
 def _passages_a_second(spec: IndexSpec, sample: Sequence[Passage]) -> float:

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from mujica_jax.errors import UserError
 from mujica_jax.storage import local
@@ -30,17 +30,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
 WHERE = ("embedder", "prefixes")  # said of an embedder so that it is found again; what it is, its version says
 NOT_CONTENT = (*WHERE, "seconds")  # of a manifest: two indexes that differ in these alone are one version
 ABOUT_CONTENT = ("format", "version", "files")
-
-
-class Manifest(dict[str, Any]):
-    """A JSON object of the directory. A name that it lacks is a damage of its file."""
-
-    def __init__(self, path: Path, value: Mapping[str, Any]) -> None:
-        super().__init__(value)
-        self._path = path
-
-    def __missing__(self, name: str) -> Any:
-        raise UserError(f"{self._path} says nothing of {name!r}: it is damaged, so {again(self._path.parent)}")
 
 
 def again(folder: str | Path) -> str:
@@ -69,9 +58,9 @@ def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
             f"{again(folder)}"
         )
     content = {name: value for name, value in manifest.items() if name not in (*ABOUT_CONTENT, *NOT_CONTENT)}
-    if manifest["version"] != (found := _version(content, manifest["files"])):
+    if manifest.get("version") != (found := _version(content, manifest.get("files"))):
         raise UserError(
-            f"{folder / MANIFEST} is damaged (its version is {manifest['version']!r} and what it says makes "
+            f"{folder / MANIFEST} is damaged (its version is {manifest.get('version')!r} and what it says makes "
             f"{found!r}): {again(folder)}"
         )
     for name in WHERE:
@@ -131,6 +120,14 @@ def commit(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     return manifest
 
 
+class Reporter(Protocol):
+    """Receives how far a build is: `report.Progress`."""
+
+    def stage(self, name: str, *, total: int | None = None, unit: str) -> Any:
+        """A context manager that gives a stage; `update` of that is called with the number of units done."""
+        ...
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
@@ -138,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({error}): it is damaged, so {again(path.parent)}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object: it is damaged, so {again(path.parent)}")
-    return Manifest(path, value)
+    return value
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

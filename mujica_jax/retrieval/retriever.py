@@ -39,10 +39,6 @@ class Retriever(Protocol):
         """At most k passages, best first. Raises RetrievalError."""
         ...
 
-    async def health(self) -> Health:
-        """After one real search, past every cache. Raises RetrievalError."""
-        ...
-
 
 class IndexRetriever(Counted):
     """An index of this process. Use from one event loop at a time.
@@ -90,6 +86,7 @@ class IndexRetriever(Counted):
                 raise self._too_late() from error
 
     async def health(self) -> Health:
+        """After one real search, past every cache. Raises RetrievalError."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._deadline_seconds):
@@ -118,8 +115,6 @@ class IndexRetriever(Counted):
             encoded = self.index.encode(queries)
             middle = time.monotonic()
             found = self.index.search_encoded(encoded, k)
-        except UserError as error:
-            raise RetrieverRefused(str(error)) from error
         except (OSError, RuntimeError) as error:  # a disk, or a device that ran out of memory
             raise RetrieverUnavailable(f"the index failed ({error})") from error
         self.count(batches=1, encode_seconds=middle - began, search_seconds=time.monotonic() - middle)

@@ -67,12 +67,6 @@ class SearchCache:
             except (sqlite3.Error, UnicodeEncodeError) as error:
                 self._give_up(error)
 
-    def close(self) -> None:
-        with self._lock:
-            if self._database is not None:
-                self._database.close()
-                self._database = None
-
     def _give_up(self, error: Exception) -> None:
         _log.warning("%s is not used (%s): searches are made again", self.path, error)
         if self._database is not None:

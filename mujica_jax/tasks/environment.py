@@ -39,21 +39,14 @@ class GraphEnvironment:
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         if entity is None:
-            raise RetrievalError("a graph is searched from an entity and the search names none", retryable=False)
+            raise RetrievalError("a graph is searched from an entity and the search names none")
         if isinstance(self.graph, TripleGraph):
             self.graph.count(queries=1)
-            return self.materials(query, entity)
-        ends = await self.graph.ends_of(entity.id)
-        if not ends and len(namesakes := await self.graph.find(entity.label)) == 1:
-            ends = await self.graph.ends_of(namesakes[0])
-        return self._shown(query, entity, ends)
-
-    def materials(self, query: str, entity: Entity) -> tuple[Material, ...]:
-        """What a search of a graph in memory returns, at once; an entity unknown to it has no materials."""
-        assert isinstance(self.graph, TripleGraph), "only a graph in memory answers at once"
-        return self._shown(query, entity, self.graph.ends_of(entity.id))
-
-    def _shown(self, query: str, entity: Entity, ends: Sequence[End]) -> tuple[Material, ...]:
+            ends = self.graph.ends_of(entity.id)
+        else:
+            ends = await self.graph.ends_of(entity.id)
+            if not ends and len(namesakes := await self.graph.find(entity.label)) == 1:
+                ends = await self.graph.ends_of(namesakes[0])
         by_text: dict[str, Material] = {}
         for end in ends:
             material = _material(entity, end)

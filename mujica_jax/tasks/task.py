@@ -5,7 +5,7 @@ Methods and agents see these protocols and never a concrete task. What only a mo
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from mujica_jax.metrics import Rule
@@ -58,8 +58,10 @@ class Task(Protocol):
 class FromScratchTask(Protocol):
     """What a model that starts from scratch needs besides. All of it is of the training side, never of dev or test."""
 
-    def demonstrations(self) -> Sequence[tuple[Question, Environment]]:
-        """Questions with gold evidence for scripted demonstrations, each with the environment it is answered in."""
+    def demonstrations(self) -> Iterable[tuple[Question, Environment]]:
+        """Questions with gold evidence for scripted demonstrations, each with the environment it is answered in. Read
+        once.
+        """
         ...
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:

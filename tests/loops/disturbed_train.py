@@ -67,7 +67,7 @@ def build_once(path: str) -> None:
     config = load_config(path).task
     build = start.build_task
     task = build(load_config(path))
-    start.from_scratch(task).demonstrations()
+    list(start.from_scratch(task).demonstrations())
 
     start.build_task = lambda config_of_run: task if config_of_run.task == config else build(config_of_run)
 

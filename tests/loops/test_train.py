@@ -27,7 +27,7 @@ from whole_runs import (
     outcome,
 )
 
-from mujica_jax.report import PhaseRow
+from mujica_jax.report.results import PhaseRow
 
 
 def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph import sparql
-from mujica_jax.retrieval.graph.files import Choice, Counts, Piece
+from mujica_jax.retrieval.graph.files import Counts, GraphSpec, Piece
 
 if TYPE_CHECKING:
     from pyoxigraph import Quad, Store
@@ -53,10 +53,10 @@ class Kept(NamedTuple):
 class Lines:
     """The lines of N-Triples that a graph keeps."""
 
-    def __init__(self, path: str, choice: Choice, *, skip: bool, counts: Counts) -> None:
-        self._path, self._skip, self._counts = path, skip, counts
-        self._languages = frozenset(language.lower().encode() for language in choice.languages)
-        self._predicates = choice.predicates
+    def __init__(self, path: str, spec: GraphSpec, counts: Counts) -> None:
+        self._path, self._skip, self._counts = path, spec.skip, counts
+        self._languages = frozenset(language.lower().encode() for language in spec.languages)
+        self._predicates = spec.predicates
         self._roles: dict[bytes, str] = {}
 
     def kept(self, piece: Piece, claims: set[bytes]) -> list[Kept]:

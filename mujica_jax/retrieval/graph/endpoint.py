@@ -161,7 +161,7 @@ def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_S
     try:
         asyncio.run(endpoint.check())
     except RetrievalError as error:
-        raise UserError(error.reason) from error
+        raise UserError(str(error)) from error
     return endpoint
 
 

@@ -4,30 +4,31 @@ plain, `.gz` or `.bz2`, local or in a bucket; and what of them is kept.
 A line that cannot be read is refused with file and line, or left out and counted where the caller asks for that.
 """
 
-import bz2
 import codecs
 import dataclasses
-import gzip
 import os
 import re
 import zlib
 from collections.abc import Iterator
-from typing import IO, cast
+from typing import Any
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.files import decompressed, describe_files, open_file
 from mujica_jax.retrieval.graph import sparql
-from mujica_jax.retrieval.text.corpus_files import open_file
 
+KIND = "graph"
 FORMATS = "triples as .tsv or .nt, plain, .gz or .bz2"
 READ_BYTES = 2**22  # at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What of the files is kept. Properties are Wikidata's (P57) or full IRIs; none given are all."""
+class GraphSpec:
+    """What a graph is made of. Properties are Wikidata's (P57) or full IRIs; none given are all."""
 
+    files: tuple[str, ...]
     languages: tuple[str, ...] = sparql.LANGUAGES
     properties: tuple[str, ...] = ()
+    skip: bool = False  # leave out lines that cannot be read and count them, instead of refusing the file
 
     def __post_init__(self) -> None:
         sparql.check_languages(self.languages)
@@ -38,6 +39,15 @@ class Choice:
     @property
     def predicates(self) -> frozenset[bytes]:
         return frozenset((sparql.DIRECT + name if name.startswith("P") else name).encode() for name in self.properties)
+
+    def plan(self) -> dict[str, Any]:
+        return {
+            "kind": KIND,
+            "corpus": describe_files(self.files),
+            "skip": self.skip,
+            "languages": list(self.languages),
+            "properties": sorted(self.properties),
+        }
 
 
 @dataclasses.dataclass
@@ -77,7 +87,7 @@ def pieces(
     """From byte `start` of the decompressed file on, in front of which `lines` lines stand; of about `size` bytes
     (READ_BYTES), and up to the first one that ends behind `max_bytes`."""
     try:
-        with open_file(path) as raw, _decompressed(path, raw) as file:
+        with open_file(path) as raw, decompressed(path, raw) as file:
             bytes_there = max(1, raw.seek(0, os.SEEK_END))
             raw.seek(0)
             file.seek(start)
@@ -101,9 +111,3 @@ def pieces(
         raise UserError(f"{path} does not exist: give {FORMATS}") from error
     except (EOFError, OSError, zlib.error) as error:
         raise UserError(f"{path} cannot be read after line {lines:,} ({error}): it is cut off or damaged") from error
-
-
-def _decompressed(path: str, raw: IO[bytes]) -> IO[bytes]:
-    if path.endswith(".gz"):
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    return cast(IO[bytes], bz2.open(raw)) if path.endswith(".bz2") else raw

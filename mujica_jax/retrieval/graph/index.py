@@ -16,41 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph.dumps import Kept, Lines, claim_quads
-from mujica_jax.retrieval.graph.files import Choice, Counts, Piece, is_table, pieces
+from mujica_jax.retrieval.graph.files import KIND, Counts, GraphSpec, Piece, is_table, pieces
 from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
 from mujica_jax.retrieval.graph.tables import Table
-from mujica_jax.retrieval.manifest import again, building, commit, read_json, read_manifest, write_json
-from mujica_jax.retrieval.text.corpus_files import describe_file
-from mujica_jax.retrieval.text.index import Reporter
+from mujica_jax.retrieval.manifest import Reporter, again, building, commit, read_json, read_manifest, write_json
 
 if TYPE_CHECKING:
     from pyoxigraph import Store
 
-KIND = "graph"
 STORE, PROGRESS = "graph", "loaded.json"
 UNFINISHED = "bulk-*.sst"  # what a killed load was writing: the store takes tables in under numbers
 OLD_LOGS = "LOG.old.*"  # of each start, for people
 CHUNK_BYTES = 2**26  # of kept lines; some 500,000 triples
 CHUNK_READ_BYTES = 2**30  # of lines, kept or not
 TABLE_CHUNK_BYTES = 2**22
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GraphSpec:
-    """What a graph is made of."""
-
-    files: tuple[str, ...]
-    choice: Choice = dataclasses.field(default_factory=Choice)
-    skip: bool = False  # leave out lines that cannot be read and count them, instead of refusing the file
-
-    def plan(self) -> dict[str, Any]:
-        return {
-            "kind": KIND,
-            "corpus": [{"name": Path(path).name, **describe_file(path)} for path in self.files],
-            "skip": self.skip,
-            "languages": list(self.choice.languages),
-            "properties": sorted(self.choice.properties),
-        }
 
 
 @dataclasses.dataclass
@@ -74,26 +53,26 @@ def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, 
         if finished:
             return read_manifest(folder), True
         began = time.monotonic()
-        loaded = read_progress(folder)
+        loaded = Loaded(**read_json(folder / PROGRESS)) if (folder / PROGRESS).exists() else Loaded()
         _remove(folder, UNFINISHED)
         try:
             store = Store(folder / STORE)
         except OSError as error:
             raise UserError(f"{folder / STORE} cannot be opened ({error}): {again(folder)}") from error
-        with reporter.stage("loading the graph", None, "triples") as done:
+        with reporter.stage("loading the graph", unit="triples") as stage:
             for so_far in load(store, spec, loaded):
                 store.flush()
                 write_json(folder / PROGRESS, dataclasses.asdict(so_far))
-                done(so_far.triples + so_far.names)
+                stage.update(so_far.triples + so_far.names)
         if not loaded.triples:
-            chosen = f" among the properties {' '.join(spec.choice.properties)}" if spec.choice.properties else ""
+            chosen = f" among the properties {' '.join(spec.properties)}" if spec.properties else ""
             raise UserError(
                 f"{', '.join(spec.files)}: there is no triple in it{chosen}; give a graph with at least one"
             )
-        with reporter.stage("ordering the graph", None, "triples") as done:
+        with reporter.stage("ordering the graph", unit="triples") as stage:
             store.optimize()
             store.flush()
-            done(loaded.triples + loaded.names)
+            stage.update(loaded.triples + loaded.names)
         del store
         gc.collect()  # closes it
         Store(folder / STORE).flush()  # opening it again drops the logs of what is in its tables by now
@@ -102,16 +81,6 @@ def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, 
         about = {**plan, **{name: getattr(loaded, name) for name in ("triples", "names", "skipped", "first_skipped")}}
         about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
         return commit(folder, about), False
-
-
-def read_progress(folder: Path) -> Loaded:
-    path = folder / PROGRESS
-    if not path.exists():
-        return Loaded()
-    try:
-        return Loaded(**read_json(path))
-    except TypeError as error:
-        raise UserError(f"{path} says nothing of how far the graph is ({error}): {again(folder)}") from error
 
 
 def load(store: "Store", spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None) -> Iterator[Loaded]:
@@ -147,26 +116,15 @@ def open_graph(folder: str | Path) -> GraphStore:
     return GraphStore(store, version=manifest["version"], languages=tuple(manifest["languages"]))
 
 
-def graph_in_memory(*files: str | Path, choice: Choice | None = None, skip: bool = False) -> GraphStore:
-    """A small graph without an index."""
-    from pyoxigraph import Store
-
-    spec = GraphSpec(files=tuple(str(file) for file in files), choice=choice or Choice(), skip=skip)
-    store = Store()
-    for _ in load(store, spec, Loaded()):
-        pass
-    return GraphStore(store, version="", languages=spec.choice.languages)
-
-
 def _load_table(store: "Store", path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None) -> Iterator[Loaded]:
-    table = Table(store, path, skip=spec.skip, counts=loaded)
+    table = Table(store, path, spec.skip, loaded)
     for piece in pieces(path, loaded.bytes, loaded.lines, TABLE_CHUNK_BYTES, max_bytes):
         store.extend(table.names(piece) if loaded.stage == "names" else table.statements(piece))
         yield _at(loaded, piece)
 
 
 def _load_lines(store: "Store", path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None) -> Iterator[Loaded]:
-    lines = Lines(path, spec.choice, skip=spec.skip, counts=loaded)
+    lines = Lines(path, spec, loaded)
     kept: list[Kept] = []
     claims: set[bytes] = set()
     stated: set[bytes] = set()

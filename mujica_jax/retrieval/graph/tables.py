@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Table:
     """Quads of tab-separated rows, for one graph. Names of all rows are put there before the first statement."""
 
-    def __init__(self, store: "Store", path: str, *, skip: bool, counts: Counts) -> None:
+    def __init__(self, store: "Store", path: str, skip: bool, counts: Counts) -> None:
         self._store, self._path, self._skip, self._counts = store, path, skip, counts
 
     def names(self, piece: Piece) -> "list[Quad]":

@@ -79,20 +79,13 @@ class TripleGraph(Counted):
             if not triple.object_is_literal:
                 self._add(row, True, triple.object, triple.object_id)
 
-    def __len__(self) -> int:
-        return len(self.triples)
-
-    def triples_of(self, entity_id: str, limit: int | None = None) -> tuple[Triple, ...]:
+    def ends_of(self, entity_id: str, limit: int | None = None) -> list[End]:
         """Triples that name the entity, as subject before as object, in file order, no two alike; at most `limit` of
         them.
 
         `entity_id` is a Q-id or a label as `find`, `subject_key` and `object_key` return it; an unknown one has no
         triples.
         """
-        return tuple(end.triple for end in self.ends_of(entity_id, limit))
-
-    def ends_of(self, entity_id: str, limit: int | None = None) -> list[End]:
-        """`triples_of` with the keys of both ends and whether the entity is the triple's object."""
         found: dict[str, End] = {}
         for row, as_object in self._ends(entity_id):
             if limit is not None and len(found) >= limit:

@@ -56,11 +56,12 @@ class Bm25Index:
                 documents.append(array.array("i", numbers))
                 version.update(f"{len(text)} {text}".encode())
             on_passages(len(documents))
-        index = None
+        self.passages, self.version = passages, version.hexdigest()[:16]
+        self.tokeniser: Tokeniser = tokeniser
+        self._index: bm25s.BM25 | None = None
         if vocabulary:  # bm25s cannot index a corpus without a single word
-            index = _default_index() if tokeniser == "default" else _lucene_index()
-            index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
-        self._take(passages, tokeniser, index, version.hexdigest()[:16])
+            self._index = _empty_index(tokeniser)
+            self._index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
 
     @classmethod
     def load(
@@ -69,20 +70,11 @@ class Bm25Index:
         """What `save` wrote, over the same passages."""
         import bm25s
 
-        loaded = cls.__new__(cls)
-        index = (
-            bm25s.BM25.load(folder, mmap=True, show_progress=False) if (folder / "params.index.json").exists() else None
-        )
-        loaded._take(passages, tokeniser, index, version)
+        loaded = cls((), tokeniser)
+        loaded.passages, loaded.version = passages, version
+        if (folder / "params.index.json").exists():
+            loaded._index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
         return loaded
-
-    def _take(
-        self, passages: Sequence[Passage], tokeniser: Tokeniser, index: "bm25s.BM25 | None", version: str
-    ) -> None:
-        self.passages = passages
-        self.tokeniser: Tokeniser = tokeniser
-        self.version = version
-        self._index = index
 
     def save(self, folder: Path) -> None:
         """The postings; the passages are the caller's. A corpus without words leaves an empty folder."""
@@ -94,8 +86,6 @@ class Bm25Index:
         return _tokens(queries, self.tokeniser)
 
     def search_encoded(self, queries: list[list[str]], k: int) -> list[list[tuple[int, float]]]:
-        if k < 1:
-            raise ValueError(f"k is {k}; a search returns at least one passage, so give k >= 1")
         return [self._search_one(words, k) for words in queries]
 
     def search(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
@@ -151,18 +141,15 @@ def _from_four_bits(code: int) -> int:
     return code if code < 8 else (code & 7 | 8) << ((code >> 3) - 1)
 
 
-def _default_index() -> "bm25s.BM25":
-    import bm25s
-
-    return bm25s.BM25()
-
-
-def _lucene_index() -> "bm25s.BM25":
-    """A bm25s index whose precomputed scores use Lucene's rounded lengths (the average length stays exact, as in
+def _empty_index(tokeniser: Tokeniser) -> "bm25s.BM25":
+    """For `elasticsearch`, precomputed scores use Lucene's rounded lengths (the average length stays exact, as in
     Lucene).
     """
     import bm25s
     import numpy
+
+    if tokeniser == "default":
+        return bm25s.BM25()
 
     class LuceneIndex(bm25s.BM25):
         def build_index_from_ids(

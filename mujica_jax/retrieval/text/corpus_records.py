@@ -4,20 +4,19 @@ or not; Parquet.
 What is no JSON, or cannot be read at all, is refused with file and line.
 """
 
-import bz2
 import contextlib
-import gzip
 import io
 import json
 import lzma
+import re
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import TextIO
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.text.corpus_files import open_file
+from mujica_jax.retrieval.files import decompressed, open_file
 
 FORMATS = (
     'a JSON array or JSON Lines of {"title": ..., "text": ...}, plain, .gz or .bz2, a .tar of such files, or .parquet'
@@ -26,6 +25,7 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2")
 SHOWN_CHARACTERS = 50  # of a text before and behind what is wrong with it
 READ_CHARACTERS = 2**20  # of an array, at once
 MAX_RECORD_CHARACTERS = 2**24  # of an array: a record that does not end within so much is broken JSON
+_space = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
@@ -41,7 +41,7 @@ def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
 @contextlib.contextmanager
 def open_text(path: str | Path) -> Iterator[TextIO]:
     """A local file or one in a bucket, decompressed."""
-    with open_file(path) as raw, _decompressed(str(path), raw) as text:
+    with open_file(path) as raw, io.TextIOWrapper(decompressed(str(path), raw), "utf-8") as text:
         yield text
 
 
@@ -73,7 +73,7 @@ def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None:
-                with _decompressed(member.name, content) as text:
+                with io.TextIOWrapper(decompressed(member.name, content), "utf-8") as text:
                     for number, record in _text_records(f"{path}, {member.name}", text):
                         yield member.name, number, record
 
@@ -87,16 +87,6 @@ def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:
             for record in batch.to_pylist():
                 row += 1
                 yield row, record
-
-
-def _decompressed(name: str, raw: IO[bytes]) -> TextIO:
-    """Closing it does not close what is under it where that is compressed: its owner does."""
-    opened: Any = raw
-    if name.endswith(".gz"):
-        opened = gzip.GzipFile(fileobj=raw)
-    elif name.endswith(".bz2"):
-        opened = bz2.BZ2File(raw)
-    return io.TextIOWrapper(opened, encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -155,7 +145,7 @@ def _array_records(path: str | Path, file: TextIO, begun: str) -> Iterator[tuple
     def next_character() -> str:
         nonlocal position, counted, line_number
         while True:
-            position = _skip(text, position, " \t\r\n")
+            position = _space.match(text, position).end()  # pyright: ignore[reportOptionalMemberAccess]
             line_number += text.count("\n", counted, position)
             counted = position
             if position < len(text) or not more():
@@ -196,9 +186,3 @@ def _no_record(path: str | Path, line: int, error: ValueError | RecursionError) 
     else:
         reason = "nested too deeply" if isinstance(error, RecursionError) else "a number with too many digits"
     return UserError(f"{path}, line {line}: not a JSON record ({reason}); expected {FORMATS}")
-
-
-def _skip(text: str, position: int, characters: str) -> int:
-    while position < len(text) and text[position] in characters:
-        position += 1
-    return position

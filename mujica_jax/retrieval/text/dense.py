@@ -2,7 +2,7 @@
 few texts.
 
 Two engines have one interface, `search(queries, k) -> scores, positions`: every embedding looked at on the devices of
-JAX (`exact.py`), and ScaNN (`scann_search.py`).
+JAX (`exact.py`), and ScaNN (`scann.py`).
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,6 @@ class DenseIndex:
         return self._embedder.embed(queries, "query")
 
     def search_encoded(self, queries: np.ndarray, k: int) -> list[Hits]:
-        check_k(k, self.passages)
         scores, positions = self._vectors.search(queries, k)
         return [
             [(int(place), float(score)) for place, score in zip(places, of, strict=True) if place >= 0]
@@ -55,15 +54,10 @@ def check_k(k: int, passages: Sequence[Passage]) -> None:
         raise UserError(f"k is {k} and the index holds {len(passages):,} passages: give 1 to {len(passages)}")
 
 
-def nearest(embedder: "Embedder", query: str, texts: Sequence[str], k: int) -> Hits:
-    """The k best of a few texts (ten given passages, an entity's triples), embedded on the spot. Fewer texts give
-    fewer.
-    """
-    if not texts:
-        return []
+def ranked(embedder: "Embedder", query: str, texts: Sequence[str]) -> list[int]:
+    """Positions of a few texts (ten given passages, an entity's triples), best first, embedded on the spot."""
     vectors = embedder.embed(texts, "passage")
-    scores, positions = best_rows(embedder.embed([query], "query"), vectors, min(k, len(texts)))
-    return [(int(place), float(score)) for place, score in zip(positions[0], scores[0], strict=True)]
+    return best_rows(embedder.embed([query], "query"), vectors, len(texts))[1][0].tolist()
 
 
 def best_rows(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

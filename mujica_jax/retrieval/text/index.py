@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.manifest import again, building, commit, read_json, read_manifest, write_json
+from mujica_jax.retrieval.files import describe_files
+from mujica_jax.retrieval.manifest import Reporter, building, commit, read_json, read_manifest, write_json
 from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
-from mujica_jax.retrieval.text.corpus import Hits, Passage, Skipped, stream_corpus
-from mujica_jax.retrieval.text.corpus_files import describe_file
+from mujica_jax.retrieval.text.corpus import FILE, Hits, Passage, PassageFile, Skipped, stream_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex
 from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.text.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
-from mujica_jax.retrieval.text.passages import FILE, PassageFile, write_passages
 
 Kind = Literal["exact", "bm25", "scann"]
 
@@ -40,17 +39,9 @@ class Index(Protocol):
     def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """For each query the positions and scores of the k best passages, best first. Raises UserError where k is out
-        of range.
+        """For each query the positions and scores of the k best passages, best first; `check_k` says which k it can
+        be.
         """
-        ...
-
-
-class Reporter(Protocol):
-    """Receives how far a build is."""
-
-    def stage(self, name: str, total: int | None, unit: str) -> Any:
-        """A context manager that gives what is called with the number of units done."""
         ...
 
 
@@ -79,10 +70,7 @@ class IndexSpec:
                     f"the index {self.source} is of kind {taken['kind']} and has no embeddings: give a dense one"
                 )
             return plan | {"prefixes": None} | {name: taken[name] for name in DENSE_PLAN if name in taken}
-        plan |= {
-            "corpus": [{"name": Path(path).name, **describe_file(path)} for path in self.corpus],
-            "skip": self.skip,
-        }
+        plan |= {"corpus": describe_files(self.corpus), "skip": self.skip}
         if self.embedder is None:
             return plan | {"tokeniser": self.tokeniser}
         return plan | {
@@ -107,8 +95,8 @@ def build(folder: Path, spec: IndexSpec, reporter: Reporter) -> tuple[dict[str, 
         passages = PassageFile(folder / FILE)
         about: dict[str, Any] = {**plan, **counts}
         if spec.kind == "bm25":
-            with reporter.stage("indexing words", len(passages), "passages") as done:
-                Bm25Index(passages, spec.tokeniser, done).save(folder / BM25_FOLDER)
+            with reporter.stage("indexing words", total=len(passages), unit="passages") as stage:
+                Bm25Index(passages, spec.tokeniser, stage.update).save(folder / BM25_FOLDER)
         else:
             embeddings = _embed(folder, passages, plan, spec, reporter)
             if spec.kind == "scann":
@@ -130,11 +118,6 @@ def open_index(
     if "passages" not in manifest:
         raise UserError(f"the index {folder} is of kind {manifest['kind']} and holds no passages: give one that does")
     passages = PassageFile(folder / FILE)
-    if len(passages) != manifest["passages"]:
-        raise UserError(
-            f"{folder / FILE} holds {len(passages):,} passages and the manifest says {manifest['passages']:,}: "
-            f"{again(folder)}"
-        )
     if manifest["kind"] == "bm25":
         return Bm25Index.load(folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"])
     found = find_embedder(
@@ -148,7 +131,7 @@ def open_index(
             raise UserError(
                 f"a recall target is given and the index {folder} is of kind scann, which has its own: leave it out"
             )
-        from mujica_jax.retrieval.text.scann_search import ScannParameters, ScannSearch
+        from mujica_jax.retrieval.text.scann import ScannParameters, ScannSearch
 
         vectors = ScannSearch.load(folder / SCANN_FOLDER, len(passages), ScannParameters(**manifest["scann"]))
     else:
@@ -156,7 +139,8 @@ def open_index(
 
         target = manifest["recall_target"] if recall_target is None else recall_target
         version += "" if recall_target is None else f"-{recall_target}"
-        vectors = ExactSearch(_embeddings(folder, manifest), recall_target=target)
+        embeddings = open_embeddings(folder, len(passages), manifest["dimension"], manifest["storage"])
+        vectors = ExactSearch(embeddings, recall_target=target)
     return DenseIndex(passages, found.load(), vectors, version=version)
 
 
@@ -183,8 +167,8 @@ def _write_corpus(folder: Path, spec: IndexSpec, reporter: Reporter) -> dict[str
         return read_json(folder / COUNTS)
     unfinished = folder / f".{FILE}.new"
     skipped = Skipped() if spec.skip else None
-    with reporter.stage("reading the corpus", None, "passages") as done:
-        rows = write_passages(stream_corpus(spec.corpus, skipped), unfinished, done)
+    with reporter.stage("reading the corpus", unit="passages") as stage:
+        rows = write_passages(stream_corpus(spec.corpus, skipped), unfinished, stage.update)
     if rows == 0:
         raise UserError(f"{', '.join(spec.corpus)}: there is no passage in it; give a corpus with at least one")
     counts = {
@@ -203,22 +187,21 @@ def _embed(
     if encoded_rows(folder) == len(passages):  # an embedder need not be loaded
         return open_embeddings(folder, len(passages), plan["dimension"], plan["storage"])
     assert spec.embedder is not None, "what is taken from another index is whole"
-    with reporter.stage("embedding", len(passages), "passages") as done:
-        return encode(passages, spec.embedder.load(_data_mesh()), folder, spec.storage, done)
+    with reporter.stage("embedding", total=len(passages), unit="passages") as stage:
+        return encode(passages, spec.embedder.load(_data_mesh()), folder, spec.storage, stage.update)
 
 
 def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict[str, Any]:
     """ScaNN's files take their place when all of them are written; until then a killed build goes on with them. Returns
     the parameters.
     """
-    from mujica_jax.retrieval.text.scann_build import write_scann
-    from mujica_jax.retrieval.text.scann_search import parameters_for
+    from mujica_jax.retrieval.text.scann import parameters_for, write_scann
 
     parameters = parameters_for(len(embeddings), of_length_1=embeddings.of_length_1())
     unfinished = folder / f".{SCANN_FOLDER}.new"
     if not (folder / SCANN_FOLDER).exists():
-        with reporter.stage("building ScaNN's partitions", len(embeddings), "passages") as done:
-            write_scann(embeddings, parameters, unfinished, done).replace(folder / SCANN_FOLDER)
+        with reporter.stage("building ScaNN's partitions", total=len(embeddings), unit="passages") as stage:
+            write_scann(embeddings, parameters, unfinished, stage.update).replace(folder / SCANN_FOLDER)
     shutil.rmtree(unfinished, ignore_errors=True)
     return dataclasses.asdict(parameters)
 
@@ -236,10 +219,6 @@ def _take(source: Path, folder: Path) -> None:
             except OSError:
                 shutil.copyfile(path, unfinished)
             unfinished.replace(folder / path.name)
-
-
-def _embeddings(folder: Path, manifest: Mapping[str, Any]) -> Embeddings:
-    return open_embeddings(folder, manifest["passages"], manifest["dimension"], manifest["storage"])
 
 
 def _data_mesh() -> Any:

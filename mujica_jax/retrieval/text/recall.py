@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.text.corpus import PassageFile
 from mujica_jax.retrieval.text.corpus_records import check_text, read_records
 from mujica_jax.retrieval.text.dense import check_k
 from mujica_jax.retrieval.text.index import Index
-from mujica_jax.retrieval.text.passages import PassageFile
 
 Asked = tuple[str, set[str]]  # a question and its gold titles
 

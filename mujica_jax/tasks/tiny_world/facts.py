@@ -5,6 +5,7 @@ Everything is drawn from generators seeded with the world's seed and the part's 
 of the graph changes no name, and a longer training side changes no test entity.
 """
 
+import dataclasses
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -277,19 +278,17 @@ class WorldPart:
         )
 
 
+@dataclasses.dataclass(kw_only=True, slots=True)
 class _Person:
     """What later generations and films need to know about someone."""
 
-    __slots__ = ("birth_year", "country", "death_year", "last", "last_child", "male", "number")
-
-    def __init__(self, *, number: int, male: bool, last: int, birth_year: int, death_year: int) -> None:
-        self.number = number
-        self.male = male
-        self.last = last
-        self.birth_year = birth_year
-        self.death_year = death_year
-        self.country: Value = ""
-        self.last_child: int | None = None
+    number: int
+    male: bool
+    last: int
+    birth_year: int
+    death_year: int
+    country: Value = ""
+    last_child: int | None = None
 
 
 def _people_count(part: names.Part, questions: int) -> int:

@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from mujica_jax.records import Evidence
-
 FinalRule = Literal["last_object", "earlier", "later", "same"]
 
 MAX_PARAPHRASES = 4  # every template below has this many wordings
@@ -23,15 +21,6 @@ MONTHS: tuple[str, ...] = tuple(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hop:
-    """One search: `relation` of a topic (`candidate` counts from 0) or of the object found by the hop `after`."""
-
-    relation: str
-    candidate: int | None = None
-    after: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Template:
     id: str  # such as "compositional: director, date of birth"
     kind: str
@@ -39,17 +28,6 @@ class Template:
     topics: int  # 1 or 2
     rule: FinalRule
     wordings: tuple[str, ...]  # with {a} and, for two topics, {b}
-
-    @property
-    def hops(self) -> tuple[Hop, ...]:
-        """The searches that answer the question, in the order of its evidences. Hops of one step are independent."""
-        first = [Hop(relation=self.path[0], candidate=topic) for topic in range(self.topics)]
-        later = [
-            Hop(relation=relation, after=(step - 1) * self.topics + topic)
-            for step, relation in enumerate(self.path[1:], start=1)
-            for topic in range(self.topics)
-        ]
-        return (*first, *later)
 
     def answer(self, topics: Sequence[str], objects: Sequence[str]) -> str:
         """The answer, from the topics' labels and the objects that the last step found for them."""
@@ -62,9 +40,6 @@ class Template:
                 return min(zip(objects, topics, strict=True), key=lambda pair: date_key(pair[0]))[1]
             case "later":
                 return max(zip(objects, topics, strict=True), key=lambda pair: date_key(pair[0]))[1]
-
-    def answer_from_evidences(self, topics: Sequence[str], evidences: Sequence[Evidence]) -> str:
-        return self.answer(topics, [evidence.object for evidence in evidences[-self.topics :]])
 
 
 def date_text(year: int, month: int, day: int) -> str:

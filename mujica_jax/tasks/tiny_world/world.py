@@ -10,19 +10,17 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import overload
 
 from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Evidence, GoldPassage, Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
-from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material, Split
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
 from mujica_jax.tasks.tiny_world.names import Part
-from mujica_jax.tasks.tiny_world.questions import MAX_PARAPHRASES, Template
+from mujica_jax.tasks.tiny_world.questions import MAX_PARAPHRASES
 from mujica_jax.tasks.tiny_world.sampling import Plan, draw_plans
 
 LIMITS = {  # inclusive bounds of the configuration
@@ -38,7 +36,6 @@ LIMITS = {  # inclusive bounds of the configuration
 }
 # Keys of entities look like Wikidata's: the first one of a part, and how many it may give away.
 FIRST_KEY: dict[Part, int] = {"train": 1_000_000, "dev": 2_000_000, "test": 3_000_000, "demonstration": 4_000_000}
-PARTS_BY_NAME: dict[str, Part] = {str(part): part for part in FIRST_KEY}
 KEYS_PER_PART = 1_000_000  # a renamed copy of the demonstrations has those of the copy before, plus this
 PRETRAINING_YEARS = (1850, 2015)  # the years that facts of the world lie in
 YEARS = (1780, 2040)  # those and the moved ones of renamed copies
@@ -88,30 +85,6 @@ class TinyGraph:
         return tuple(_material(part, *triple) for triple in triples if triple not in part.hidden)
 
 
-class QuestionList(Sequence[Question]):
-    """Questions of one part, written out when they are read."""
-
-    def __init__(self, part: WorldPart, plans: Sequence[Plan]) -> None:
-        self._part = part
-        self._plans = plans
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    @overload
-    def __getitem__(self, index: int) -> Question: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Question]: ...
-    def __getitem__(self, index: int | slice) -> Question | list[Question]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        return _question(self._part, place, self._plans[place])
-
-    def template(self, place: int) -> Template:
-        return self._plans[place].template
-
-
 class TinyWorld:
     name = "tiny_world"
     rule: Rule = "two_wiki"
@@ -128,27 +101,23 @@ class TinyWorld:
         }
         self._part = cache(lambda part, copy=0: WorldPart(part, config, self._sizes[part], copy))
         self._plans = cache(lambda part: draw_plans(self._part(part), config, self._sizes[part]))
+        self._list = cache(self._written_out)
 
-    def questions(self, split: Split) -> QuestionList:
+    def questions(self, split: Split) -> list[Question]:
         return self._list(split)
 
     def environment(self, question: Question) -> Environment:
         del question  # all are answered in the one graph
         return self.graph
 
-    def demonstrations(self) -> list[tuple[Question, Environment]]:
+    def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
         """The originals, then copy after copy."""
-        copies = range(1 + self.config.augmented_copies)
-        return [(question, self.graph) for copy in copies for question in self._list("demonstration", copy)]
+        for copy in range(1 + self.config.augmented_copies):
+            yield from ((question, self.graph) for question in self._list("demonstration", copy))
 
-    def _list(self, part: Part, copy: int = 0) -> QuestionList:
-        return QuestionList(self._part(part, copy), self._plans(part))
-
-    def template_of(self, question: Question) -> Template:
-        """How a question of this world is answered: its hops and the rule behind its answer."""
-        _, name, place, *_ = question.id.split("-")
-        part = PARTS_BY_NAME[name]
-        return self._list(part).template(int(place))
+    def _written_out(self, part: Part, copy: int = 0) -> list[Question]:
+        owner = self._part(part, copy)
+        return [_question(owner, place, plan) for place, plan in enumerate(self._plans(part))]
 
     def locate(self, key: str) -> tuple[WorldPart, int] | None:
         """Part and number of the entity with this key."""
@@ -188,13 +157,6 @@ class TinyWorld:
             labels=labels, values=values, years=PRETRAINING_YEARS, max_facts=self.config.facts_per_entity
         )
         return documents(vocabulary, seed)
-
-    def passages(self) -> Iterator[Passage]:
-        """One passage an entity, saying what the graph says of it: the same world for environments that search text."""
-        for part in FIRST_KEY:
-            owner = self._part(part)
-            for number, label in enumerate(owner.labels):
-                yield Passage(id=_key(owner, number), title=label, text=_passage_text(owner, number))
 
 
 def _batched(labels: Sequence[str], size: int) -> Iterator[Sequence[str]]:

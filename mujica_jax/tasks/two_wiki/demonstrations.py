@@ -1,5 +1,4 @@
-"""Questions with usable gold chains for scripted demonstrations: as they are, and in renamed copies with a small graph
-of their own.
+"""Renamed copies of questions with usable gold chains, each with a small graph of its own, for scripted demonstrations.
 
 A copy is made when it is read, from the question's id and the copy's number alone, in about a third of a millisecond;
 nothing is stored. `augmentation.py` says how names change.
@@ -7,13 +6,12 @@ nothing is stored. `augmentation.py` says how names change.
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Literal
 
 from mujica_jax.records import Entity, Evidence, Question
 from mujica_jax.retrieval.graph.triples import LITERAL_RELATIONS, Triple, TripleGraph
 from mujica_jax.tasks.environment import GraphEnvironment
-from mujica_jax.tasks.task import Environment
 from mujica_jax.tasks.two_wiki.augmentation import SORT_OF_OBJECT, SORT_OF_SUBJECT, NameParts, Renamer, Sort
 from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, parse_date
 from mujica_jax.tasks.two_wiki.records import Mention, mentions
@@ -49,45 +47,6 @@ class CopyPlan:
     around: tuple[Row, ...]  # further triples of the chain's entities
     labels: dict[str, str]
     sorts: dict[str, Sort]
-
-
-class Demonstrations(Sequence[tuple[Question, Environment]]):
-    """The originals first, then the first copy of every question that can be renamed, then the second, and so on."""
-
-    def __init__(
-        self,
-        originals: Sequence[Question],
-        environment: Environment,
-        *,
-        plans: Sequence[CopyPlan] = (),
-        parts: NameParts | None = None,
-        copies: int = 0,
-        top_k: int = 1,
-    ) -> None:
-        self._originals, self._environment = tuple(originals), environment
-        self._plans, self._parts, self._copies, self._top_k = tuple(plans), parts, copies, top_k
-
-    def __len__(self) -> int:
-        return len(self._originals) + self._copies * len(self._plans)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[Question, Environment]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[Question, Environment]]: ...
-    def __getitem__(self, index: int | slice) -> tuple[Question, Environment] | list[tuple[Question, Environment]]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"demonstration {index} of {len(self)}")
-        index %= len(self)
-        if index < len(self._originals):
-            return self._originals[index], self._environment
-        assert self._parts is not None, "copies need the parts that their names are made of"
-        number, place = divmod(index - len(self._originals), len(self._plans))
-        return renamed_copy(self._plans[place], self._parts, number, self._top_k)
-
-    def __iter__(self) -> Iterator[tuple[Question, Environment]]:
-        return (self[index] for index in range(len(self)))
 
 
 def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:

@@ -1,5 +1,6 @@
 """What 2WikiMultihopQA is searched in: an index or a service of passages, a graph or an endpoint."""
 
+import functools
 from collections.abc import Sequence
 
 from mujica_jax.config.cache_folders import cache_folder
@@ -13,7 +14,7 @@ from mujica_jax.retrieval.retriever import IndexRetriever, Retriever
 from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage, read_corpus
-from mujica_jax.retrieval.text.dense import nearest
+from mujica_jax.retrieval.text.dense import ranked
 from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.retrieval.text.index import Index, open_index, read_kind
 from mujica_jax.tasks.environment import Ranking
@@ -51,8 +52,7 @@ def ranking(config: TwoWikiConfig) -> Ranking | None:
     """The order of an entity's triples where they exceed `top_k`. None: by the words they share with the query."""
     if config.retriever == "bm25":
         return None
-    embedder = find_embedder(config.embedder).load()
-    return lambda query, texts: [place for place, _ in nearest(embedder, query, texts, len(texts))]
+    return functools.partial(ranked, find_embedder(config.embedder).load())
 
 
 def _index(config: TwoWikiConfig) -> Index:

@@ -26,14 +26,13 @@ from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, GoldPassage, Question
 from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
-from mujica_jax.retrieval.text.corpus import Passage
-from mujica_jax.retrieval.text.passages import PassageFile
+from mujica_jax.retrieval.text.corpus import Passage, PassageFile
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Split
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
 from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, follows_from_evidence
-from mujica_jax.tasks.two_wiki.demonstrations import CopyPlan, Demonstrations, copy_plan, renamed_copy
+from mujica_jax.tasks.two_wiki.demonstrations import CopyPlan, copy_plan, renamed_copy
 from mujica_jax.tasks.two_wiki.records import (
     CORPUS_QUESTION_FILES,
     GRAPH_FILES,
@@ -87,24 +86,18 @@ class TwoWiki:
         """In the order of the hash of their ids, so a prefix is a random sample and stays one when files are added."""
         return self._questions[split]
 
-    def demonstrations(self) -> Demonstrations:
-        """Training questions whose gold answer follows from their evidence, then `augmented_copies` renamed copies of
-        each.
+    def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
+        """Training questions whose gold answer follows from their evidence, then the first renamed copy of each, and so
+        on for `augmented_copies`.
 
         The answer of a demonstration is written as the graph labels it: questions write names In Title Case.
         """
-        usable = [question for question in self._train if follows_from_evidence(question)]
-        originals = [_with_label_as_answer(question) for question in usable]
-        if self._demonstrated_in is None:
-            return Demonstrations(originals, self._environment)
-        return Demonstrations(
-            originals,
-            self._demonstrated_in,
-            plans=self._plans(originals) if self.config.augmented_copies else (),
-            parts=self._parts,
-            copies=self.config.augmented_copies,
-            top_k=self.config.top_k,
-        )
+        originals = [_with_label_as_answer(question) for question in self._train if follows_from_evidence(question)]
+        environment = self._environment if self._demonstrated_in is None else self._demonstrated_in
+        yield from ((question, environment) for question in originals)
+        plans = self._plans(originals) if self.config.augmented_copies else []
+        for number in range(self.config.augmented_copies):
+            yield from (renamed_copy(plan, self._parts, number, self.config.top_k) for plan in plans)
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
         """Graph: facts combined from renamed copies (`pretraining_text.py`). Text: passages of the training side."""

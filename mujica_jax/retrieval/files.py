@@ -1,4 +1,5 @@
-"""Files that passages and triples are read from: local ones, and objects in Google Cloud Storage (`gs://BUCKET/NAME`).
+"""Files that passages and triples are read from: local ones, and objects in Google Cloud Storage (`gs://BUCKET/NAME`),
+plain, `.gz` or `.bz2`.
 
 An object is read range by range and never fetched whole. A range whose connection breaks is asked for again
 (`storage/gcs.py`: bounded, with a deadline), so a reader of a large corpus goes on where it was. All ranges are of the
@@ -7,8 +8,11 @@ checksum.
 """
 
 import base64
+import bz2
+import gzip
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -27,11 +31,22 @@ def open_file(path: str | Path) -> IO[bytes]:
     return cast(IO[bytes], io.BufferedReader(BucketFile(str(path)), RANGE_BYTES))
 
 
-def describe_file(path: str | Path) -> dict[str, Any]:
-    """Size and checksum: what a file with another content differs in."""
+def decompressed(name: str, raw: IO[bytes]) -> IO[bytes]:
+    """Closing it does not close what is under it where that is compressed: its owner does."""
+    if name.endswith(".gz"):
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    return cast(IO[bytes], bz2.BZ2File(raw)) if name.endswith(".bz2") else raw
+
+
+def describe_files(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """Name, size and checksum: what a file with another content differs in."""
+    return [{"name": Path(path).name, **_describe_file(path)} for path in paths]
+
+
+def _describe_file(path: str) -> dict[str, Any]:
     try:
         if _in_bucket(path):
-            listed = _find(str(path))
+            listed = _find(path)
             return {"bytes": listed.bytes, "crc32c": listed.crc32c}
         return {"bytes": Path(path).stat().st_size, "sha256": sha256_of(Path(path))}
     except OSError as error:
