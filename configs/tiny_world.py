@@ -52,10 +52,8 @@ def get_config() -> Config:
             max_observation_tokens=260,
         ),
         engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
-        trainer=TrainerConfig(row_tokens=352, rows_per_step=12),
-        pretraining=PretrainingConfig(
-            documents=20_000, steps=1100, learning_rate=6e-3, end_learning_rate=4e-3, row_parts=2
-        ),
+        trainer=TrainerConfig(row_tokens=400, rows_per_step=11),
+        pretraining=PretrainingConfig(documents=20_000, steps=1100, learning_rate=6e-3, end_learning_rate=4e-3),
         warmup=WarmupConfig(
             steps=700, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
         ),
