@@ -40,7 +40,7 @@ from mujica_jax.inference.engine.base import (
 )
 from mujica_jax.models.decoder import Decoder
 
-MIN_WIDTH_TOKENS = 128
+MIN_WIDTH_TOKENS = 256
 MAX_PREFIXES = 2  # planner and worker have one beginning each
 MIN_PREFIX_TOKENS, MIN_PREFIX_ROWS = 64, 4  # below, a product of its own costs more than it saves
 # A prefill call is cut into tiles of one request each: the padding is less than one tile a request.
