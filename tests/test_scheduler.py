@@ -438,7 +438,7 @@ def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothi
         first = make_generator(make_engine(of))
         completions = complete_all(first, requests)
         programs = resident_programs.prefill._cache_size() + resident_programs.decode._cache_size() - before
-        # Rows of 128 and of 192 tokens; for each of them one program that decodes, and one that prefills 4 tiles of 16
+        # Rows of 128 and of 192 tokens; for each of them one program that decodes, and one that prefills 8 tiles of 16
         # tokens.
         assert programs == 2 + 2
         assert first.statistics.compiled_programs >= programs, "and a few that move pages"

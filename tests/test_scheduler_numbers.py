@@ -167,7 +167,7 @@ def test_a_prompt_that_is_not_finite_and_is_cancelled_before_anybody_knows_leave
 def test_a_request_that_is_cancelled_before_its_prompt_is_read_takes_nobodys_row():
     """The second prompt takes the whole call, so the third is given up while it has a slot and no row."""
     wanted = [(random_tokens(5, seed=1), params(40)), (random_tokens(33, seed=2), params(20))]
-    settings = {"slots": 4, "prefill_tokens": 16, "decode_steps": 1, "num_pages": 4 * PAGES_A_SLOT}
+    settings = {"slots": 8, "prefill_tokens": 16, "decode_steps": 1, "num_pages": 8 * PAGES_A_SLOT}
     expected = [complete_all(make_generator(engine_of(decoder(), **settings)), [one])[0] for one in wanted]
     engine = engine_of(decoder(), **settings)
     generator = make_generator(engine)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,8 @@ from flax import nnx
 from packed_rows import MODEL as ONE_LAYER
 from tiny_models import filled_decoder
 
+from mujica_jax.inference.engine import contiguous
 from mujica_jax.inference.engine.base import Engine, SlotState
-from mujica_jax.inference.engine.contiguous import ContiguousEngine
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -39,17 +40,19 @@ def make_engine(
     pages: int = SLOTS * PAGES_A_SLOT,
     cache_dtype: Any = None,
 ) -> Engine:
-    return ContiguousEngine(
-        decoder() if of is None else of,
-        slots=slots,
-        positions=POSITIONS,
-        page_tokens=PAGE_TOKENS,
-        num_pages=pages,
-        prefill_tokens=PREFILL_TOKENS,
-        decode_steps=decode_steps,
-        stop_token_ids=[stop],
-        cache_dtype=cache_dtype,
-    )
+    # Read once, by the constructor. With rows of 128 tokens at least, 192 positions have two widths.
+    with mock.patch.object(contiguous, "MIN_WIDTH_TOKENS", 128):
+        return contiguous.ContiguousEngine(
+            decoder() if of is None else of,
+            slots=slots,
+            positions=POSITIONS,
+            page_tokens=PAGE_TOKENS,
+            num_pages=pages,
+            prefill_tokens=PREFILL_TOKENS,
+            decode_steps=decode_steps,
+            stop_token_ids=[stop],
+            cache_dtype=cache_dtype,
+        )
 
 
 def pages_of_slot(slot: int) -> range:

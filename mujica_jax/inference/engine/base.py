@@ -32,7 +32,7 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.weight_sync import sync_weights
 
-LOT_SIZES = (4, 16, 64, 256)
+LOT_SIZE = 32
 
 
 class SlotState(NamedTuple):
@@ -225,13 +225,12 @@ def bucket(needed: int, smallest: int, largest: int) -> int:
 
 
 def lots(moves: Sequence[tuple[int, ...]]) -> Iterator[list[np.ndarray]]:
-    """The columns of moves of pages, in lots of 4, 16, 64 or 256: few programs. A lot is filled up with its last move:
-    made twice, it changes nothing.
+    """The columns of moves of pages, in lots of LOT_SIZE: one program. A lot is filled up with its last move: made
+    twice, it changes nothing.
     """
-    for first in range(0, len(moves), LOT_SIZES[-1]):
-        lot = moves[first : first + LOT_SIZES[-1]]
-        size = next(size for size in LOT_SIZES if size >= len(lot))
-        yield list(np.asarray([*lot, *[lot[-1]] * (size - len(lot))], np.int32).T)
+    for first in range(0, len(moves), LOT_SIZE):
+        lot = moves[first : first + LOT_SIZE]
+        yield list(np.asarray([*lot, *[lot[-1]] * (LOT_SIZE - len(lot))], np.int32).T)
 
 
 def check_heads(config: DecoderConfig, mesh: Mesh) -> None:

@@ -46,8 +46,8 @@ MIN_PREFIX_TOKENS, MIN_PREFIX_ROWS = 64, 4  # below, a product of its own costs 
 # A prefill call is cut into tiles of one request each: the padding is less than one tile a request.
 TILE_TOKENS = {"cpu": 16}
 OTHER_TILE_TOKENS = 64
-CALL_TILES = (4, 16, 64, 256)  # tiles in one prefill call: few programs, and with two or three calls little is padded
-ROW_LEVELS = (1, 2, 4)  # rows there may be: slots divided by one of these
+CALL_TILES = (8, 64)  # tiles in one prefill call: every size is a program for each shape of the rows
+ROW_LEVELS = (1, 4)  # rows there may be: slots divided by one of these
 CALLS_BEFORE_FEWER_ROWS = 2  # few requests in this many decode calls: not only between a turn and the next
 
 
@@ -114,8 +114,8 @@ class ContiguousEngine(Engine):
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         for sources, targets in lots(pairs):
-            self._count("copy", len(sources))
-            self._memory = programs.copy_pages(self._memory, sources, targets)
+            self._programs.add(("copy",))
+            self._memory = self._memory._replace(pages=programs.copy_pages(self._memory.pages, sources, targets))
         for _, target in pairs:
             self._version[target] += 1
 
@@ -179,7 +179,7 @@ class ContiguousEngine(Engine):
                 self._version[page] += 1
                 held.pages.append((page, int(self._version[page])))
         for places, indices, pages in lots(moves):
-            self._count("flush", len(places))
+            self._count("flush")
             self._memory = programs.store_pages(self._memory, places, indices, pages)
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
@@ -190,7 +190,7 @@ class ContiguousEngine(Engine):
             # which another request holds.
             row = held.row if held.row >= 0 else self._num_rows
             for (pages,) in lots([(page,) for page in broken_pages]):
-                self._count("clear", len(pages))
+                self._count("clear")
                 self._memory = programs.clear(self._memory, np.int32(row), pages)
             self._evict(held)
 
@@ -229,7 +229,7 @@ class ContiguousEngine(Engine):
             return
         self._widen((1 + max(index for _, index, _ in moves)) * self.page_tokens)
         for places, indices, pages in lots(moves):
-            self._count("load", len(places))
+            self._count("load")
             self._memory = programs.load_pages(self._memory, places, indices, pages)
 
     def _holds(self, row: PrefillRow) -> bool:

@@ -186,10 +186,9 @@ def _attention(
     return mixed.reshape(rows, time, heads, head_dim)
 
 
-@functools.partial(jax.jit, donate_argnames=("memory",))
-def copy_pages(memory: Memory, sources: Int[Array, " moves"], targets: Int[Array, " moves"]) -> Memory:
-    pages = jax.tree.map(lambda layer: layer.at[targets].set(layer[sources]), memory.pages)
-    return memory._replace(pages=pages)
+@functools.partial(jax.jit, donate_argnames=("pages",))
+def copy_pages(pages: KeysValues, sources: Int[Array, " moves"], targets: Int[Array, " moves"]) -> KeysValues:
+    return jax.tree.map(lambda layer: layer.at[targets].set(layer[sources]), pages)
 
 
 @functools.partial(jax.jit, donate_argnames=("memory",))

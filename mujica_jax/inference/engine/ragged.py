@@ -100,7 +100,7 @@ class RaggedEngine(Engine):
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         for sources, targets in lots(pairs):
-            self._programs.add(("copy", len(sources)))
+            self._programs.add(("copy",))
             self._pages = _copy(self._pages, sources, targets, num_pages=self.num_pages)
 
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
