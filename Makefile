@@ -1,7 +1,7 @@
 # make train     install what a run needs, then train the tiny world:   make train ARGS="configs/two_wiki_kg_nano.py --seed 1"
 # make install   the same, and what tests and checks need (a second call does nothing)
 # make test      install, then the tests:        make test ARGS="tests/test_report.py -k tree"
-# make test-faults  one whole run for each kind of fault: SIGKILL, SIGTERM, a full disk, a failing bucket, a lost process
+# make test-faults  a whole run, and one for each kind of fault: SIGKILL, SIGTERM, a full disk, a failing bucket, a lost process
 # make test-crashes  SIGKILL and SIGTERM in every phase, full disks, failing buckets, jobs that lose a process
 # make test-slow all that takes longer: the crash matrix, several hosts, eight devices against one, programs of 7B models compiled for TPUs
 # make lint      install, then ruff and pyright

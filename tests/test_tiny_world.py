@@ -402,7 +402,7 @@ def test_a_world_without_enough_questions_says_so() -> None:
         build(dataclasses.replace(CONFIG, test_questions=60_000, facts_per_entity=4)).questions("test")
 
 
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=3, deadline=None)
 @hypothesis.given(
     facts_per_entity=st.integers(4, 13),
     distractor_names=st.floats(0, 1),

@@ -30,6 +30,8 @@ from whole_runs import (
 from mujica_jax.report.results import PhaseRow
 
 
+@pytest.mark.slow
+@pytest.mark.fault
 def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
     value = json.loads((undisturbed.directory / "summary.json").read_text())
     assert set(value) == {"task", "method", "reward", "split", "seed", "phases", "seconds"}
@@ -45,6 +47,8 @@ def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.fault
 def test_the_small_run_goes_through_everything_it_is_to_measure(undisturbed):
     """Otherwise the comparisons below compare nothing."""
     found = undisturbed.outcome
@@ -89,6 +93,8 @@ def test_interrupted_it_says_how_to_go_on_and_another_seed_gives_another_run(und
         assert all(found[key][name] != value for name, value in measure[key].items()), key
 
 
+@pytest.mark.slow
+@pytest.mark.fault
 def test_a_finished_run_prints_its_table_again_and_changes_nothing(undisturbed):
     def content() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in undisturbed.directory.rglob("*") if path.is_file()}
@@ -144,6 +150,8 @@ def documented(heading: str) -> set[str]:
     return set(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE))
 
 
+@pytest.mark.slow
+@pytest.mark.fault
 def test_every_metric_that_is_written_is_documented_and_the_other_way_round(undisturbed):
     headings = {"learn": "Learning", "sampling": "The engine", "evaluating": "The engine", "mygo": "MyGO"}
     headings |= {"mismatch": "Train-inference mismatch", "time": "Where the time goes", "store": "The run directory"}
@@ -157,6 +165,8 @@ def test_every_metric_that_is_written_is_documented_and_the_other_way_round(undi
     }
 
 
+@pytest.mark.slow
+@pytest.mark.fault
 def test_engine_and_trainer_agree_on_what_was_sampled(undisturbed):
     lines = [line for line in json_lines(undisturbed.directory / "metrics.jsonl") if line["phase"] == "mismatch"]
     assert [line["step"] for line in lines] == [1, 2]
@@ -165,6 +175,8 @@ def test_engine_and_trainer_agree_on_what_was_sampled(undisturbed):
         assert line["logprob_difference_max_absolute"] < 1e-4 and abs(line["logprob_kl"]) < 1e-6
 
 
+@pytest.mark.slow
+@pytest.mark.fault
 def test_the_split_of_the_time_names_every_stage(undisturbed):
     lines = [line for line in json_lines(undisturbed.directory / "metrics.jsonl") if line["phase"] == "time"]
     assert [line["step"] for line in lines] == [0, 1, 2]
