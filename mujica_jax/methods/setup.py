@@ -24,6 +24,7 @@ from mujica_jax.models import quantization
 from mujica_jax.models.attention import check_platform
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
 from mujica_jax.models.lora import check_rank
 from mujica_jax.models.quantization import import_qwix
 from mujica_jax.models.sharding import make_mesh, shardings_of
@@ -131,12 +132,15 @@ def build_task(config: Config) -> Task:
     return task
 
 
-def load_model(directory: str | Path, config: Config, mesh: Mesh | None = None) -> tuple[Tokenizer, Decoder]:
-    """A Hugging Face checkpoint, laid out over `mesh`. Its vocabulary must hold every id of the tokenizer."""
+def load_model(directory_or_file: str | Path, config: Config, mesh: Mesh | None = None) -> tuple[Tokenizer, Decoder]:
+    """A Hugging Face checkpoint or a GGUF file, laid out over `mesh`. Its vocabulary must hold every id of the
+    tokenizer.
+    """
+    directory = distributed.primary_first("the checkpoint", lambda: checkpoint_folder(directory_or_file))
     if not Path(directory).is_dir():
         raise UserError(
             f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, with config.json, "
-            "tokenizer.json and *.safetensors"
+            f"tokenizer.json and *.safetensors, a GGUF file, or {SMOLLM2}"
         )
     tokenizer, decoder = Tokenizer.load(directory), load_checkpoint(directory, dtype=config.trainer.dtype, mesh=mesh)
     if tokenizer.vocab_size > decoder.config.vocab_size:

