@@ -58,7 +58,9 @@ def get_config() -> Config:
         engine=EngineConfig(slots=128, decode_steps_per_call=16, prefill_tokens=4096, tensor=4, cache_gigabytes=1.5),
         trainer=TrainerConfig(row_tokens=4096, rows_per_step=32, dtype="bfloat16", fsdp=32),
         pretraining=PretrainingConfig(documents=0, steps=0, learning_rate=0.0, end_learning_rate=0.0),
-        warmup=WarmupConfig(steps=100, learning_rate=1e-5, end_learning_rate=1e-6, pretraining_share=0.0),
+        warmup=WarmupConfig(
+            source="few_shot", steps=100, learning_rate=1e-5, end_learning_rate=1e-6, pretraining_share=0.0
+        ),
         sampling=SamplingConfig(
             questions_per_round=1000,
             shard_questions=125,

@@ -485,9 +485,11 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
         "miss_rate": 0.5,
     }
     assert_each_changes(few, "warmup", from_scratch, warm_up)
-    few_shot = {"few_shot_trajectories": 40, "few_shot_attempts": 1}
+    few_shot = {"source": "scripted", "few_shot_trajectories": 40, "few_shot_attempts": 1}
     assert set(from_scratch | few_shot) == {field.name for field in dataclasses.fields(WarmupConfig)}
-    with_checkpoint = changed(dataclasses.replace(few, init="checkpoint"), "warmup", few_shot_trajectories=30)
+    with_checkpoint = changed(
+        dataclasses.replace(few, init="checkpoint"), "warmup", source="few_shot", few_shot_trajectories=30
+    )
     assert_each_changes(with_checkpoint, "warmup", few_shot, warm_up)
 
 

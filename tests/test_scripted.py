@@ -5,10 +5,12 @@ import asyncio
 import pytest
 from little_agent import CONFIG, LittleWorld, agent, attempt, rewarded, tokenizer
 
-from mujica_jax.agents.protocol import SearchCall, parse_planner, parse_worker
-from mujica_jax.agents.scripted import ScriptedPolicy, query_of
+from mujica_jax.agents.protocol import NOTHING_FOUND, SearchCall, parse_planner, parse_worker
+from mujica_jax.agents.scripted import ScriptedPolicy
+from mujica_jax.agents.scripted_text import first_statement, query_of
 from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.records import Entity, Evidence, Question, StopReason, Trajectory
+from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.tiny_world import world as tiny_world
 from mujica_jax.tasks.tiny_world.questions import KIND_SHARES
@@ -180,3 +182,67 @@ def test_names_with_commas_and_quotation_marks_are_read_right():
     trajectory = asyncio.run(agent(**WIDE).run(attempt(question), LittleWorld(materials), policy))
     assert trajectory.searches[0].selected == (1,)
     assert rewarded(trajectory, question).reward == 1.0
+
+
+class Passages:
+    """Finds by the first words of a query."""
+
+    kind = "text"
+    statistics = RetrievalStatistics()
+
+    def __init__(self, found: dict[str, list[Material]]) -> None:
+        self._found = found
+
+    async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
+        return tuple(material for start, some in self._found.items() if query.startswith(start) for material in some)
+
+
+BRIDGE = Question(
+    id="q",
+    text="When was the director of Amber Tide born?",
+    answers=("1920",),
+    evidences=(
+        Evidence(subject="Amber Tide", relation="director", object="Ilse Marten"),
+        Evidence(subject="Ilse Marten", relation="date of birth", object="3 May 1920"),
+    ),
+)
+FILM = Material(text="Amber Tide (film): It was directed by Ilse Marten.", title="Amber Tide (film)")
+BORN = Material(text="Ilse Marten: Born May 3, 1920.", title="Ilse Marten")
+OTHER = Material(text="Ada Marten: Born in Ghent.", title="Ada Marten")
+
+
+def play_over(found: dict[str, list[Material]]) -> Trajectory:
+    episode = agent(**WIDE).run(attempt(BRIDGE, temperature=0.0), Passages(found), ScriptedPolicy(tokenizer()))
+    return asyncio.run(episode)
+
+
+def test_over_passages_the_worker_says_what_stands_there_and_the_planner_asks_twice():
+    played = play_over({"Who": [OTHER, FILM], "What": [OTHER], "Ilse": [BORN]})
+    assert [(search.query, search.selected, search.sentence) for search in played.searches] == [
+        ("Who is the director of Amber Tide?", (1,), "The director of Amber Tide is Ilse Marten."),
+        ("What is the date of birth of Ilse Marten?", (), NOTHING_FOUND),
+        ("Ilse Marten date of birth", (0,), "The date of birth of Ilse Marten is May 3, 1920."),
+    ]
+    assert (played.stop_reason, played.answer) == (StopReason.ANSWERED, "1920")
+
+
+def test_over_passages_that_state_nothing_the_planner_gives_up():
+    played = play_over({"Who": [FILM], "What": [OTHER], "Ilse": [OTHER]})
+    assert len(played.searches) == 3
+    assert (played.stop_reason, played.answer) == (StopReason.NO_ACTION, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "stated"),
+    [
+        ("3 May 1920", "born on May 3, 1920 in Ghent", "May 3, 1920"),
+        ("May 3, 1920", "(3 May 1920 - 1980)", "3 May 1920"),
+        ("United States", "is an American film", "American"),
+        ("Ghent (city)", "He died in Ghent.", "Ghent"),
+        ("Ann", "Anna met Joann.", None),
+    ],
+)
+def test_an_object_is_found_in_the_forms_that_passages_have(value, text, stated):
+    evidence = Evidence(subject="It", relation="r", object=value)
+    found = first_statement(evidence, [Material(text=f"It: {text}", title="It")])
+    assert found == (None if stated is None else (0, stated))

@@ -12,16 +12,20 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from little_agent import agent, attempt, tokenizer
 from shared_data import TWO_WIKI, needs_data
 from tiny_embedder import tiny_embedder
 
 from mujica_jax import index
+from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.errors import UserError
-from mujica_jax.records import Entity
+from mujica_jax.metrics import score
+from mujica_jax.records import Entity, StopReason
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
+from mujica_jax.retrieval.text.corpus_records import read_records
 from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.tasks.environment import GraphEnvironment
 from mujica_jax.tasks.two_wiki import task as two_wiki
@@ -528,9 +532,50 @@ def test_dates_of_a_copy_keep_birth_before_death(copies):
 @needs_data
 def test_text_task_on_the_real_corpus():
     task = two_wiki.build(config(TWO_WIKI, environment="text", top_k=5))
-    assert len(all_questions(task)) == 685
-    assert sum(1 for _ in task.demonstrations()) > 150
-    assert len(search(world_of(task), task.questions("train")[0].text, None)) == 5
+    asked = [record["id"] for _, record in read_records(TWO_WIKI / "questions_visible.jsonl.gz")]
+    questions = all_questions(task)
+    assert {question.id for question in questions} > set(asked) and len(asked) == 685
+    assert {question.id for question in held_out(task)} < set(asked), "others are learnt from only"
+    assert len(search(world_of(task), questions[0].text, None)) == 5
+    own = next(question for question in questions if task.environment(question) is not world_of(task))
+    titles = {passage.title for passage in own.gold_passages}
+    assert titles & {material.title for material in search(task.environment(own), own.text, None)}
+
+
+@needs_data
+def test_demonstrations_over_passages_read_what_a_search_returned():
+    """Every answer scores EM 1, and every sentence says what stands in the passage that its worker chose."""
+    task = two_wiki.build(config(TWO_WIKI, environment="text", top_k=5))
+    limits = {"max_turn_tokens": 2000, "max_trajectory_tokens": 20_000, "max_observation_tokens": 10_000}
+    answered = 0
+    for question, environment in itertools.islice(task.demonstrations(), 40):
+        policy = ScriptedPolicy(tokenizer())
+        one = asyncio.run(agent(**limits).run(attempt(question, temperature=0.0), environment, policy))
+        if one.stop_reason is not StopReason.ANSWERED:
+            assert not one.searches[-1].found
+            continue
+        answered += 1
+        assert score(one.answer, question.answers, task.rule).em == 1.0
+        for found in (search for search in one.searches if search.found):
+            value = found.sentence.rpartition(" is ")[2].removesuffix(".")
+            assert value in found.materials[found.selected[0]]
+    assert answered > 25
+
+
+def test_official_files_alone_are_enough_for_passages(folder):
+    for name in ("corpus.json", "questions.jsonl"):
+        (folder / name).unlink()
+    context = [["Taxi!", ["A film by Roy Del Ruth. "]], ["Roy Del Ruth", ["He died in 1961.", "He directed."]]]
+    longer = TAXI | {"supporting_facts": [["Taxi!", 0], ["Roy Del Ruth", 0]], "context": context}
+    (folder / "dev.json").write_text(json.dumps([longer]))
+    task = two_wiki.build(config(folder, environment="text", top_k=1))
+    (question,) = all_questions(task)
+    assert [passage.text for passage in question.gold_passages] == [
+        "A film by Roy Del Ruth.",
+        "He died in 1961. He directed.",
+    ]
+    (found,) = search(task.environment(question), "Who died in 1961?", None)
+    assert found.title == "Roy Del Ruth"
 
 
 def test_names_hold_no_double_quote_and_no_double_space(folder):

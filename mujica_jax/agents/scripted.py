@@ -15,17 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.mujica import PlannerState, WorkerState
+from mujica_jax.agents.scripted_text import TextScript, query_of
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Evidence, Question
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import chain_ends, compare_dates, parse_date
-
-PERSON_RELATIONS = frozenset(
-    "director father mother spouse performer composer sibling child creator producer editor presenter "
-    "screenwriter".split()
-) | {"founded by", "student of", "doctoral advisor"}
 
 _YEAR = re.compile(r"\b\d{3,4}\b")
 
@@ -44,6 +40,7 @@ class ScriptedPolicy:
         self._miss_rate = miss_rate
         self._seed = seed
         self.missed: set[str] = set()  # queries whose fact was missed
+        self._text = TextScript()
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
@@ -54,7 +51,10 @@ class ScriptedPolicy:
                 f"demonstrations are scripted for Mujica and the agent asks with a {type(state).__name__}: start from "
                 "a checkpoint with --init"
             )
-        text = self._plan(state) if isinstance(state, PlannerState) else self._read(state)
+        if isinstance(state, PlannerState):
+            text = self._plan(state) if state.candidates else self._plan_on_text(state)
+        else:
+            text = self._read(state) if state.entity is not None else self._text.read(state)
         ids = (*self._tokenizer.encode_model(text), self._tokenizer.stop_token_ids[0])
         fits = len(ids) <= params.max_new_tokens
         return Completion(
@@ -78,6 +78,16 @@ class ScriptedPolicy:
         answer = state.question.answers[0]
         return protocol.write_answer(conclusion(state.question, answer), answer)
 
+    def _plan_on_text(self, state: PlannerState) -> str:
+        calls = self._text.open_searches(state)
+        if calls is None:
+            return protocol.write_text_searches(protocol.NOTHING_FOUND, [])
+        if not calls:
+            answer = state.question.answers[0]
+            return protocol.write_answer(conclusion(state.question, answer), answer)
+        needed = _distinct(f"the {evidence.relation} of {evidence.subject}" for evidence, _ in calls)
+        return protocol.write_text_searches(f"I need {' and '.join(needed)}.", [call for _, call in calls])
+
     def _open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]]:
         """Gold triples whose subject is numbered and that were not asked yet."""
         number_of = {entity.id: number for number, entity in enumerate(state.candidates)}
@@ -95,7 +105,7 @@ class ScriptedPolicy:
         return calls
 
     def _read(self, state: WorkerState) -> str:
-        assert state.entity is not None, "demonstrations are scripted for graphs, where a search names an entity"
+        assert state.entity is not None, "a search of a graph names an entity"
         label = state.entity.label
         relation = state.query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
         triples = [_triple(material) for material in state.materials]
@@ -112,11 +122,6 @@ class ScriptedPolicy:
         )
 
 
-def query_of(relation: str, label: str) -> str:
-    """The sub-question that asks for one relation of one entity."""
-    return f"{'Who' if relation in PERSON_RELATIONS else 'What'} is the {relation} of {label}?"
-
-
 def conclusion(question: Question, answer: str) -> str:
     """The thought before an answer. For two chains: what was found at their ends with the numbers of the candidates
     they began with, then the one that decides, its number and its name, so that each step follows from one look back.
@@ -129,9 +134,12 @@ def conclusion(question: Question, answer: str) -> str:
         return f"{' and '.join(values)}: {'same' if answer == 'yes' else 'different'}."
     labels = [entity.label for entity in question.candidates]
     (first, one), (second, other) = ends.items()
-    if answer not in ends or not {first, second} <= set(labels):
-        return f"{answer}."
     found = {first: _quantity(one, other), second: _quantity(other, one)}
+    if answer not in ends or (labels and not {first, second} <= set(labels)):
+        return f"{answer}."
+    if not labels:
+        side = _side(ends[answer], ends[second if answer == first else first])
+        return f"{first}: {found[first]}. {second}: {found[second]}. {side.capitalize()}: {answer}."
     numbered = {label: f"{quantity} [{labels.index(label)}]" for label, quantity in found.items()}
     side = _side(ends[answer], ends[second if answer == first else first])
     return f"{numbered[first]} and {numbered[second]}: {side} {numbered[answer]} {answer}."

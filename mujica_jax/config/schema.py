@@ -49,6 +49,8 @@ class TwoWikiConfig:
     test_questions: int
     top_k: int  # materials shown to the worker
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
+    # Of passages: share of the searches of a demonstration that miss a gold passage and are given it all the same.
+    gold_share: float = 0.5
     # Of passages, and of a crowded entity's triples: by their words, or by embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
     # What is searched instead of data_dir's own corpus (by BM25, in memory) or graph: a directory made by `python -m
@@ -156,8 +158,11 @@ class PretrainingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupConfig:
-    """Supervised start: scripted demonstrations from scratch, few-shot trajectories with EM = 1 with `--init`."""
+    """Supervised start: demonstrations played by a script, or trajectories with EM = 1 of a checkpoint (`--init`) that
+    is shown worked examples.
+    """
 
+    source: Literal["scripted", "few_shot"] = "scripted"
     steps: int
     learning_rate: float
     end_learning_rate: float
@@ -165,7 +170,7 @@ class WarmupConfig:
     # Share of worker turns in which the scripted demonstrator misses the fact before it (0 to 1): its one kind of
     # noise.
     miss_rate: float = 0.0
-    few_shot_trajectories: int = 300  # how many correct trajectories to sample with `--init` (appendix D.3)
+    few_shot_trajectories: int = 300  # how many correct trajectories to sample (appendix D.3)
     few_shot_attempts: int = 4  # at most this many tries a question
 
 

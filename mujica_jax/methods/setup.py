@@ -60,7 +60,12 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     mesh = _mesh(config)
     task = build_task(config)
     find_reward(config.reward, task.rule)
-    if not config.init:
+    if config.warmup.source == "few_shot" and not config.init:
+        raise UserError(
+            "warmup.source is few_shot and init is None: a random model answers nothing, so name a checkpoint with "
+            "--init, or use --warmup.source scripted"
+        )
+    if config.warmup.source == "scripted" or not config.init:
         from_scratch(task)
     loaded = load_model(config.init, config, mesh if mesh.size > 1 else None) if config.init else None
     size = loaded[1].config if loaded else decoder_config(config, config.model.vocab_tokens, ())

@@ -1,8 +1,8 @@
 """What methods do by plain maximum likelihood: the warm-up before them, and the equal-compute control beside them.
 
-Warm-up: a policy that knows the format. From scratch: learn plain text about the training side of the task (in place of
-pre-training), then a fixed set of scripted demonstrations. With a checkpoint (`--init`): sample trajectories under
-worked examples, keep those with EM = 1, and learn them without the examples (appendix D.3 of the Mujica-MyGO paper).
+Warm-up: a policy that knows the format. It learns a fixed set of demonstrations: scripted ones, or trajectories with
+EM = 1 that a checkpoint samples under worked examples, without the examples (appendix D.3 of the Mujica-MyGO paper). A
+model from scratch first learns plain text about the training side of the task, in place of pre-training.
 
 Control: what a method's computation gives when it is spent on the warm-up's own demonstrations. From the warmed-up
 state, training goes on over the same rows with the method's learning rates, until as many floating-point operations are
@@ -50,7 +50,8 @@ def warm_up(run: Run) -> tuple[TrainState, PhaseResult, Demonstrations]:
     """The warmed-up state, its phase, and what it was trained on."""
     began = time.monotonic()
     config = run.config.warmup
-    trajectories, kept = _few_shot(run) if run.config.init else _scripted(run)
+    few_shot = config.source == "few_shot"
+    trajectories, kept = _few_shot(run) if few_shot else _scripted(run)
     conversations = run.fitting(training_rows(kept))
     if not conversations:
         raise UserError(_why_nothing_to_learn(run, len(trajectories), kept))
@@ -75,7 +76,7 @@ def warm_up(run: Run) -> tuple[TrainState, PhaseResult, Demonstrations]:
         began=began,
         trajectories=len(trajectories),
         accepted=len(kept),
-        forward_tokens=tokens_of(trajectories) if run.config.init else 0,
+        forward_tokens=tokens_of(trajectories) if few_shot else 0,
         trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
     )
     best = run.reward.best
@@ -118,7 +119,7 @@ def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str
             f"{run.config.trainer.row_tokens}, the "
             f"shortest has {shortest} tokens: raise trainer.row_tokens"
         )
-    if run.config.init:
+    if run.config.warmup.source == "few_shot":
         return (
             f"none of {sampled} few-shot trajectories was answered correctly: raise warmup.few_shot_attempts "
             f"{run.config.warmup.few_shot_attempts}, or start from a stronger model"

@@ -1,16 +1,17 @@
 """Environments over the retrievers: the triples of an entity, or the passages that an index finds."""
 
+import random
 import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from mujica_jax.records import Entity
+from mujica_jax.records import Entity, Question
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.graph.triples import End, TripleGraph
 from mujica_jax.retrieval.retriever import Retriever
 from mujica_jax.retrieval.statistics import RetrievalStatistics
-from mujica_jax.tasks.task import Material
+from mujica_jax.tasks.task import Environment, Material
 
 _words = re.compile(r"\w+")
 
@@ -75,7 +76,36 @@ class TextEnvironment:
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         del entity  # texts have no candidates
         found = await self.retriever.search(query, self.top_k)
-        return tuple(Material(text=f"{passage.title}: {passage.text}", title=passage.title) for passage in found)
+        return tuple(_passage_material(passage.title, passage.text) for passage in found)
+
+
+class WithGoldPassages:
+    """A text environment for demonstrations: where a search names the title of a gold passage and does not find it, the
+    passage takes the place of one that was found, in `share` of these searches.
+    """
+
+    kind: Literal["graph", "text"] = "text"
+
+    def __init__(self, searched: Environment, question: Question, share: float) -> None:
+        self._searched, self._question, self._share = searched, question, share
+
+    @property
+    def statistics(self) -> RetrievalStatistics:
+        return self._searched.statistics
+
+    async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
+        found = list(await self._searched.search(query, entity))
+        draw = random.Random(f"{self._question.id} {query}")
+        titles = {material.title for material in found}
+        for passage in self._question.gold_passages:
+            named = passage.title.partition(" (")[0].casefold() in query.casefold()
+            if found and named and passage.title not in titles and draw.random() < self._share:
+                found[draw.randrange(len(found))] = _passage_material(passage.title, passage.text)
+        return tuple(found)
+
+
+def _passage_material(title: str, text: str) -> Material:
+    return Material(text=f"{title}: {text}", title=title)
 
 
 def _material(entity: Entity, end: End) -> Material:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.records import Evidence
+from mujica_jax.records import Evidence, GoldPassage
 from mujica_jax.retrieval.graph.triples import LITERAL_ID, Triple, normalise_label, without_parenthesis
+from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.retrieval.text.corpus_records import read_records
 
 CORPUS_QUESTION_FILES = ("questions*.jsonl", "questions*.json")
@@ -36,6 +37,7 @@ class Record:
         Triple, ...
     ] = ()  # gold evidences with every id that the record lets us infer; empty where no file has them
     topic_ids: tuple[str, ...] = ()  # Q-ids of the entities the question itself names, in its order
+    context: tuple[GoldPassage, ...] = ()  # the passages that the official files give with a question, gold and others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,8 @@ class Mention:
     name: str
 
 
-def data_files(data_dir: str | Path, patterns: Sequence[str], what: str) -> list[Path]:
-    """Files of the folder that match a pattern, plain or .gz, in a fixed order; at least one."""
+def data_files(data_dir: str | Path, patterns: Sequence[str], what: str, *, needed: bool = True) -> list[Path]:
+    """Files of the folder that match a pattern, plain or .gz, in a fixed order; at least one if they are `needed`."""
     folder = Path(data_dir)
     expected = f"expected {what} ({', '.join(patterns)}, each plain or .gz)"
     if not folder.is_dir():
@@ -58,7 +60,7 @@ def data_files(data_dir: str | Path, patterns: Sequence[str], what: str) -> list
     files = {
         file: None for pattern in patterns for suffix in ("", ".gz") for file in sorted(folder.glob(pattern + suffix))
     }
-    if not files:
+    if not files and needed:
         raise UserError(f"{folder} has no file with {what}; {expected}")
     return list(files)
 
@@ -72,6 +74,15 @@ def read_questions(files: Iterable[Path]) -> list[Record]:
             if record is not None:
                 merged[record.id] = _merge(merged[record.id], record) if record.id in merged else record
     return list(merged.values())
+
+
+def passages_of(records: Iterable[Record]) -> list[Passage]:
+    """The passages given with the records, each title once."""
+    texts: dict[str, str] = {}
+    for record in records:
+        for passage in record.context:
+            texts.setdefault(passage.title, passage.text)
+    return [Passage(id=str(number), title=title, text=text) for number, (title, text) in enumerate(texts.items())]
 
 
 def chain_evidences(triples: Sequence[Triple]) -> tuple[Evidence, ...]:
@@ -171,8 +182,14 @@ def _record(value: object, place: str) -> Record | None:
     try:
         triples, topic_ids = _gold_triples(fields)
         titles = [fact if isinstance(fact, str) else fact[0] for fact in fields.get("supporting_facts") or ()]
+        context = [
+            GoldPassage(title=title, text=" ".join(sentence.strip() for sentence in sentences))
+            for title, sentences in fields.get("context") or ()
+        ]
     except (TypeError, IndexError, ValueError, AttributeError) as error:
-        raise UserError(f"{place}: evidences or supporting_facts are not in the official format ({error})") from error
+        raise UserError(
+            f"{place}: evidences, supporting_facts or context are not in the official format ({error})"
+        ) from error
     return Record(
         id=str(identifier),
         kind=fields.get("type") or "",
@@ -181,6 +198,7 @@ def _record(value: object, place: str) -> Record | None:
         titles=tuple(dict.fromkeys(titles)),
         triples=triples,
         topic_ids=topic_ids,
+        context=tuple(context),
     )
 
 
@@ -191,6 +209,7 @@ def _merge(first: Record, second: Record) -> Record:
         kind=first.kind or second.kind,
         answers=tuple(dict.fromkeys(first.answers + second.answers)),
         titles=tuple(dict.fromkeys(better.titles + first.titles + second.titles)),
+        context=first.context or second.context,
     )
 
 

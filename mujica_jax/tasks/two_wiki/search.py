@@ -18,7 +18,7 @@ from mujica_jax.retrieval.text.dense import ranked
 from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.retrieval.text.index import Index, open_index, read_kind
 from mujica_jax.tasks.environment import Ranking
-from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, data_files
+from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, QUESTION_FILES, data_files, passages_of, read_questions
 
 
 def open_passages(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
@@ -84,4 +84,9 @@ def _index(config: TwoWikiConfig) -> Index:
 
 
 def _corpus(config: TwoWikiConfig) -> list[Passage]:
+    """The corpus of the data folder; without one, the passages that its questions come with."""
+    if files := data_files(config.data_dir, CORPUS_FILES, "passages", needed=False):
+        return read_corpus(files)
+    if given := passages_of(read_questions(data_files(config.data_dir, QUESTION_FILES, "questions"))):
+        return given
     return read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))

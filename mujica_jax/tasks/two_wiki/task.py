@@ -5,7 +5,9 @@
   entity, in both directions, from the data folder's graph or the one that `index` names. Demonstrations are always
   played in the data folder's.
 - `environment="text"` (2Wiki-Text): the questions made for the corpus (`questions*.jsonl`, with aliases) whose gold
-  passages it holds. A search is BM25 over the corpus, or what the index that `index` names does with its own.
+  passages it holds; without such a file, all of them. A search is BM25 over the corpus, or what the index that `index`
+  names does with its own. The official files come with ten passages a question: they are the corpus where there is no
+  other, and else what training questions are answered from whose gold passages the corpus lacks.
 
 Questions are held out by a hash of their id, half of them as dev and half as test. Held-out questions, and triples or
 passages that no training question uses, appear neither in demonstrations' new names nor in the tokenizer's text. The
@@ -17,7 +19,7 @@ import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mujica_jax.config.schema import TwoWikiConfig
@@ -26,8 +28,10 @@ from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, GoldPassage, Question
 from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
+from mujica_jax.retrieval.retriever import IndexRetriever
+from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage, PassageFile
-from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment
+from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment, WithGoldPassages
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Split
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
@@ -41,6 +45,7 @@ from mujica_jax.tasks.two_wiki.records import (
     chain_evidences,
     data_files,
     mentions,
+    passages_of,
     read_questions,
     with_known_ids,
 )
@@ -65,12 +70,15 @@ class TwoWiki:
         questions: Sequence[Question],
         *,
         demonstrated_in: GraphEnvironment | None = None,
+        elsewhere: Mapping[str, TextEnvironment] | None = None,
     ) -> None:
-        """`demonstrated_in` is where demonstrations are played, for graphs."""
+        """`demonstrated_in` is where demonstrations are played, for graphs; `elsewhere` where training questions are
+        answered, by id, whose passages `environment` lacks.
+        """
         ordered = sorted(questions, key=lambda question: _hash(question.id))
         self.config, self._environment = config, environment
         self.environment_kind = environment.kind
-        self._demonstrated_in = demonstrated_in
+        self._demonstrated_in, self._elsewhere = demonstrated_in, elsewhere or {}
         sizes: dict[Split, int | None] = {"train": None, "dev": config.dev_questions, "test": config.test_questions}
         self._questions = {
             split: [question for question in ordered if split_of(question.id, config.hold_out_percent) == split][:size]
@@ -79,8 +87,7 @@ class TwoWiki:
         self._train = self._questions["train"]
 
     def environment(self, question: Question) -> Environment:
-        del question  # all are answered from the one graph or corpus
-        return self._environment
+        return self._elsewhere.get(question.id, self._environment)
 
     def questions(self, split: Split) -> Sequence[Question]:
         """In the order of the hash of their ids, so a prefix is a random sample and stays one when files are added."""
@@ -90,9 +97,14 @@ class TwoWiki:
         """Training questions whose gold answer follows from their evidence, then the first renamed copy of each, and so
         on for `augmented_copies`.
 
-        The answer of a demonstration is written as the graph labels it: questions write names In Title Case.
+        The answer of a demonstration is written as its evidence labels it: questions write names In Title Case. Gold
+        passages that a search misses are put among what it finds, in `gold_share` of the cases.
         """
         originals = [_with_label_as_answer(question) for question in self._train if follows_from_evidence(question)]
+        if self.environment_kind == "text":
+            for question in originals:
+                yield question, WithGoldPassages(self.environment(question), question, self.config.gold_share)
+            return
         environment = self._environment if self._demonstrated_in is None else self._demonstrated_in
         yield from ((question, environment) for question in originals)
         plans = self._plans(originals) if self.config.augmented_copies else []
@@ -237,24 +249,35 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     retriever, passages = open_passages(config)
     gold = _titled(passages, {title for record in records for title in record.titles})
     texts = {passage.title: passage.text for passage in gold}
-    sample = {
-        record.id
-        for record in read_questions(data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus"))
-    }
-    questions = [
-        Question(
-            id=record.id,
-            text=record.text,
-            answers=record.answers,
-            gold_passages=tuple(GoldPassage(title=title, text=texts[title]) for title in record.titles),
-            evidences=chain_evidences(record.triples),
-            kind=record.kind,
-        )
-        for record in records
-        if record.id in sample and record.titles and texts.keys() >= set(record.titles)
-    ]
+    of_corpus = data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False)
+    sample = {record.id for record in (read_questions(of_corpus) if of_corpus else records)}
+    training = [record for record in records if split_of(record.id, config.hold_out_percent) == "train"]
+    given = passages_of(training)
+    beyond = {passage.title: passage.text for passage in given} | texts
+    questions = [_text_question(record, texts) for record in records if record.id in sample and _known(record, texts)]
+    more = [record for record in training if record.id not in sample or not _known(record, texts)]
+    questions += [_text_question(record, beyond) for record in more if _known(record, beyond)]
     _refuse_none(questions, config, "gold passages in the corpus")
-    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions)
+    elsewhere = {}
+    if lacking := [record.id for record in more if _known(record, beyond) and not _known(record, texts)]:
+        searched = TextEnvironment(IndexRetriever(Bm25Index(given, "default"), inline=True), config.top_k)
+        elsewhere = dict.fromkeys(lacking, searched)
+    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions, elsewhere=elsewhere)
+
+
+def _known(record: Record, texts: Mapping[str, str]) -> bool:
+    return bool(record.titles) and texts.keys() >= set(record.titles)
+
+
+def _text_question(record: Record, texts: Mapping[str, str]) -> Question:
+    return Question(
+        id=record.id,
+        text=record.text,
+        answers=record.answers,
+        gold_passages=tuple(GoldPassage(title=title, text=texts[title]) for title in record.titles),
+        evidences=chain_evidences(record.triples),
+        kind=record.kind,
+    )
 
 
 def _titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:
