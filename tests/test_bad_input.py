@@ -351,8 +351,29 @@ def test_rows_too_short_for_some_conversations_are_said():
     assert said == ["1 of 3 conversations exceed 384 tokens and are left out"]
 
 
+PRETRAINED = ("--pretraining.steps", "0")
+
+
+def test_a_configuration_for_a_model_from_scratch_takes_no_checkpoint(refused, checkpoint, tmp_path):
+    message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint))
+    assert "pre-trains for 20 steps: its learning rates are for a model from scratch" in message
+    assert "configs/two_wiki_text_smollm2.py" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_path):
+    few_shot = ("--warmup.source", "few_shot")
+    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, *few_shot)
+    assert "warmup.source is few_shot and init is None" in message
+    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
+    assert re.search(
+        r"the planner's prompt \(few_shot\) has \d+ tokens, needs \d+ .*: raise it to \d+ or more", message
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_init_directory_that_does_not_exist_is_named(refused, tmp_path):
-    message = refused(train, SMOKE, "--run", "run", "--init", "nowhere")
+    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", "nowhere")
     assert "there is no directory nowhere: give the folder" in message
     assert written(tmp_path) == []
 
@@ -360,7 +381,7 @@ def test_an_init_directory_that_does_not_exist_is_named(refused, tmp_path):
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_an_incomplete_init_directory_is_refused(refused, checkpoint, tmp_path, missing):
     (checkpoint / missing).unlink()
-    message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint))
+    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint))
     assert missing in message and str(checkpoint) in message
     assert not (tmp_path / "run").exists()
 
@@ -369,14 +390,14 @@ def test_a_tokenizer_of_another_model_is_refused(refused, checkpoint, tmp_path):
     texts = iter(["Many more words than the other tokenizer has seen: directors, composers, spouses, dates and films."])
     larger = Tokenizer.train(texts, 330)
     larger.save(checkpoint)
-    message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint))
+    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint))
     embedded = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     assert f"ids up to {larger.vocab_size - 1} and the model embeds {embedded}" in message
     assert not (tmp_path / "run").exists()
 
 
 def test_adapters_of_a_rank_that_the_checkpoint_cannot_have_are_refused(refused, checkpoint, tmp_path):
-    message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint), "--trainer.lora-rank", "9")
+    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint), "--trainer.lora-rank", "9")
     assert (
         "trainer.lora_rank is 9 and key_kernel of this model is a matrix of 16 x 8: use a rank of at most 8" in message
     )
@@ -386,7 +407,7 @@ def test_adapters_of_a_rank_that_the_checkpoint_cannot_have_are_refused(refused,
 @pytest.mark.parametrize("flag", ["--trainer.lora-rank=4", "--engine.weights=int8"])
 def test_a_package_that_is_not_installed_is_named_with_its_extra(refused, checkpoint, tmp_path, monkeypatch, flag):
     monkeypatch.setitem(sys.modules, "qwix", None)
-    message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint), flag)
+    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint), flag)
     assert "needs the package qwix and qwix is not installed: install the extra `qwix`" in message
     assert not (tmp_path / "run").exists()
 

@@ -42,6 +42,7 @@ def config(tmp_path_factory) -> Config:
     return dataclasses.replace(
         smoke,
         init=str(directory),
+        pretraining=dataclasses.replace(smoke.pretraining, steps=0),
         trainer=dataclasses.replace(smoke.trainer, lora_rank=4, lora_alpha=8.0),
         engine=dataclasses.replace(smoke.engine, slots=2, weights="int8"),
         agent=dataclasses.replace(smoke.agent, max_turn_tokens=8, max_trajectory_tokens=1024),

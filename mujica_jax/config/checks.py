@@ -99,11 +99,6 @@ def check(config: Config) -> None:
             f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and "
             f"warmup.pretraining_share {share} need some: give documents, or set both to 0"
         )
-    if config.trainer.lora_rank and config.init is None:
-        raise UserError(
-            f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a model that has "
-            "learnt something, so name its checkpoint with --init, or leave the rank at 0"
-        )
     _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
     check_limits(config.agent)
     check_rows(config.trainer)

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from mujica_jax.agents.mujica import PLANNER, WORKER
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config.files import implementation
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
+from mujica_jax.methods.parts import make_agent
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import from_scratch
 from mujica_jax.models import quantization
@@ -60,14 +62,10 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     mesh = _mesh(config)
     task = build_task(config)
     find_reward(config.reward, task.rule)
-    if config.warmup.source == "few_shot" and not config.init:
-        raise UserError(
-            "warmup.source is few_shot and init is None: a random model answers nothing, so name a checkpoint with "
-            "--init, or use --warmup.source scripted"
-        )
-    if config.warmup.source == "scripted" or not config.init:
-        from_scratch(task)
+    _check_start(config, task)
     loaded = load_model(config.init, config, mesh if mesh.size > 1 else None) if config.init else None
+    if loaded:
+        _check_prompts(config, loaded[0], task)
     size = loaded[1].config if loaded else decoder_config(config, config.model.vocab_tokens, ())
     if mesh.size > 1:  # the model can be split over it
         shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
@@ -98,6 +96,45 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
         with _served(run):
             yield run
         run.profile.close()
+
+
+def _check_start(config: Config, task: Task) -> None:
+    """The configuration is made for what the run starts from."""
+    if config.warmup.source == "scripted" or not config.init:
+        from_scratch(task)
+    if config.warmup.source == "few_shot" and not config.init:
+        raise UserError(
+            "warmup.source is few_shot and init is None: a random model answers nothing, so name a checkpoint with "
+            "--init, or use --warmup.source scripted"
+        )
+    if config.trainer.lora_rank and config.init is None:
+        raise UserError(
+            f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a model that has "
+            "learnt something, so name its checkpoint with --init, or leave the rank at 0"
+        )
+    if config.init and config.pretraining.steps:
+        raise UserError(
+            f"init is {config.init} and {config.name} pre-trains for {config.pretraining.steps} steps: its learning "
+            "rates are for a model from scratch, so use a configuration for checkpoints, as "
+            "configs/two_wiki_text_smollm2.py, or --pretraining.steps 0 and rates of your own"
+        )
+
+
+def _check_prompts(config: Config, tokenizer: Tokenizer, task: Task) -> None:
+    """A conversation has room behind its prompt, worked examples included where the warm-up shows some."""
+    agent = config.agent
+    shown = {agent.prompt, "few_shot"} if config.warmup.source == "few_shot" else {agent.prompt}
+    for mode, role in itertools.product(sorted(shown), (PLANNER, WORKER)):
+        shows = make_agent(dataclasses.replace(agent, prompt=mode), tokenizer)
+        prompt = shows.system_prompt(role, task.environment_kind)
+        tokens = len(tokenizer.open_conversation(prompt, ""))
+        needed = tokens + agent.max_turn_tokens + (agent.max_observation_tokens if role == WORKER else 0)
+        if needed > agent.max_trajectory_tokens:
+            raise UserError(
+                f"the {role}'s prompt ({mode}) has {tokens} tokens, needs {needed} with what agent.max_turn_tokens and "
+                "agent.max_observation_tokens allow, and agent.max_trajectory_tokens is "
+                f"{agent.max_trajectory_tokens}: raise it to {needed} or more, or show less"
+            )
 
 
 def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
