@@ -52,15 +52,13 @@ def get_config() -> Config:
             max_observation_tokens=260,
         ),
         engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
-        trainer=TrainerConfig(optimizer="muon", row_tokens=352, rows_per_step=6),
-        pretraining=PretrainingConfig(
-            documents=12_000, row_parts=2, steps=750, learning_rate=6e-3, end_learning_rate=4e-3
-        ),
+        trainer=TrainerConfig(row_tokens=400, rows_per_step=11),
+        pretraining=PretrainingConfig(documents=20_000, steps=1100, learning_rate=6e-3, end_learning_rate=4e-3),
         warmup=WarmupConfig(
-            steps=600, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
+            steps=700, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
         ),
         sampling=SamplingConfig(
-            questions_per_round=400,
+            questions_per_round=800,
             shard_questions=400,
             temperature=0.8,
         ),
@@ -70,7 +68,7 @@ def get_config() -> Config:
             keep_per_question=2,
             learning_rate=1e-3,
             end_learning_rate=1e-4,
-            epochs=2,
+            epochs=3,
             replay=0.5,
         ),
         eval=EvalConfig(questions=400, split="test"),

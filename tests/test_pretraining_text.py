@@ -34,7 +34,7 @@ def test_a_fact_is_read_with_the_number_of_its_own_line(document):
         return
     heading, *rest = document.split("\n")
     assert heading == "Materials:"
-    matches = [re.fullmatch(r"\[(\d+)\] (.*)", line) for line in rest]
+    matches = [re.fullmatch(r"\[(\d+)\] (.*) \[\1\]", line) for line in rest]
     lines = {match[1]: match[2] for match in matches if match}
     for line in rest[len(lines) :]:  # nothing is read off a list that names the entity only as object
         relation, value, number = (

@@ -68,7 +68,7 @@ def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> str:
     absent = [relation for relation in relations if relation not in {fact[0] for fact in facts}]
     if absent and draw.random() < ABSENT_SHARE:
         facts.insert(draw.randint(0, len(facts)), (draw.choice(absent), "none", "[-1]"))
-    numbered = [f"[{index}] {line}" for index, line in enumerate(lines)]
+    numbered = [f"[{index}] {line} [{index}]" for index, line in enumerate(lines)]
     read = [
         f"The {relation} of {label} is {value}. {index}" if draw.random() < 0.5 else f"{relation}, {value} {index}"
         for relation, value, index in facts
