@@ -1,7 +1,7 @@
 """Evaluate a policy on the held-out questions again: by question kind, greedily and sampled.
 
     python -m mujica_jax.eval --checkpoint RUN [--policy N] [--section.field value ...]
-    python -m mujica_jax.eval CONFIG --checkpoint HF_DIR [--out DIR] [--section.field value ...]
+    python -m mujica_jax.eval CONFIG --checkpoint HF_DIR|FILE.gguf|smollm2 [--out DIR] [--section.field value ...]
     python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat \\
         --remote.tokenizer DIR [...]
 
@@ -37,6 +37,7 @@ from mujica_jax.config.schema import (
 )
 from mujica_jax.errors import UserError
 from mujica_jax.methods.remote import Endpoint, open_endpoint
+from mujica_jax.models.gguf import checkpoint_folder, is_converted
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preempted, Preemption
 from mujica_jax.runtime.standard_output import run_program
@@ -55,7 +56,8 @@ WANTED = "give --checkpoint a run directory or a Hugging Face directory"
 class EvalArguments:
     """Evaluate a policy on held-out questions. The sections are those of a configuration that matter to it."""
 
-    # A run directory (local or gs://BUCKET/PREFIX), or a Hugging Face directory together with a configuration name.
+    # A run directory (local or gs://BUCKET/PREFIX). With a configuration's name also a Hugging Face directory, a GGUF
+    # file, or smollm2.
     checkpoint: str | None
     policy: int | None = None  # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
@@ -158,7 +160,7 @@ def find_endpoint(given: EvalArguments) -> Endpoint:
 def find_checkpoint(given: EvalArguments) -> Checkpoint:
     """The policy to evaluate, every file compared with its checksum where it belongs to a run."""
     assert given.checkpoint is not None, "only an endpoint is evaluated without one"
-    folder = run_path(given.checkpoint)
+    folder = checkpoint_folder(given.checkpoint) if is_converted(given.checkpoint) else run_path(given.checkpoint)
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {WANTED}")
     if not _is_run(folder):
@@ -167,7 +169,7 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
         if not isinstance(folder, Path):
             raise UserError(f"{folder} is no run directory, and models are read from local disk: copy it here")
         out = run_path(given.out or "eval")
-        return Checkpoint(name=str(folder), model=folder, place=str(folder), version=0, out=out)
+        return Checkpoint(name=given.checkpoint, model=folder, place=str(folder), version=0, out=out)
 
     from mujica_jax.trajectories.store import Store
 

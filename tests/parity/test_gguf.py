@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from shared_data import TWO_WIKI, needs_data
 
+from mujica_jax import eval as evaluation
 from mujica_jax.errors import UserError
 from mujica_jax.models import gguf as gguf_module
 from mujica_jax.models.attention import causal_self_attention
@@ -65,6 +66,8 @@ def test_a_file_is_converted_once_and_its_turns_end_where_it_says(tmp_path, cach
     assert Tokenizer.load(folder).stop_token_ids == (2,)
     assert load_checkpoint(folder).config.num_layers == 1
     monkeypatch.setattr(gguf_module, "_convert", None)
+    given, _ = evaluation.command_line(["tiny_world", "--checkpoint", str(tmp_path / "tiny.gguf")])
+    assert evaluation.find_checkpoint(given).model == folder
     assert checkpoint_folder(shutil.copy(tmp_path / "tiny.gguf", tmp_path / "copy.gguf")) == folder
 
 
