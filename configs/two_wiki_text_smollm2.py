@@ -1,4 +1,5 @@
-"""2WikiMultihopQA over passages, with SmolLM2-135M, on two cores and in hours.
+"""2WikiMultihopQA over passages, with SmolLM2-135M. A beginning: it runs from end to end, but its settings were not
+chosen on dev and no score of it is known.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2.py --task.data-dir DIR --init smollm2
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from mujica_jax.agents.mujica import PLANNER, WORKER
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config.files import implementation
-from mujica_jax.config.schema import Config
+from mujica_jax.config.schema import Config, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
@@ -28,7 +28,6 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
 from mujica_jax.models.lora import check_rank
-from mujica_jax.models.quantization import import_qwix
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
@@ -38,6 +37,7 @@ from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
+from mujica_jax.runtime.extras import import_extra
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunPath
@@ -123,6 +123,8 @@ def _check_start(config: Config, task: Task) -> None:
 def _check_prompts(config: Config, tokenizer: Tokenizer, task: Task) -> None:
     """A conversation has room behind its prompt, worked examples included where the warm-up shows some."""
     agent = config.agent
+    if not isinstance(agent, MujicaConfig):  # other agents have prompts of their own
+        return
     shown = {agent.prompt, "few_shot"} if config.warmup.source == "few_shot" else {agent.prompt}
     for mode, role in itertools.product(sorted(shown), (PLANNER, WORKER)):
         shows = make_agent(dataclasses.replace(agent, prompt=mode), tokenizer)
@@ -221,11 +223,11 @@ def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int
 def require_packages(config: Config) -> None:
     """Optional packages that the configuration asks for are installed."""
     if config.trainer.lora_rank:
-        import_qwix(f"trainer.lora_rank {config.trainer.lora_rank}")
+        import_extra("qwix", f"trainer.lora_rank {config.trainer.lora_rank}")
     if config.engine.weights != "compute":
-        import_qwix(f"engine.weights {config.engine.weights}")
+        import_extra("qwix", f"engine.weights {config.engine.weights}")
     if config.metrics.wandb != "off":
-        import_wandb(f"metrics.wandb {config.metrics.wandb}")
+        import_wandb(config.metrics)
 
 
 def check_dtypes(config: Config) -> None:

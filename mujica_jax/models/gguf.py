@@ -3,7 +3,6 @@ user's cache, named by the file's hash.
 """
 
 import contextlib
-import importlib
 import importlib.util
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
 from mujica_jax.models.families import FAMILIES
+from mujica_jax.runtime.extras import import_extra
 from mujica_jax.storage.local import write_folder
 from mujica_jax.storage.manifest import sha256_of
 
@@ -58,14 +58,16 @@ def _converted(file: Path) -> Path:
     write_folder(partial, lambda target: _convert(file, target))
     try:
         partial.rename(folder)
-    except OSError:  # another process was faster
+    except OSError:
         shutil.rmtree(partial, ignore_errors=True)
+        if not folder.is_dir():  # else another process was faster
+            raise
     return folder
 
 
 def _check(file: Path) -> None:
     """What transformers' reader would take for something else, or would not say in a sentence."""
-    gguf = _package("gguf", file)
+    gguf = import_extra("gguf", str(file))
     try:
         reader = gguf.GGUFReader(file)
         architecture = reader.fields["general.architecture"].contents()
@@ -81,7 +83,7 @@ def _check(file: Path) -> None:
 def _convert(file: Path, folder: Path) -> None:
     """Weights as float32, the tokenizer, and the end of a turn as the end of generation, as the file names it."""
     for name in ("accelerate", "torch"):
-        _package(name, file)
+        import_extra(name, str(file), extra="gguf")
     import transformers
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
@@ -100,16 +102,6 @@ def _convert(file: Path, folder: Path) -> None:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def _package(name: str, file: Path) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        raise UserError(
-            f"{file} is converted with the package {name}, which is not installed: install the extra `gguf`, as in "
-            "`pip install -e '.[gguf]'`"
-        ) from None
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import Block, Weight, projections
-from mujica_jax.models.quantization import import_qwix
+from mujica_jax.runtime.extras import import_extra
 
 Kernel = Float[Array, "layers *shape"]
 
@@ -40,7 +40,7 @@ def check_rank(config: DecoderConfig, rank: int) -> None:
 def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder:
     """The decoder with fresh adapters, computing what it computed before. It shares the weights of `decoder`."""
     check_rank(decoder.config, rank)
-    qwix = import_qwix(f"trainer.lora_rank {rank}")
+    qwix = import_extra("qwix", f"trainer.lora_rank {rank}")
     # Interception is part of the class of the block: `nnx.merge` makes a block of this class of every slice of a scan.
     provider = qwix.LoraProvider(rank=rank, alpha=alpha)
     options = {"methods": ("product",), "skip_nnx_init": True}

@@ -10,7 +10,6 @@ activations are not rounded. Training stays in float32: the engine's copy is mad
 """
 
 import functools
-import importlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -20,25 +19,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mujica_jax.errors import UserError
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import projections
+from mujica_jax.runtime.extras import import_extra
 
 Storage = Literal["compute", "int8", "fp8"]
 TYPES: Mapping[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-
-
-def import_qwix(wanted_by: str) -> Any:
-    """The package, which is optional; `wanted_by` names the setting that needs it, for a user who has not installed
-    it.
-    """
-    try:
-        return importlib.import_module("qwix")
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{wanted_by} needs the package qwix and {error.name} is not installed: install the extra `qwix`, as in "
-            "`pip install -e '.[qwix]'`"
-        ) from None
 
 
 def engine_weights(weights: nnx.State, config: DecoderConfig, storage: Storage, dtype: DTypeLike) -> nnx.State:
@@ -57,6 +43,6 @@ def engine_weights(weights: nnx.State, config: DecoderConfig, storage: Storage, 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # op by op, float32 temporaries would be as large as the matrix
 def _stored(kernel: Float[Array, "layers *shape"], contracted: int, storage: str) -> Any:
     """As a `qwix.QArray`, whose two arrays keep the leading axis, so that a scan slices them as it slices a kernel."""
-    qwix = import_qwix(f"engine.weights {storage}")
+    qwix = import_extra("qwix", f"engine.weights {storage}")
     channels = (0, *range(1 + contracted, kernel.ndim))
     return qwix.quantize(kernel.astype(jnp.float32), TYPES[storage], channelwise_axes=channels)

@@ -7,7 +7,6 @@ each start is a run of its own there. What a kill took between a line and its ar
 offline mode nothing leaves the machine until `wandb sync DIR/wandb/offline-run-*`.
 """
 
-import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,21 +14,15 @@ from typing import Any
 
 from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.errors import UserError
+from mujica_jax.runtime.extras import import_extra
 from mujica_jax.storage.run_directory import RunPath
 
 FOLDER = "wandb"
 MODE = "WANDB_MODE"  # wandb's own variable, which goes before the configuration
 
 
-def import_wandb(wanted_by: str) -> Any:
-    """The package; `wanted_by` names the setting that needs it, for a user who has not installed it."""
-    try:
-        return importlib.import_module("wandb")
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{wanted_by} needs the package wandb and {error.name} is not installed: install the extra `wandb`, as in "
-            "`pip install -e '.[wandb]'`, or set it to off"
-        ) from None
+def import_wandb(config: MetricsConfig) -> Any:
+    return import_extra("wandb", f"metrics.wandb {config.wandb}", otherwise=", or set it to off")
 
 
 class WandbLog:
@@ -37,7 +30,7 @@ class WandbLog:
 
     def __init__(self, config: MetricsConfig, directory: RunPath, about: Mapping[str, Any]) -> None:
         """`about` is the run's configuration, which is shown beside its curves."""
-        wandb = import_wandb(f"metrics.wandb {config.wandb}")
+        wandb = import_wandb(config)
         mode = os.environ.get(MODE, config.wandb)
         local = directory if isinstance(directory, Path) else None  # wandb keeps its files on local disk
         try:

@@ -18,19 +18,21 @@ from mujica_jax.retrieval.text.dense import ranked
 from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.retrieval.text.index import Index, open_index, read_kind
 from mujica_jax.tasks.environment import Ranking
-from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, QUESTION_FILES, data_files, passages_of, read_questions
+from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, Record, data_files, passages_of
 
 
-def open_passages(config: TwoWikiConfig) -> tuple[Retriever, Sequence[Passage]]:
-    """What is searched, and the passages in which questions have their gold ones."""
+def open_passages(config: TwoWikiConfig, records: Sequence[Record]) -> tuple[Retriever, Sequence[Passage]]:
+    """What is searched, and the passages in which questions have their gold ones. `records` are all questions: the
+    passages they come with are the corpus where the data folder has none.
+    """
     if config.index is not None and config.index.startswith(SCHEME):
         raise UserError(
             f"environment is text and the index {config.index} is a graph: give an index of passages, or "
             "--task.environment graph"
         )
     if config.index is not None and config.index.startswith(("http://", "https://")):
-        return open_remote(config.index, config.retriever, config.top_k), _corpus(config)
-    index = _index(config)
+        return open_remote(config.index, config.retriever, config.top_k), _corpus(config, records)
+    index = _index(config, records)
     in_memory = config.index is None
     cache = None if in_memory else SearchCache(cache_folder("searches"), index.version)
     return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
@@ -55,7 +57,7 @@ def ranking(config: TwoWikiConfig) -> Ranking | None:
     return functools.partial(ranked, find_embedder(config.embedder).load())
 
 
-def _index(config: TwoWikiConfig) -> Index:
+def _index(config: TwoWikiConfig, records: Sequence[Record]) -> Index:
     """The index that the configuration names; without one, BM25 over the corpus of the data folder."""
     if config.index is None:
         if config.retriever == "dense":
@@ -63,7 +65,7 @@ def _index(config: TwoWikiConfig) -> Index:
                 "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index "
                 f"build --corpus FILE --kind exact --embedder {config.embedder} --out DIR` and give --task.index DIR"
             )
-        return Bm25Index(_corpus(config), "default")
+        return Bm25Index(_corpus(config, records), "default")
     kind = read_kind(config.index)
     if kind == KIND:
         raise UserError(
@@ -83,10 +85,7 @@ def _index(config: TwoWikiConfig) -> Index:
     return index
 
 
-def _corpus(config: TwoWikiConfig) -> list[Passage]:
-    """The corpus of the data folder; without one, the passages that its questions come with."""
+def _corpus(config: TwoWikiConfig, records: Sequence[Record]) -> list[Passage]:
     if files := data_files(config.data_dir, CORPUS_FILES, "passages", needed=False):
         return read_corpus(files)
-    if given := passages_of(read_questions(data_files(config.data_dir, QUESTION_FILES, "questions"))):
-        return given
-    return read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))
+    return passages_of(records) or read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))

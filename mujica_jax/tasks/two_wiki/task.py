@@ -246,7 +246,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
             f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set "
             "augmented_copies to 0 or environment to graph"
         )
-    retriever, passages = open_passages(config)
+    retriever, passages = open_passages(config, records)
     gold = _titled(passages, {title for record in records for title in record.titles})
     texts = {passage.title: passage.text for passage in gold}
     of_corpus = data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False)

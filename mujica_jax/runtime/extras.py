@@ -1,0 +1,20 @@
+"""Packages that only some settings need."""
+
+import importlib
+from typing import Any
+
+from mujica_jax.errors import UserError
+
+
+def import_extra(package: str, wanted_by: str, *, extra: str | None = None, otherwise: str = "") -> Any:
+    """The package, which the extra of that name brings. For a user who has not installed it, `wanted_by` names the
+    setting that needs it, and `otherwise` what else can be done.
+    """
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        extra = extra or package
+        raise UserError(
+            f"{wanted_by} needs the package {package} and {error.name} is not installed: install the extra `{extra}`, "
+            f"as in `pip install -e '.[{extra}]'`{otherwise}"
+        ) from None
