@@ -35,7 +35,7 @@ def get_config() -> Config:
         ),
         model=ModelConfig(
             family="qwen3",
-            vocab_tokens=1280,
+            vocab_tokens=1536,
             hidden_size=64,
             intermediate_size=160,
             num_layers=3,
@@ -47,18 +47,20 @@ def get_config() -> Config:
             prompt="brief",
             max_iterations=4,
             max_searches_per_turn=4,
-            max_turn_tokens=128,
-            max_trajectory_tokens=480,
-            max_observation_tokens=260,
+            max_turn_tokens=96,
+            max_trajectory_tokens=384,
+            max_observation_tokens=200,
         ),
         engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
-        trainer=TrainerConfig(row_tokens=400, rows_per_step=11),
-        pretraining=PretrainingConfig(documents=20_000, steps=1100, learning_rate=6e-3, end_learning_rate=4e-3),
+        trainer=TrainerConfig(optimizer="muon", row_tokens=300, rows_per_step=7),
+        pretraining=PretrainingConfig(
+            documents=20_000, row_parts=2, steps=900, learning_rate=6e-3, end_learning_rate=4e-3
+        ),
         warmup=WarmupConfig(
-            steps=700, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
+            steps=550, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
         ),
         sampling=SamplingConfig(
-            questions_per_round=800,
+            questions_per_round=400,
             shard_questions=400,
             temperature=0.8,
         ),
@@ -68,7 +70,7 @@ def get_config() -> Config:
             keep_per_question=2,
             learning_rate=1e-3,
             end_learning_rate=1e-4,
-            epochs=3,
+            epochs=2,
             replay=0.5,
         ),
         eval=EvalConfig(questions=400, split="test"),

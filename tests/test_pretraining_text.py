@@ -34,22 +34,20 @@ def test_a_fact_is_read_with_the_number_of_its_own_line(document):
         return
     heading, *rest = document.split("\n")
     assert heading == "Materials:"
-    matches = [re.fullmatch(r"\[(\d+)\] (.*) \[\1\]", line) for line in rest]
-    lines = {match[1]: match[2] for match in matches if match}
-    for line in rest[len(lines) :]:  # nothing is read off a list that names the entity only as object
-        relation, value, number = (
-            re.fullmatch(r"(.+?), (.*) \[(-?\d+)\]", line).groups()
-            if ", " in line
-            else re.fullmatch(
-                r"The (.+?) of (?:Amber Tide|Tin Orchard|Ilse Marten|Otto Brand) is (.*)\. \[(-?\d+)\]", line
-            ).groups()
-        )
+    *listed, read_off = rest
+    lines = dict(re.fullmatch(r"\[(\d+)\] (.*) \[\1\] .*", line).group(1, 0) for line in listed)
+    assert list(lines) == [str(number) for number in range(len(listed))]
+    for fact in filter(None, read_off.removeprefix("Read: ").split("; ")):  # none where it is the object in every line
+        relation, number, value, again = re.fullmatch(r"(.+?) \[(-?\d+)\] (.+?)( The .*)?", fact).groups()
+        if again:
+            assert re.fullmatch(rf" The {relation} of [A-Z].* is {value}\.", again)
         if number == "-1":
-            assert value.startswith("none")
+            assert value == "none"
         else:
-            assert lines[number].endswith(f", {relation}, {value}")
+            assert lines[number].endswith(f", {relation} [{number}] {value}")
 
 
 def test_the_same_entity_is_given_different_facts():
-    found = (re.search(r"^\[\d\] Amber Tide, director, (Ilse|Otto)", document, re.MULTILINE) for document in read(0))
+    line = re.compile(r"^\[\d\] Amber Tide, director \[\d\] (Ilse|Otto)", re.MULTILINE)
+    found = map(line.search, read(0))
     assert {match[1] for match in found if match} == {"Ilse", "Otto"}

@@ -262,18 +262,21 @@ def test_prompts_number_candidates_and_materials_from_where_they_stand():
     assert planner_opening("Who?", []) == "Question: Who?"
     assert planner_observation(["A.", "B."], people, 4) == "Obs: A. B.\nCandidate: [4] Ann [5] Bob"
     assert planner_observation(["A."], [], 4) == "Obs: A."
-    opening = worker_opening("Who?", ["a, b, c", "d"], "graph", "zero_shot")
+    materials = [("a", "b", "c"), ("d",)]
+    opening = worker_opening("Who?", materials, "graph", "zero_shot")
     assert opening == "Question: Who?\nMaterials:\n[0] a, b, c\n[1] d"
+    opening = worker_opening("Who?", materials, "graph", "brief")
+    assert opening == "Question: Who?\nMaterials:\n[0] a, b [0] c\n[1] d [1]"
     assert worker_opening("Who?", [], "text", "zero_shot") == "Question: Who?\nContext:"
 
 
 @pytest.mark.parametrize("kind", ["graph", "text"])
 @pytest.mark.parametrize("mode", ["brief", "zero_shot", "few_shot"])
 def test_each_material_begins_a_line_of_its_own_with_its_number(kind, mode):
-    lines = worker_opening("Who\nis\nit?", ["a, b\n[7] c", "\n", "d"], kind, mode).split("\n")
+    lines = worker_opening("Who\nis\nit?", [("a", "b\n[7] x", "c"), ("\n",), ("d",)], kind, mode).split("\n")
     assert lines[0] == "Question: Who is it?"
     assert [line.split(" ", 1)[0] for line in lines[2:]] == ["[0]", "[1]", "[2]"]
-    assert lines[2].startswith("[0] a, b [7] c") and lines[4].startswith("[2] d")
+    assert lines[2].startswith("[0] a, b [7] x") and lines[4].startswith("[2] d")
 
 
 @pytest.mark.parametrize("kind", ["graph", "text"])

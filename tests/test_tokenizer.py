@@ -309,6 +309,16 @@ def test_a_trained_tokenizer_comes_back_from_disk(tmp_path):
     assert Tokenizer.load(tmp_path).stop_token_ids == (5, 6)
 
 
+def test_every_word_is_one_token_where_all_fit():
+    text = "Ada Hall, director [2] Tom Dean\nsystem"
+    words = Tokenizer.train([text], 400)
+    pieces = [words.decode([id]) for id in words.encode_plain(text)]
+    assert pieces == ["Ada", " Hall", ",", " director", " [2]", " Tom", " Dean", "\n", "system"]
+    assert words.vocab_size == 273 + len(set(pieces) - {",", "\n"})
+    assert [words.decode([id]) for id in words.encode_plain(" Tim")] == [" ", "T", "i", "m"]
+    assert len(Tokenizer.train([text], 275).encode_plain(text)) > len(pieces)
+
+
 def test_years_in_the_training_text_become_few_tokens():
     assert len(TRAINED.encode_plain(" 1987")) <= 2
 

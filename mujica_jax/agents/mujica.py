@@ -152,7 +152,7 @@ class _Episode:
         entity = None if call.candidate is None else self._candidates[call.candidate]
         materials = self._fit(await self._environment.search(call.query, entity))
         worker = Dialogue(self._tokenizer, WORKER, self._agent.system_prompt(WORKER, self._environment.kind))
-        shown = [material.text for material in materials]
+        shown = [material.parts for material in materials]
         worker.add_user(protocol.worker_opening(call.query, shown, self._environment.kind, self._config.prompt))
         state = WorkerState(query=call.query, entity=entity, materials=materials)
         text, cut = await self._write(worker, state, f"{iteration}.{number}", continues=False)
@@ -162,7 +162,7 @@ class _Episode:
             iteration=iteration,
             query=call.query,
             entity="" if entity is None else entity.label,
-            materials=tuple(protocol.one_line(text) for text in shown),
+            materials=tuple(protocol.one_line(material.text) for material in materials),
             selected=reply.selected,
             sentence=reply.sentence,
             found=reply.found,

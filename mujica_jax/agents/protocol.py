@@ -138,16 +138,22 @@ def planner_observation(sentences: Sequence[str], new_candidates: Sequence[Entit
     return "\n".join(lines)
 
 
-def worker_opening(query: str, materials: Sequence[str], kind: EnvironmentKind, mode: PromptMode) -> str:
-    """The question and its materials, numbered. In `brief` mode, for small models trained from scratch, the number also
-    closes its line: naming the line a value was read from is then copying one token on, where otherwise it means
+def worker_opening(query: str, materials: Sequence[Sequence[str]], kind: EnvironmentKind, mode: PromptMode) -> str:
+    """The question and its materials, numbered; a material is its parts, one of a passage and three of a triple.
+
+    In `brief` mode, for small models trained from scratch, the number also stands between the relation that is looked
+    for and its object, or at a passage's end: naming the line is then copying one token on, where otherwise it means
     looking back.
     """
     heading = "Materials:" if kind == "graph" else "Context:"
-    numbered = [
-        f"[{index}] {one_line(material)}" + (f" [{index}]" if mode == "brief" else "")
-        for index, material in enumerate(materials)
-    ]
+    numbered = []
+    for index, material in enumerate(materials):
+        *before, last = (one_line(part) for part in material)
+        if mode != "brief":
+            line = ", ".join([*before, last])
+        else:
+            line = f"{', '.join(before)} [{index}] {last}" if before else f"{last} [{index}]"
+        numbered.append(f"[{index}] {line}")
     return "\n".join([f"Question: {one_line(query)}", heading, *numbered])
 
 

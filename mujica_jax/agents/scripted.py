@@ -5,8 +5,8 @@ The plan is the question's evidence as a graph: every triple whose subject is a 
 such triples in one turn. The worker does not know the chain: it reads the relation off the query and selects the
 materials that state it.
 
-Thoughts are short and put next to each other what the next decision needs: the relation before the object, the object
-before its index, both years before the one that decides.
+Thoughts are short and put next to each other what the next decision needs: the relation before the number of its line,
+the number before the object, both years before the one that decides.
 """
 
 import random
@@ -20,7 +20,6 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Evidence, Question
-from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import chain_ends, compare_dates, parse_date
 
 _YEAR = re.compile(r"\b\d{3,4}\b")
@@ -108,18 +107,16 @@ class ScriptedPolicy:
         assert state.entity is not None, "a search of a graph names an entity"
         label = state.entity.label
         relation = state.query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
-        triples = [_triple(material) for material in state.materials]
-        chosen = [n for n, triple in enumerate(triples) if triple[0] == label and triple[1] == relation]
+        lines = [material.parts for material in state.materials]
+        chosen = [n for n, parts in enumerate(lines) if parts[:2] == (label, relation)]
         if chosen and random.Random(f"{self._seed} {state.query}").random() < self._miss_rate:
             self.missed.add(state.query)
             chosen = []
         if not chosen:
-            return protocol.write_worker(f"{relation}, none [-1]", [], protocol.NOTHING_FOUND)
-        objects = " and ".join(_distinct(triples[n][2] for n in chosen))
-        places = "".join(f"[{n}]" for n in chosen)
-        return protocol.write_worker(
-            f"{relation}, {objects} {places}", chosen, f"The {relation} of {label} is {objects}."
-        )
+            return protocol.write_worker(f"{relation} [-1] none", [], protocol.NOTHING_FOUND)
+        objects = " and ".join(_distinct(lines[n][2] for n in chosen))
+        read = " and ".join(f"[{n}] {lines[n][2]}" for n in chosen)
+        return protocol.write_worker(f"{relation} {read}", chosen, f"The {relation} of {label} is {objects}.")
 
 
 def conclusion(question: Question, answer: str) -> str:
@@ -178,21 +175,12 @@ def sample_text() -> Iterator[str]:
     yield protocol.write_worker("of", [0], "The of is.")
     yield protocol.planner_opening("What", [Entity(id="", label="")])
     yield protocol.planner_observation(["The of is"], [Entity(id="", label="")], 1)
-    yield protocol.worker_opening("What is the of?", ["", ""], "graph", "brief")
-    yield protocol.worker_opening("What is the of?", ["", ""], "text", "brief")
-    yield "Years: in order: 1 and 2. system user assistant"
+    for kind in ("graph", "text"):
+        yield protocol.worker_opening("What is the of?", [("", "", "")], kind, "brief")
+    yield "Years: in order: 1 and 2."
+    yield f"{protocol.NOTHING_FOUND}\nRead: none ; none [-1]"
+    yield "system\nuser\nassistant\nin order"
     yield "".join(f"[{number}] [{number}]" for number in range(-1, 16))
-
-
-def _triple(material: Material) -> tuple[str, str, str]:
-    """Subject, relation and object of a graph material. Subject and object may hold commas, the relation none."""
-    if material.entities:
-        subject = material.entities[0].label
-        if material.text.startswith(f"{subject}, "):
-            relation, _, value = material.text[len(subject) + 2 :].partition(", ")
-            return subject, relation, value
-    parts = material.text.split(", ", 2)
-    return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (material.text, "", "")
 
 
 def _distinct(items: Iterable[str]) -> list[str]:

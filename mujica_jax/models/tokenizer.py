@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -39,10 +39,8 @@ def neutralise(text: str) -> str:
 
 
 # GPT-2's words, except that a number in brackets is one word: a small model that names line [2] then copies a token
-# that stands once in its context, where "[", "2" and "]" would each look like those of every other line. And a comma
-# belongs to the word before it, so that in "film, director, name" the name follows the relation and not a comma: one
-# look-back finds it.
-WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\[-?\d{1,2}\]| ?\p{L}+,?| ?\p{N}+| ?\[| ?[^\s\p{L}\p{N}\[]+|\s+(?!\S)|\s+"""
+# that stands once in its context, where "[", "2" and "]" would each look like those of every other line.
+WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\[-?\d{1,2}\]| ?\p{L}+| ?\p{N}+| ?\[| ?[^\s\p{L}\p{N}\[]+|\s+(?!\S)|\s+"""
 
 
 class Tokenizer:
@@ -83,9 +81,12 @@ class Tokenizer:
         self._wrapped.save_pretrained(directory)
 
     @classmethod
-    def train(cls, texts: Iterator[str], vocab_tokens: int, tags: Sequence[str] = PROTOCOL_TAGS) -> "Tokenizer":
-        """A byte-level BPE of at most `vocab_tokens` ids, special tokens and two tokens a tag (<tag>, </tag>)
-        included."""
+    def train(cls, texts: Iterable[str], vocab_tokens: int, tags: Sequence[str] = PROTOCOL_TAGS) -> "Tokenizer":
+        """Of at most `vocab_tokens` ids, special tokens and two tokens a tag (<tag>, </tag>) included.
+
+        If there is room for every word of the texts, each is one token, and any other word is its bytes: what a small
+        model has to copy then has no pieces that other words share. Otherwise a byte-level BPE.
+        """
         from transformers import PreTrainedTokenizerFast
 
         special = [END_OF_TEXT, START_OF_TURN, END_OF_TURN]
@@ -96,18 +97,25 @@ class Tokenizer:
                 f"vocab_tokens is {vocab_tokens} but {len(alphabet)} bytes and {len(added)} special tokens need "
                 f"{len(added) + len(alphabet)}: choose at least that many"
             )
-        backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-        backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        split = tokenizers.pre_tokenizers.Sequence(
             [
                 tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated"),
                 tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-        backend.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab_tokens - len(added), initial_alphabet=alphabet, show_progress=False
-        )
-        backend.train_from_iterator(texts, trainer)
+        texts = list(texts)
+        room = vocab_tokens - len(added)
+        found = (word for text in texts for word, _ in split.pre_tokenize_str(text))
+        words = dict.fromkeys([*sorted(alphabet), *found])
+        if len(words) <= room:
+            vocabulary = {word: id for id, word in enumerate(words)}
+            backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], ignore_merges=True))
+        else:
+            backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+        backend.pre_tokenizer, backend.decoder = split, tokenizers.decoders.ByteLevel()
+        if len(words) > room:
+            trainer = tokenizers.trainers.BpeTrainer(vocab_size=room, initial_alphabet=alphabet, show_progress=False)
+            backend.train_from_iterator(texts, trainer)
         backend.add_special_tokens(special)
         # Tags are added but not special: decoding must show them even where special tokens are skipped.
         backend.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in added[len(special) :]])

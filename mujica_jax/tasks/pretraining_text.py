@@ -60,17 +60,17 @@ def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> str:
     for index, relation in enumerate(present):
         value = draw.choice(vocabulary.values[kind][relation])
         if draw.random() < REVERSED_SHARE:
-            lines.append(f"{draw.choice(vocabulary.labels[kind])}, {relation}, {label}")
+            lines.append(f"[{index}] {draw.choice(vocabulary.labels[kind])}, {relation} [{index}] {label}")
         else:
-            lines.append(f"{label}, {relation}, {value}")
-            facts.append((relation, value, f"[{index}]"))
+            lines.append(f"[{index}] {label}, {relation} [{index}] {value}")
+            facts.append((relation, value, index))
     draw.shuffle(facts)
     absent = [relation for relation in relations if relation not in {fact[0] for fact in facts}]
     if absent and draw.random() < ABSENT_SHARE:
-        facts.insert(draw.randint(0, len(facts)), (draw.choice(absent), "none", "[-1]"))
-    numbered = [f"[{index}] {line} [{index}]" for index, line in enumerate(lines)]
+        facts.insert(draw.randint(0, len(facts)), (draw.choice(absent), "none", -1))
     read = [
-        f"The {relation} of {label} is {value}. {index}" if draw.random() < 0.5 else f"{relation}, {value} {index}"
+        f"{relation} [{index}] {value}" + (f" The {relation} of {label} is {value}." if draw.random() < 0.5 else "")
         for relation, value, index in facts
     ]
-    return "\n".join(["Materials:", *numbered, *read])
+    # Read off on one line: a word is then the same token here and above, with a space before it.
+    return "\n".join(["Materials:", *lines, f"Read: {'; '.join(read)}"])

@@ -24,6 +24,16 @@ class Material:
     entities: tuple[Entity, ...] = ()  # subject and object of a triple; literals (dates) are no entities
     title: str = ""  # passage title (text environments)
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Subject, relation and object of a triple; of a passage, or a line that was cut, the text. Subject and object
+        may hold commas, the relation none."""
+        subject = self.entities[0].label if self.entities else ""
+        if subject and self.text.startswith(f"{subject}, "):
+            relation, comma, value = self.text[len(subject) + 2 :].partition(", ")
+            return (subject, relation, value) if comma else (self.text,)
+        return (self.text,)
+
 
 class Environment(Protocol):
     """Where an agent looks things up. `kind` decides the planner's action syntax."""
