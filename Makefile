@@ -13,7 +13,7 @@
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
-WORKERS ?= 2
+WORKERS ?= 3
 # What is installed, by files that are as old as the installation. Another extra is another stamp behind RUNTIME.
 RUNTIME := $(VENV)/.runtime
 DEVELOPER := $(VENV)/.installed

@@ -89,6 +89,7 @@ def few_steps(trainer: Trainer, decoder, steps: int = 6) -> tuple[TrainState, li
     return fit(trainer, state, ROWS, schedule=SCHEDULE, steps=steps, seed=1, on_step=seen.append).state, seen
 
 
+@pytest.mark.slow
 def test_without_a_spike_nothing_changes(trainer, decoder):
     """Bit for bit the numbers of a trainer that does not look: operation by operation, for XLA rounds two programs in
     two ways.

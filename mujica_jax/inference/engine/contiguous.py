@@ -77,8 +77,12 @@ class ContiguousEngine(Engine):
     def __init__(self, decoder: Decoder, **settings: Any) -> None:
         super().__init__(decoder, **settings)
         self._tile_tokens = TILE_TOKENS.get(jax.default_backend(), OTHER_TILE_TOKENS)
-        self._smallest_width = max(MIN_WIDTH_TOKENS, 2 * self.page_tokens)
         self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
+        self._smallest_width = max(MIN_WIDTH_TOKENS, 2 * self.page_tokens)
+        if self._largest_width < 1.5 * self._smallest_width:  # a second width is not worth its programs
+            self._smallest_width = self._largest_width
+        # More than the searches of one turn, which may all be the same.
+        self._prefix_rows = max(MIN_PREFIX_ROWS, self.slots // 8)
         self._row_levels = sorted({-(-self.slots // level) for level in ROW_LEVELS})
         self._version = np.zeros(self.num_pages, np.int64)  # counts what was written into a page
         self._clock = 0
@@ -288,7 +292,8 @@ class ContiguousEngine(Engine):
         beginnings = [self._versions(row.pages[: row.start // self.page_tokens]) for row in fresh]
         slots = {row.slot for row in fresh}
         others = [held for slot, held in enumerate(self._slot_caches) if held.active and slot not in slots]
-        common = _common_beginning([*beginnings, *(held.pages[: held.tokens // self.page_tokens] for held in others)])
+        running = (held.pages[: held.tokens // self.page_tokens] for held in others)
+        common = _common_beginning([*beginnings, *running], self._prefix_rows)
         tokens = len(common) * self.page_tokens
         if tokens < MIN_PREFIX_TOKENS or common not in [beginning[: len(common)] for beginning in beginnings]:
             return
@@ -394,10 +399,8 @@ class ContiguousEngine(Engine):
         self._programs.add((*program, self._memory.rows.shape, self._memory.prefixes.shape))
 
 
-def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """The longest beginning that at least MIN_PREFIX_ROWS sequences, and half of those that begin as they do, have in
-    common.
-    """
+def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]], rows: int) -> list[tuple[int, int]]:
+    """The longest beginning that so many sequences, and half of those that begin as they do, have in common."""
     common: list[tuple[int, int]] = []
     while True:
         counts: dict[tuple[int, int], int] = {}
@@ -405,7 +408,7 @@ def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]]) -> list[tu
             if len(sequence) > len(common):
                 counts[sequence[len(common)]] = counts.get(sequence[len(common)], 0) + 1
         page, count = max(counts.items(), key=lambda item: item[1], default=((0, 0), 0))
-        if count < MIN_PREFIX_ROWS or (2 * count < len(sequences) and common):
+        if count < rows or (2 * count < len(sequences) and common):
             return common
         sequences = [
             sequence for sequence in sequences if len(sequence) > len(common) and sequence[len(common)] == page
