@@ -48,16 +48,16 @@ def get_config() -> Config:
             max_iterations=4,
             max_searches_per_turn=4,
             max_turn_tokens=96,
-            max_trajectory_tokens=384,
+            max_trajectory_tokens=320,
             max_observation_tokens=200,
         ),
         engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
         trainer=TrainerConfig(optimizer="muon", row_tokens=300, rows_per_step=7),
         pretraining=PretrainingConfig(
-            documents=20_000, row_parts=2, steps=900, learning_rate=6e-3, end_learning_rate=4e-3
+            documents=16_000, row_parts=2, steps=850, learning_rate=6e-3, end_learning_rate=4e-3
         ),
         warmup=WarmupConfig(
-            steps=550, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
+            steps=500, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
         ),
         sampling=SamplingConfig(
             questions_per_round=400,
