@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,22 @@ class Ended:
     seconds_after_signal: float | None
 
 
-def disturbed(directory: Path | str, *starts: dict[str, Any]) -> list[Ended]:
+def disturbed(
+    directory: Path | str, *starts: dict[str, Any], preexec_fn: Callable[[], None] | None = None
+) -> list[Ended]:
     """The starts, one after the other, with `--run directory`; what they may name stands in
-    `loops/disturbed_train.py`.
+    `loops/disturbed_train.py`. `preexec_fn` is called in the process before it starts them.
     """
     words = [str(CONFIG), "--run", str(directory)]
     command = [*DISTURBED, json.dumps([{"words": words, **start} for start in starts])]
     ended = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS * len(starts)
+        command,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS * len(starts),
+        preexec_fn=preexec_fn,
     )
     assert ended.returncode == 0, ended.stderr
     return [Ended(**json.loads(line)) for line in ended.stdout.splitlines()]

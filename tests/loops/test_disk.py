@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from whole_runs import ENVIRONMENT, ROOT, SECONDS, TRAIN, Ended, disturbed, outcome, rest
+from whole_runs import Ended, disturbed, outcome, rest
 
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 SMALL_FILE_BYTES = 40_000  # enough for a shard, and not for a model
@@ -89,19 +89,11 @@ def test_a_run_directory_that_is_read_only_is_named_and_nothing_is_changed(undis
     for path in paths:
         path.chmod(modes[path] & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
     try:
-        ended = subprocess.run(
-            [*TRAIN, "--run", str(copy)],
-            cwd=ROOT,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            preexec_fn=unprivileged,
-        )
+        (ended,) = disturbed(copy, {}, preexec_fn=unprivileged)
     finally:
         for path, mode in modes.items():
             path.chmod(mode)
-    assert (ended.returncode, content()) == (2, before), ended.stderr
-    assert ended.stderr.startswith("error: cannot use ") and "permission is denied" in ended.stderr
+    assert (ended.status, content()) == (2, before), ended.messages
+    assert ended.messages.startswith("error: cannot use ") and "permission is denied" in ended.messages
     rest(copy)
     assert outcome(copy) == undisturbed.outcome

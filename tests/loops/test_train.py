@@ -25,6 +25,7 @@ from whole_runs import (
     finished,
     json_lines,
     outcome,
+    rest,
 )
 
 from mujica_jax.report.results import PhaseRow
@@ -100,7 +101,7 @@ def test_a_finished_run_prints_its_table_again_and_changes_nothing(undisturbed):
         return {path: path.read_bytes() for path in undisturbed.directory.rglob("*") if path.is_file()}
 
     before = content()
-    output = finished([*TRAIN, "--run", str(undisturbed.directory)])
+    output = rest(undisturbed.directory)  # rewarded as the run was, or its replay holds other demonstrations
     assert closing(output) == closing(undisturbed.output)
     assert content() == before
 
