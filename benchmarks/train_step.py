@@ -1,7 +1,7 @@
 """Tokens a second of the training step, and its share of the fastest matrix product this machine does.
 
     python benchmarks/train_step.py DIRECTORY [--rows 4] [--row-tokens 512] [--dtype float32] [--attention auto] \\
-        [--remat auto]
+        [--remat auto] [--lora-rank 0]
 
 DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. The rows are packed
 from conversations of uneven length of which a third is trained, as an agent's are. The floating-point operations of a
@@ -71,6 +71,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--attention", default="auto", choices=["auto", "xla", "splash", "cudnn"])
     parser.add_argument("--remat", default="auto", choices=["auto", "none", "dots", "full"])
+    parser.add_argument("--lora-rank", type=int, default=0, help="0: every weight is trained")
     parser.add_argument("--layers", type=int, help="as if the model had so many layers")
     parser.add_argument("--repeats", type=int, default=7)
     given = parser.parse_args()
@@ -85,6 +86,7 @@ def main() -> int:
             dtype=given.dtype,
             attention=given.attention,
             remat=given.remat,
+            lora_rank=given.lora_rank,
         )
         trainer = Trainer(model, config)
     except UserError as error:
@@ -108,6 +110,7 @@ def main() -> int:
         slots=chosen.size * given.row_tokens,
         trained_tokens=int(rows.loss_mask[chosen].sum()),
         pairs=attended_pairs(rows.segment_ids[chosen]),
+        lora_rank=given.lora_rank,
     )
     tokens = int(np.sum(rows.segment_ids[chosen] > 0))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))

@@ -42,6 +42,7 @@ def get_config() -> Config:
             num_heads=4,
             num_kv_heads=4,
             head_dim=32,
+            embedding_range=0.15,
         ),
         agent=MujicaConfig(
             prompt="brief",

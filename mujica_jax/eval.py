@@ -2,14 +2,17 @@
 
     python -m mujica_jax.eval --checkpoint RUN [--policy N] [--section.field value ...]
     python -m mujica_jax.eval CONFIG --checkpoint HF_DIR|FILE.gguf|smollm2 [--out DIR] [--section.field value ...]
+    python -m mujica_jax.eval [CONFIG] --init HF_DIR|FILE.gguf|smollm2 --adapter DIR [...]
     python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat \\
         --remote.tokenizer DIR [...]
 
 RUN is a run directory: its config.json is the configuration and its latest policy is evaluated. A Hugging Face
 directory needs the name of a configuration, as `train` takes it; given with a run, that one replaces the run's own.
-Flags change what is evaluated: another seed, more questions, other limits, or the passages of a task whose graph the
-policy was trained on (`--task.environment text`). A model behind an OpenAI-compatible endpoint is evaluated under a
-configuration as well, with the prompts that its agent.prompt names (docs/endpoints.md).
+`--init` is another name of `--checkpoint`, for models that are no run; an adapter that a run wrote
+(RUN/policies/N/adapter) brings the configuration of its run. Flags change what is evaluated: another seed, more
+questions, other limits, or the passages of a task whose graph the policy was trained on (`--task.environment text`). A
+model behind an OpenAI-compatible endpoint is evaluated under a configuration as well, with the prompts that its
+agent.prompt names (docs/endpoints.md).
 
 Results go to RUN/eval/<task>-<environment>-<split>.json (without a run ./eval, or --out), the greedy predictions beside
 it as JSON lines.
@@ -19,6 +22,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
     from mujica_jax.storage.run_directory import RunPath
 
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
+_INIT = re.compile("--init(=|$)")
 WANTED = "give --checkpoint a run directory or a Hugging Face directory"
 
 
@@ -59,6 +64,7 @@ class EvalArguments:
     # A run directory (local or gs://BUCKET/PREFIX). With a configuration's name also a Hugging Face directory, a GGUF
     # file, or smollm2.
     checkpoint: str | None
+    adapter: str | None = None  # folder of a LoRA adapter (PEFT's format) on top of a checkpoint that is no run
     policy: int | None = None  # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
     task: TaskConfig
@@ -79,6 +85,7 @@ class Checkpoint:
     place: str  # where it comes from: the same, or the name of which it is a local copy
     version: int
     out: "RunPath"
+    adapter: Path | None = None
 
     def concurrency(self, config: Config) -> int:
         return config.engine.slots
@@ -88,14 +95,18 @@ class Checkpoint:
 
         from mujica_jax.methods.parts import make_generator, use_weights
         from mujica_jax.methods.setup import load_model
+        from mujica_jax.models.adapters import with_adapter
 
         tokenizer, decoder = load_model(self.model, config)
+        if self.adapter is not None:
+            decoder = with_adapter(decoder, self.adapter)
         generator = make_generator(decoder, config, tokenizer)
         use_weights(generator, decoder, nnx.state(decoder), config.engine.weights, self.version)
         return tokenizer, generator
 
     def about(self) -> dict[str, Any]:
-        return {"checkpoint": self.place, "policy": self.version}
+        adapter = {} if self.adapter is None else {"adapter": str(self.adapter)}
+        return {"checkpoint": self.place, "policy": self.version, **adapter}
 
     def closing_lines(self) -> list[str]:
         return []
@@ -120,16 +131,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     """`[CONFIG] --checkpoint DIR [flags]` -> the arguments, and the whole configuration under them."""
-    words = list(arguments)
+    words = ["--checkpoint" + word.removeprefix("--init") if _INIT.match(word) else word for word in arguments]
     name = take_file(words)
-    checkpoint = _flag_value(words, "--checkpoint")
+    checkpoint, adapter = _flag_value(words, "--checkpoint"), _flag_value(words, "--adapter")
     remote = _flag_value(words, "--remote.base-url", "--remote.base_url")
     if remote is not None and (name is None or checkpoint is not None):
         raise UserError(
             f"--remote.base-url is {remote}: an endpoint is evaluated under a configuration and without a checkpoint, "
             f"as in `python -m mujica_jax.eval {HELP_CONFIG} --remote.base-url {remote} ...`"
         )
-    if name is None and checkpoint is not None:
+    if name is None and adapter is not None:
+        config = _adapter_config(Path(adapter))
+    elif name is None and checkpoint is not None:
         config = _run_config(run_path(checkpoint))
     else:
         config = load_config(name or HELP_CONFIG)
@@ -150,6 +163,8 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
 
 def find_endpoint(given: EvalArguments) -> Endpoint:
     """The model behind the endpoint that the flags describe."""
+    if given.adapter is not None:
+        raise UserError(f"--adapter is {given.adapter} and an endpoint has its own model: leave --adapter out")
     if given.policy is not None:
         raise UserError(
             f"--policy is {given.policy} and {given.remote.base_url} is no run directory: leave --policy out"
@@ -169,7 +184,14 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
         if not isinstance(folder, Path):
             raise UserError(f"{folder} is no run directory, and models are read from local disk: copy it here")
         out = run_path(given.out or "eval")
-        return Checkpoint(name=given.checkpoint, model=folder, place=str(folder), version=0, out=out)
+        adapter = Path(given.adapter) if given.adapter else None
+        name = given.checkpoint if adapter is None else f"{given.checkpoint} with {adapter}"
+        return Checkpoint(name=name, model=folder, place=str(folder), version=0, out=out, adapter=adapter)
+    if given.adapter is not None:
+        raise UserError(
+            f"--adapter is {given.adapter} and {folder} is a run, whose policies have theirs merged in: give --init "
+            "the checkpoint that the adapter was trained on, or leave --adapter out"
+        )
 
     from mujica_jax.trajectories.store import Store
 
@@ -262,13 +284,27 @@ def _require_writable(folder: "RunPath") -> None:
 
 def _run_config(folder: "RunPath") -> Config:
     """The configuration a run directory was begun with."""
+    other = (
+        f"{folder} is no run directory: a Hugging Face directory is evaluated under a configuration, as in "
+        f"`python -m mujica_jax.eval {HELP_CONFIG} --checkpoint {folder}`"
+    )
+    return _config_left_in(folder, wanted=WANTED, other=other)
+
+
+def _adapter_config(folder: Path) -> Config:
+    """The configuration of the run that wrote the adapter."""
+    other = (
+        f"{folder} has no config.json of the run that made it: name a configuration, as in "
+        f"`python -m mujica_jax.eval {HELP_CONFIG} --init ... --adapter {folder}`"
+    )
+    return _config_left_in(folder, wanted="give --adapter a folder as RUN/policies/N/adapter", other=other)
+
+
+def _config_left_in(folder: "RunPath", *, wanted: str, other: str) -> Config:
     if not folder.is_dir():
-        raise UserError(f"there is no directory {folder}: {WANTED}")
+        raise UserError(f"there is no directory {folder}: {wanted}")
     if not _is_run(folder):
-        raise UserError(
-            f"{folder} is no run directory: a Hugging Face directory is evaluated under a configuration, as in "
-            f"`python -m mujica_jax.eval {HELP_CONFIG} --checkpoint {folder}`"
-        )
+        raise UserError(other)
     return from_dict(Config, _json(folder / "config.json")["config"])
 
 

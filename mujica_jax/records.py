@@ -33,7 +33,7 @@ class Entity:
     label: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
     """One gold triple, in the order in which the chain uses it."""
 

@@ -55,22 +55,21 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.config.files import implementation
     from mujica_jax.methods.setup import open_training
-    from mujica_jax.report.results import Summary, closing_table, question_tree, summary_dict
+    from mujica_jax.report.results import closing_table, question_tree, summary_dict
     from mujica_jax.storage.run_directory import run_path
 
     with open_training(config, run_path(directory), preemption) as run:
         phases = tuple(result.row for result in implementation(config.method)(run))
-        summary = Summary(
+        summary = summary_dict(
+            phases,
             task=run.task.name,
             method=config.method.kind,
             reward=config.reward,
             split=config.eval.split,
             seed=config.seed,
-            phases=phases,
-            seconds=sum(phase.seconds for phase in phases),
         )
         if distributed.is_primary():
-            run.store.write_json_once("summary.json", summary_dict(summary))
+            run.store.write_json_once("summary.json", summary)
         run.progress.show(closing_table(phases))
         if solved := run.solved_question(phases[-1].name):
             run.progress.show(question_tree(*solved))

@@ -17,7 +17,7 @@ from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models import attention
-from mujica_jax.models.embedder import _program
+from mujica_jax.models.embedder import _embed
 from mujica_jax.models.encoder import Encoder, EncoderConfig
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
@@ -66,7 +66,7 @@ def embedded(data: int) -> np.ndarray:
     tokens = draw.integers(5, 50, (16, 20)).astype(np.int32)
     mask = np.arange(20) < draw.integers(3, 20, (16, 1))
     batch = jax.device_put((tokens, mask), NamedSharding(mesh, PartitionSpec("data")))
-    return np.asarray(_program("mean", True)(graph, weights, *batch))
+    return np.asarray(_embed(graph, weights, *batch, pooling="mean", normalised=True))
 
 
 def sampled(tensor: int, storage: Storage = "compute") -> np.ndarray:

@@ -97,8 +97,6 @@ def checkpoint(tmp_path) -> Path:
         rope_scaling=None,
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
-        attention_bias=False,
-        qk_norm=True,
         max_position_embeddings=128,
         eos_token_ids=tuple(tokenizer.stop_token_ids),
         bos_token_id=None,
@@ -217,11 +215,29 @@ def test_eval_checks_what_it_is_given(refused):
     assert "eval.questions is -3 and must be at least 1" in message
 
 
-def test_a_number_that_is_none_is_refused():
-    config = load_config(SMOKE)
-    engine: Any = dataclasses.replace(config.engine, slots="many")  # as a hand-written configuration may have it
-    with pytest.raises(UserError, match=r"engine.slots is 'many' and must be at least 1"):
-        check(dataclasses.replace(config, engine=engine))
+@pytest.mark.parametrize(
+    ("section", "field", "value", "sentence"),
+    [
+        ("engine", "slots", "many", "engine.slots is 'many' and must be at least 1"),
+        ("trainer", "clip_norm", None, "trainer.clip_norm is None and must be above 0"),
+        ("warmup", "learning_rate", None, "warmup.learning_rate is None and must be above 0"),
+        ("model", "family", "mistral", "model.family is 'mistral' and must be one of qwen2, qwen3, llama"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The field:UserWarning")  # tyro says it too
+def test_a_configuration_file_of_impossible_values_is_refused(refused, tmp_path, section, field, value, sentence):
+    """What flags cannot say: their values have the right type."""
+    config = tmp_path / "config.py"
+    config.write_text(
+        "import dataclasses\n"
+        "from mujica_jax.config.files import load_config\n"
+        "def get_config():\n"
+        f"    config = load_config({SMOKE!r})\n"
+        f"    section = dataclasses.replace(config.{section}, {field}={value!r})\n"
+        f"    return dataclasses.replace(config, {section}=section)\n"
+    )
+    assert sentence in refused(train, str(config), "--run", "run")
+    assert written(tmp_path) == ["config.py"]
 
 
 def test_only_a_phase_that_is_left_out_needs_no_learning_rate():
@@ -477,6 +493,15 @@ def test_eval_of_a_hugging_face_directory_needs_a_configuration(refused, checkpo
 def test_eval_of_a_hugging_face_directory_has_no_policies_to_choose_from(refused, checkpoint):
     message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--policy", "2")
     assert "--policy is 2" in message and "no run directory" in message
+
+
+def test_eval_of_an_adapter_names_what_it_needs(refused, checkpoint, tmp_path):
+    assert "there is no directory nowhere" in refused(evaluation, "--init", str(checkpoint), "--adapter", "nowhere")
+    (tmp_path / "alone").mkdir()
+    message = refused(evaluation, "--init", str(checkpoint), "--adapter", "alone")
+    assert "alone has no config.json of the run" in message and "mujica_jax.eval tiny_world --init" in message
+    open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
+    assert "run is a run, whose policies" in refused(evaluation, SMOKE, "--checkpoint", "run", "--adapter", "alone")
 
 
 def test_eval_of_a_run_names_the_policies_there_are(refused, tmp_path):

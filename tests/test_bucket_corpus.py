@@ -18,6 +18,7 @@ from fake_bucket import FakeBucket, Request, use
 from mujica_jax import index
 from mujica_jax.errors import StoreUnavailable, UserError
 from mujica_jax.retrieval import files
+from mujica_jax.retrieval.graph import files as graph_files
 from mujica_jax.retrieval.graph.files import pieces
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.corpus import read_corpus
@@ -161,15 +162,15 @@ def test_an_index_is_no_object_of_a_bucket(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_triples_are_read_in_pieces_as_from_the_disk(bucket, tmp_path, suffix):
+def test_triples_are_read_in_pieces_as_from_the_disk(bucket, tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(graph_files, "READ_BYTES", 500)
     lines = "".join(f"<urn:a:{n}> <urn:b> <urn:c> .\n" for n in range(200)).encode()
     content = gzip.compress(lines) if suffix else lines
     (tmp_path / f"triples.nt{suffix}").write_bytes(content)
     bucket.put("mine", f"triples.nt{suffix}", content)
     bucket.faults = every(3, "cut download")
-    found = list(pieces(f"gs://mine/triples.nt{suffix}", size=500))
-    assert len(found) > 5 and b"".join(piece.content for piece in found) == lines
-    assert found == list(pieces(str(tmp_path / f"triples.nt{suffix}"), size=500))
-    middle = found[2]
-    rest = list(pieces(f"gs://mine/triples.nt{suffix}", middle.end, middle.lines, size=500))
-    assert b"".join(piece.content for piece in found[3:]) == b"".join(piece.content for piece in rest)
+    found = list(pieces(f"gs://mine/triples.nt{suffix}"))
+    assert len(found) > 5 and b"".join(line for piece in found for line in piece.lines) == lines
+    assert found == list(pieces(str(tmp_path / f"triples.nt{suffix}")))
+    rest = list(pieces(f"gs://mine/triples.nt{suffix}", found[2].end, found[3].first_line))
+    assert [piece.lines for piece in found[3:]] == [piece.lines for piece in rest]

@@ -205,8 +205,18 @@ def test_every_field_of_the_model_changes_the_decoder(smoke):
         "head_dim": 8,
         "rope_theta": 5e5,
     }
-    assert set(values) | {"vocab_tokens"} == {field.name for field in dataclasses.fields(ModelConfig)}
+    assert set(values) | {"vocab_tokens", "embedding_range"} == {
+        field.name for field in dataclasses.fields(ModelConfig)
+    }
     assert_each_changes(smoke, "model", values, lambda config: start.decoder_config(config, 300, (1,)))
+
+
+def test_the_embedding_is_drawn_as_wide_as_asked(smoke):
+    size = start.decoder_config(smoke, 300, (1,))
+    for width in (0.05, 0.15):
+        decoder = start.new_decoder(changed(smoke, "model", embedding_range=width), size)
+        assert abs(float(decoder.embedding[...].std()) / width - 1) < 0.05
+        assert abs(float(decoder.layers.up_kernel[...].std()) / start.INITIALIZER_RANGE - 1) < 0.05
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,13 @@
 """Rows and prefixes of the engine for CPU and GPU, where they change hands."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
+import pytest
 from tiny_engine import (
     MODEL,
+    NO_STOP,
     PAGE_TOKENS,
     PAGES_A_SLOT,
     decoded,
@@ -15,6 +18,7 @@ from tiny_engine import (
     random_tokens,
 )
 
+from mujica_jax.inference.engine import contiguous
 from mujica_jax.inference.engine.base import Engine, FlushRow, PrefillRow, SlotState
 
 EXACT = 1e-5  # float32, the same sums in another order
@@ -82,6 +86,34 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_rows_become_narrower
     for slot, (tokens, log_probs) in decoded_after(engine, prompts, 6).items():
         expected = log_probs_of(decoder(ONE_LAYER), [*prompts[slot], *tokens], 6)
         np.testing.assert_allclose(log_probs, expected, atol=EXACT, err_msg=f"slot {slot}")
+
+
+def test_a_prefix_needs_more_requests_than_one_turn_may_ask_at_once():
+    """An eighth of the slots: a turn's equal searches alone would bring every program once more."""
+    engine = make_engine(decoder(ONE_LAYER), slots=40, pages=8 * PAGES_A_SLOT)
+    beginning = random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=1)
+    engine.prefill([PrefillRow(7, pages_of_slot(7), 0, beginning)])
+    engine.flush([FlushRow(7, pages_of_slot(7), 0, len(beginning))])
+    engine.free_slot(7)
+    pages = list(pages_of_slot(7)[:BEGINNING_PAGES])
+    rows = [PrefillRow(slot, pages_after(pages, slot), 64, random_tokens(4, seed=slot)) for slot in range(5)]
+    engine.prefill(rows[:4])
+    assert [engine._slot_caches[slot].prefix for slot in range(4)] == [-1] * 4
+    engine.prefill(rows[4:])
+    assert [engine._slot_caches[slot].prefix for slot in range(5)] == [0] * 5
+
+
+@pytest.mark.parametrize(("smallest", "widths"), [(128, [128, 192]), (129, [192])])
+def test_a_second_width_must_save_a_third_of_the_largest(smallest: int, widths: list[int]):
+    with mock.patch.object(contiguous, "MIN_WIDTH_TOKENS", smallest):
+        engine = contiguous.ContiguousEngine(
+            decoder(ONE_LAYER), slots=2, positions=192, page_tokens=PAGE_TOKENS, num_pages=48, prefill_tokens=128,
+            decode_steps=4, stop_token_ids=[NO_STOP],
+        )  # fmt: skip
+    held = [engine._memory.rows.shape[1]]
+    engine.prefill([PrefillRow(0, pages_of_slot(0), 0, random_tokens(150, seed=1))])
+    held.append(engine._memory.rows.shape[1])
+    assert list(dict.fromkeys(held)) == widths
 
 
 def test_a_prompt_that_begins_anew_takes_no_part_in_the_prefix_of_what_its_slot_held_before():

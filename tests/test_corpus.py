@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.files import Skipped
 from mujica_jax.retrieval.text import corpus, corpus_records
-from mujica_jax.retrieval.text.corpus import Passage, PassageIds, Skipped, read_corpus, stream_corpus
+from mujica_jax.retrieval.text.corpus import Passage, PassageIds, read_corpus, stream_corpus
 from mujica_jax.retrieval.text.corpus_records import open_text, read_records
 
 CAT = {"title": "Cat", "text": "Cats purr."}
@@ -137,7 +138,7 @@ def test_the_hotpotqa_abstracts(tmp_path):
         ("12", "Cats purr. They sleep."),
         ("13", "Cats purr. They sleep."),
     ]
-    assert skipped.count == 1 and "line 2" in skipped.first
+    assert skipped.skipped == 1 and "line 2" in skipped.first_skipped
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(UserError, match=r"abstracts\.tar\.bz2 cannot be read"):
         read_corpus([path])
@@ -194,7 +195,7 @@ def test_a_file_given_twice_repeats_its_ids(tmp_path):
         read_corpus([path, path])
     skipped = Skipped()
     assert [passage.id for passage in stream_corpus([path, path], skipped)] == ["a", "b", "c"]
-    assert skipped.count == 3 and "give each file once" in skipped.first
+    assert skipped.skipped == 3 and "give each file once" in skipped.first_skipped
     path.write_text("\n".join(map(json.dumps, [CAT, DOG])))
     assert [passage.id for passage in read_corpus([path, path])] == ["0", "1", "2", "3"], "positions never repeat"
 
@@ -206,8 +207,11 @@ def test_repeated_ids_that_are_skipped_cost_one_look_back(tmp_path, monkeypatch)
     monkeypatch.setattr(corpus, "records_of", lambda paths: readings.append(paths) or records_of(paths))
     skipped = Skipped()
     assert len(list(stream_corpus([path], skipped))) == 100
-    assert (skipped.count, len(readings)) == (400, 2)
-    assert "line 2: the passage id 'doc0' was already used in" in skipped.first and "line 1;" in skipped.first
+    assert (skipped.skipped, len(readings)) == (400, 2)
+    assert (
+        "line 2: the passage id 'doc0' was already used in" in skipped.first_skipped
+        and "line 1;" in skipped.first_skipped
+    )
 
 
 @pytest.mark.parametrize("field", ["id", "title", "text"])
@@ -217,7 +221,7 @@ def test_a_lone_surrogate_is_refused_or_skipped(tmp_path, field):
     with pytest.raises(UserError, match=rf"line 2, the passage's {field}: 'half \\ud83d of' is no text"):
         read_corpus([path])
     skipped = Skipped()
-    assert [passage.title for passage in stream_corpus([path], skipped)] == ["Cat", "Dog"] and skipped.count == 1
+    assert [passage.title for passage in stream_corpus([path], skipped)] == ["Cat", "Dog"] and skipped.skipped == 1
     path.write_text(json.dumps(CAT | {field: "\U0001f600"}))
     assert getattr(read_corpus([path])[0], field) == "\U0001f600", "a whole pair is a character"
 

@@ -11,9 +11,10 @@ from safetensors.numpy import load_file, save_file
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.embedder import Embedder, embedder_config
+from mujica_jax.models.embedder import embedder_config
 from mujica_jax.models.encoder import encoder_config, load_encoder
 from mujica_jax.retrieval.text.corpus import read_corpus
+from mujica_jax.retrieval.text.embedders import find_embedder
 
 torch = pytest.importorskip("torch", reason="torch is not installed: parity needs it")
 transformers = pytest.importorskip("transformers")
@@ -94,14 +95,14 @@ def test_states_equal_those_of_transformers(folder):
 def test_pooling_is_what_the_folder_says(folder, tmp_path, mode, normalize):
     path = sentence_transformer(folder, tmp_path / "model", mode=mode, normalize=normalize)
     sample = texts(6)
-    ours = Embedder.load(path).embed(sample, "passage")
+    ours = find_embedder(str(path)).load().embed(sample, "passage")
     for text, embedding in zip(sample, ours, strict=True):
         theirs = states(folder, text)[0] if "cls" in mode else states(folder, text).mean(0)
         np.testing.assert_allclose(embedding, theirs / np.linalg.norm(theirs) if normalize else theirs, atol=2e-5)
 
 
 def test_a_batch_and_its_padding_change_nothing(folder):
-    embedder, sample = Embedder.load(folder), texts(700)
+    embedder, sample = find_embedder(str(folder)).load(), texts(700)
     together = embedder.embed(sample, "passage")
     for place in (0, 1, 350, 699):
         np.testing.assert_allclose(together[place], embedder.embed([sample[place]], "passage")[0], atol=1e-5)
@@ -109,7 +110,7 @@ def test_a_batch_and_its_padding_change_nothing(folder):
 
 
 def test_a_query_has_the_same_numbers_whatever_it_comes_with(folder):
-    embedder = Embedder.load(folder)
+    embedder = find_embedder(str(folder)).load()
     texts = [" ".join(f"word{n % 40}" for n in range(count)) for count in (3, 40, 9, 12, 25, 3, 30)]
     together = embedder.embed(texts * 60, "query")
     for place, text in enumerate(texts):
@@ -117,7 +118,7 @@ def test_a_query_has_the_same_numbers_whatever_it_comes_with(folder):
 
 
 def test_special_tokens_in_a_text_are_only_text(folder):
-    embedder = Embedder.load(folder)
+    embedder = find_embedder(str(folder)).load()
     (hostile,) = embedder._tokenizer.encode_batch(["word1 [SEP] word2"])
     assert hostile.ids.count(3) == 1  # its own end
 
@@ -126,7 +127,7 @@ def test_long_texts_are_cut_and_the_limit_is_the_smaller_one(folder, tmp_path):
     path = variant(folder, tmp_path / "model")
     (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 12}))
     assert embedder_config(folder).max_tokens == 40
-    embedder = Embedder.load(path)
+    embedder = find_embedder(str(path)).load()
     words = WORDS[:30]
     np.testing.assert_allclose(
         embedder.embed([" ".join(words)], "passage"), embedder.embed([" ".join(words[:10])], "passage"), atol=1e-6
@@ -137,7 +138,7 @@ def test_prefixes_by_name_by_folder_and_by_default(folder, tmp_path):
     path = variant(folder, tmp_path / "model")
     prompts = {"prompts": {"query": "word1 ", "document": "word2 "}}
     (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    own, plain = Embedder.load(path), Embedder.load(path, prefixes="none")
+    own, plain = find_embedder(str(path)).load(), find_embedder(str(path), "none").load()
     for role, prefix in (("query", "word1 "), ("passage", "word2 ")):
         np.testing.assert_allclose(own.embed(["word7"], role), plain.embed([f"{prefix}word7"], role), atol=1e-6)
     assert embedder_config(folder, prefixes="e5").query_prefix == "query: "
@@ -178,7 +179,7 @@ def test_a_prefix_of_tensor_names_is_understood(folder, tmp_path):
     save_file({f"bert.{name}": values for name, values in tensors.items()}, path / "model.safetensors")
     sample = texts(3)
     np.testing.assert_array_equal(
-        Embedder.load(path).embed(sample, "query"), Embedder.load(folder).embed(sample, "query")
+        find_embedder(str(path)).load().embed(sample, "query"), find_embedder(str(folder)).load().embed(sample, "query")
     )
 
 
@@ -204,7 +205,7 @@ def test_real_minilm_embeds_real_passages_as_transformers_does():
     path = Path(gt.__file__).parent / "model"
     corpus = read_corpus([TWO_WIKI / "corpus_6119.json.gz"])
     sample = [f"{passage.title}: {passage.text}" for passage in corpus[:64]]
-    ours = Embedder.load(path).embed(sample, "passage")
+    ours = find_embedder(str(path)).load().embed(sample, "passage")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.BertModel.from_pretrained(path).eval()
     batch = tokenizer(sample, padding=True, truncation=True, max_length=256, return_tensors="pt")

@@ -22,8 +22,7 @@ from little_agent import (
     tokenizer,
 )
 
-from mujica_jax.agents.evaluation import Evaluation, summarise
-from mujica_jax.methods.evaluation import score_policy
+from mujica_jax.methods.evaluation import Evaluation, score_policy, summarise
 from mujica_jax.records import StopReason, Trajectory
 from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import score_table
@@ -66,15 +65,15 @@ def evaluation(trajectories) -> Evaluation:
 
 
 def test_scores_are_means_over_all_questions_whether_answered_or_not(evaluation):
-    assert evaluation.em == pytest.approx(200 / 6)
-    assert evaluation.f1 == pytest.approx((100 + 200 / 3 + 100) / 6)
-    assert evaluation.by_kind["all"].questions == 6
+    assert evaluation.score.em == pytest.approx(200 / 6)
+    assert evaluation.score.f1 == pytest.approx((100 + 200 / 3 + 100) / 6)
+    assert evaluation.score.questions == 6
     assert evaluation.searches == pytest.approx(6 / 6)
 
 
 def test_scores_by_kind(evaluation):
     by_kind = evaluation.by_kind
-    assert {kind: score.questions for kind, score in by_kind.items() if kind != "all"} == {
+    assert {kind: score.questions for kind, score in by_kind.items()} == {
         "comparison": 3,
         "compositional": 2,
         "other": 1,
@@ -89,12 +88,12 @@ def test_scores_by_kind(evaluation):
 def test_an_episode_that_did_not_answer_scores_zero_whatever_it_holds(trajectories):
     unanswered = [dataclasses.replace(trajectory, answer="Ghent") for trajectory in trajectories[4:]]
     scored = summarise(QUESTIONS[4:], unanswered, "two_wiki")
-    assert (scored.em, scored.f1) == (0.0, 0.0)
+    assert (scored.score.em, scored.score.f1) == (0.0, 0.0)
 
 
 def test_the_rule_of_the_task_decides(trajectories):
     lenient = summarise(QUESTIONS[:3], trajectories[:3], "cover_em")
-    assert lenient.em == pytest.approx(200 / 3), "Ghent is part of Ghent, Belgium"
+    assert lenient.score.em == pytest.approx(200 / 3), "Ghent is part of Ghent, Belgium"
 
 
 def test_stop_reasons_are_counted(evaluation):
@@ -102,9 +101,9 @@ def test_stop_reasons_are_counted(evaluation):
 
 
 def test_the_interval_holds_the_score_and_lies_within_the_scale(evaluation):
-    low, high = evaluation.em_interval
-    assert 0 <= low < evaluation.em < high <= 100
-    assert summarise(QUESTIONS[:1], evaluation.trajectories[:1], "two_wiki").em_interval == (100.0, 100.0)
+    low, high = evaluation.score.em_interval
+    assert 0 <= low < evaluation.score.em < high <= 100
+    assert summarise(QUESTIONS[:1], evaluation.trajectories[:1], "two_wiki").score.em_interval == (100.0, 100.0)
 
 
 def test_the_summary_says_in_rounded_numbers_what_was_measured(evaluation):

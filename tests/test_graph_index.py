@@ -3,6 +3,7 @@
 import asyncio
 import bz2
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -126,17 +127,19 @@ def test_tables_and_dumps_are_one_graph(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10**6])
-def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, size):
+def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(graph_files, "READ_BYTES", size)
     lines = [f"line {number} ".encode() * (number % 5) + b"\n" for number in range(40)] + [b"the last"]
     (tmp_path / "file.nt.gz").write_bytes(gzip.compress(b"".join(lines)))
-    found = list(pieces(str(tmp_path / "file.nt.gz"), size=size))
-    assert b"".join(piece.content for piece in found) == b"".join(lines)
-    assert found[-1].lines == 41 and found[-1].end == sum(map(len, lines))
-    for piece in found[:-1]:
-        assert piece.content.endswith(b"\n")
-        after = list(pieces(str(tmp_path / "file.nt.gz"), piece.end, piece.lines, size))
-        assert b"".join(rest.content for rest in after) == b"".join(lines)[piece.end :]
-        assert after[0].first_line == piece.lines + 1
+    found = list(pieces(str(tmp_path / "file.nt.gz")))
+    assert [line for piece in found for line in piece.lines] == lines
+    assert (len(found) > 1) == (size < 10**6)
+    assert found[-1].first_line + len(found[-1].lines) == 42 and found[-1].end == sum(map(len, lines))
+    for piece, following in itertools.pairwise(found):
+        assert following.first_line == piece.first_line + len(piece.lines)
+        after = list(pieces(str(tmp_path / "file.nt.gz"), piece.end, following.first_line))
+        assert [line for rest in after for line in rest.lines] == lines[following.first_line - 1 :]
+        assert after[0].first_line == following.first_line
 
 
 # --- refusals ---
@@ -268,7 +271,7 @@ from mujica_jax.retrieval.graph import dumps as graph_dumps
 from mujica_jax.retrieval.graph import files as graph_files
 from mujica_jax.retrieval.graph import index as graph_index
 from mujica_jax.retrieval.graph import tables as graph_tables
-graph_files.READ_BYTES, graph_index.CHUNK_BYTES, graph_index.TABLE_CHUNK_BYTES = 1000, 3000, 2000
+graph_files.READ_BYTES, graph_index.CHUNK_BYTES = 1000, 3000
 where = sys.argv.pop(1)
 def slowly(of, name, wait=0.03):
     function = getattr(of, name)
@@ -342,7 +345,6 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
 def test_a_load_goes_on_from_every_chunk(tmp_path, many, monkeypatch):
     """Interrupted after each chunk, and with the next chunk already in the store when it was."""
     monkeypatch.setattr(graph_index, "CHUNK_BYTES", 12_000)
-    monkeypatch.setattr(graph_index, "TABLE_CHUNK_BYTES", 4000)
     monkeypatch.setattr(graph_files, "READ_BYTES", 2000)
     write, written = manifests.write_json, []
 

@@ -47,7 +47,7 @@ MISTAKES = {
     f"{BUILD} DIR/latin.jsonl": "DIR/latin.jsonl is not UTF-8 text",
     f"{BUILD} DIR": "DIR cannot be read (Is a directory): give the path of a corpus",
     f"{BUILD} DIR/nowhere.jsonl": "DIR/nowhere.jsonl cannot be read (No such file or directory)",
-    "build --kind bm25 --corpus DIR/corpus.jsonl --out DIR/file": "cannot make DIR/file (File exists): choose another",
+    "build --kind bm25 --corpus DIR/corpus.jsonl --out DIR/file": "DIR/file cannot be written (File exists)",
     f"{RECALL} DIR/questions.jsonl --k 2 13": "k is 13 and the index holds 12 passages: give 1 to 12",
     f"{RECALL} DIR/questions.jsonl --k 0 2": "k is 0 and the index holds 12 passages",
     f"{RECALL} DIR/elsewhere.jsonl --k 2": "none of the 2 gold titles of DIR/elsewhere.jsonl is a title in DIR/words",

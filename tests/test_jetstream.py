@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from countable_engine import UNWRITTEN, CountableEngine
 from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, decoder, log_probs_of, make_engine, next_token_logits, random_tokens
+from traffic import cached, nodes_of
 
 from mujica_jax.inference.engine.base import Engine
 from mujica_jax.inference.jetstream import NO_TOKEN, DecodeState, JetStreamEngine, JetStreamTokenizer, Prefix
@@ -63,8 +64,8 @@ def greedy(prompt: Sequence[int], tokens: int) -> list[int]:
 
 def assert_nothing_is_held(engine: JetStreamEngine) -> None:
     pages = engine._pages
-    assert pages.free + len(pages.cached()) == pages.count
-    held = {node.page for node in pages._nodes() if node.users}
+    assert pages.free + len(cached(pages)) == pages.count
+    held = {node.page for node in nodes_of(pages) if node.users}
     assert not held
 
 
@@ -184,7 +185,7 @@ def test_a_prompt_that_is_not_finite_leaves_no_page_that_others_could_read():
     state = jet.insert(prefilled(jet, prompt), state, slot=0)
     assert state.running[0].block_table.cached_tokens == len(prompt) - 1
     assert steps(jet, state, 0, 3) == []
-    assert jet._pages.cached() == [] and (engine.memory == UNWRITTEN).all()
+    assert cached(jet._pages) == [] and (engine.memory == UNWRITTEN).all()
 
 
 def test_a_prefix_is_nothing_to_delete_or_to_move():

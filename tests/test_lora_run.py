@@ -3,6 +3,7 @@ what is written.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,12 @@ from tiny_models import filled_decoder
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
+from mujica_jax.eval import command_line, find_checkpoint
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.methods import setup as start
 from mujica_jax.methods.run import Run
+from mujica_jax.models.adapters import with_adapter
+from mujica_jax.models.decoder import unstacked
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint, save_checkpoint
@@ -75,6 +79,22 @@ def test_the_policy_that_is_written_is_the_merged_one(run, learnt, config, tmp_p
     before = load_checkpoint(config.init)
     np.testing.assert_array_equal(written.embedding[...], before.embedding[...])
     assert np.abs(written.layers.up_kernel[...] - before.layers.up_kernel[...]).max() > 1e-3
+
+
+def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_configuration(run, learnt, config, tmp_path):
+    run.commit_policy(learnt, 0)
+    adapter = run.store.policy_path(0) / "adapter"
+    policy = nnx.state(with_adapter(load_checkpoint(config.init), adapter))
+    close = functools.partial(np.testing.assert_allclose, atol=1e-3)  # float16
+    jax.tree.map(close, policy, nnx.state(run.trainer.decoder(learnt)))
+    arguments = ["--init", config.init, "--adapter", str(adapter), "--out", str(tmp_path), "--eval.split", "dev"]
+    given, found = command_line(arguments)
+    assert found.agent == config.agent and found.trainer.lora_rank == 4 and found.eval.split == "dev"
+    checkpoint = find_checkpoint(given)
+    assert checkpoint.about() == {"checkpoint": config.init, "policy": 0, "adapter": str(adapter)}
+    opened = checkpoint.open(found)[1]
+    expected = engine_weights(policy, load_checkpoint(config.init).config, "int8", jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, opened._engine._weights, unstacked(expected))
 
 
 def test_a_started_again_phase_gives_the_same_state(run, learnt):

@@ -94,7 +94,7 @@ def test_a_schedule_that_cannot_be_is_refused_with_both_values():
 
 
 def test_only_matrices_decay():
-    config = dataclasses.replace(MODEL, family="qwen2", attention_bias=True, qk_norm=False, tie_word_embeddings=False)
+    config = dataclasses.replace(MODEL, family="qwen2", tie_word_embeddings=False)
     params = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     by_name = {path[-1]: leaf.get_value() for path, leaf in nnx.to_flat_state(decayed(params))}
     free = {name for name, is_decayed in by_name.items() if not is_decayed}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from traffic import cached, nodes_of
 
 from mujica_jax.inference.paging import BlockAllocator, BlockTable
 
@@ -116,7 +117,7 @@ class PagesMachine(RuleBasedStateMachine):
         """What it computed is not to be read: it leaves the tree unless others read it already."""
         one = self.running.pop(of % len(self.running))
         private = self.pages.evict(one.block_table)
-        assert not set(private) & {*self.pages.cached(), *self.pages._free}
+        assert not set(private) & {*cached(self.pages), *self.pages._free}
         assert not any(set(private) & {*other.table, *other.block_table.pages} for other in self.running)
         self.pages.release(one.block_table, tokens_of())
 
@@ -125,7 +126,7 @@ class PagesMachine(RuleBasedStateMachine):
         if not hasattr(self, "pages"):
             return
         self.unlearn()
-        places = collections.Counter([*self.pages._free, *self.pages.cached()])
+        places = collections.Counter([*self.pages._free, *cached(self.pages)])
         for one in self.running:
             places.update([*one.block_table.pages[len(one.block_table.shared) :], *one.block_table.duplicates])
         assert places == collections.Counter(range(self.pages.count))
@@ -135,9 +136,10 @@ class PagesMachine(RuleBasedStateMachine):
         if not hasattr(self, "pages"):
             return
         readers = collections.Counter(id(node) for one in self.running for node in one.block_table.shared)
-        for node in self.pages._nodes():
+        for node in nodes_of(self.pages):
             assert node.users == readers[id(node)]
             assert node.order == sorted(node.children)
+            assert (node in self.pages._idle) == (node.users == 0)
             assert node.users >= max((child.users for child in node.children.values()), default=0)
 
     def teardown(self):
@@ -145,11 +147,11 @@ class PagesMachine(RuleBasedStateMachine):
             return
         for one in self.running:
             self.pages.release(one.block_table, tokens_of())
-        assert self.pages.free + len(self.pages.cached()) == self.pages.count
+        assert self.pages.free + len(cached(self.pages)) == self.pages.count
 
     def write(self, one: Running, tokens: tuple[int, ...]) -> None:
         """Through the table that the request was started with; only where nobody else reads."""
-        shared = set(self.pages.cached()) | {page for other in self.running if other is not one for page in other.table}
+        shared = set(cached(self.pages)) | {page for other in self.running if other is not one for page in other.table}
         for n in range(len(one.written), len(tokens)):
             page = one.table[n // self.size]
             assert page not in shared, "a page is written that others read"
@@ -158,15 +160,15 @@ class PagesMachine(RuleBasedStateMachine):
         one.written = tokens
 
     def unlearn(self) -> None:
-        cached = set(self.pages.cached())
-        self.known = {page: held for page, held in self.known.items() if page in cached}
+        held_pages = set(cached(self.pages))
+        self.known = {page: held for page, held in self.known.items() if page in held_pages}
 
     def learn(self, one: Running) -> None:
         """What a page in the tree holds does not change: a sequence that ends in the middle of one says nothing new of
         it.
         """
         self.unlearn()
-        new = set(self.pages.cached()) - set(self.known)
+        new = set(cached(self.pages)) - set(self.known)
         for index in range(-(-len(one.written) // self.size)):
             until = min((index + 1) * self.size, len(one.written))
             for page in new:
@@ -174,11 +176,11 @@ class PagesMachine(RuleBasedStateMachine):
                     self.known[page] = one.written[:until]
 
     def known_of_tree(self) -> dict[int, tuple[int, ...]]:
-        assert set(self.known) == set(self.pages.cached()), "the tree holds what was computed and nothing else"
+        assert set(self.known) == set(cached(self.pages)), "the tree holds what was computed and nothing else"
         return self.known
 
     def snapshot(self) -> tuple:
-        nodes = sorted((node.page, node.tokens.tobytes(), node.users) for node in self.pages._nodes())
+        nodes = sorted((node.page, node.tokens.tobytes(), node.users) for node in nodes_of(self.pages))
         return sorted(self.pages._free), nodes, self.pages.evicted
 
 
@@ -208,7 +210,7 @@ def test_what_was_used_longest_ago_is_evicted_first_and_leaves_before_their_pare
     computed(pages, 1, 1, 2, 2)  # two pages, and a third for the token to come
     computed(pages, 1, 1, 3, 3)
     computed(pages, 4, 4)
-    assert (pages.free, len(pages.cached())) == (1, 4)  # 1 1, 2 2, 3 3, 4 4
+    assert (pages.free, len(cached(pages))) == (1, 4)  # 1 1, 2 2, 3 3, 4 4
     assert cached_tokens(pages, 1, 1, 2, 2) == 4  # used: 3 3 is the oldest leaf now
     running = allocated(pages, 5, capacity_tokens=4)
     assert pages.evicted == 1
@@ -224,7 +226,7 @@ def test_a_page_that_a_request_reads_is_never_evicted():
     running = allocated(pages, 1, 1, 2, capacity_tokens=4)
     assert running.cached_tokens == 2
     assert pages.allocate(tokens_of(7), 4) is None
-    assert pages.evicted == 0 and pages.cached() == [running.pages[0]]
+    assert pages.evicted == 0 and cached(pages) == [running.pages[0]]
 
 
 def test_a_request_that_needs_every_page_gets_them_although_its_beginning_lies_in_one_of_them():
@@ -239,19 +241,19 @@ def test_a_request_that_needs_every_page_gets_them_although_its_beginning_lies_i
 def test_a_partly_filled_page_is_taken_over_by_who_goes_on_from_its_end():
     pages = BlockAllocator(4, page_tokens=4)
     computed(pages, 1, 2, 3)
-    (page,) = pages.cached()
+    (page,) = cached(pages)
     block_table = allocated(pages, 1, 2, 3, 4)
     assert (block_table.pages[0], block_table.cached_tokens, block_table.copied) == (page, 3, None)
-    assert pages.cached() == [], "and nobody else can find it"
+    assert cached(pages) == [], "and nobody else can find it"
 
 
 def test_a_page_is_copied_for_who_goes_on_from_its_middle():
     pages = BlockAllocator(4, page_tokens=4)
     computed(pages, 1, 2, 3)
-    (page,) = pages.cached()
+    (page,) = cached(pages)
     block_table = allocated(pages, 1, 2, 4)
     assert (block_table.copied, block_table.cached_tokens) == ((page, block_table.pages[0]), 2)
-    assert pages.cached() == [page]
+    assert cached(pages) == [page]
 
 
 def test_the_last_token_of_a_prompt_is_never_cached():
@@ -277,23 +279,16 @@ def test_a_request_that_is_too_large_at_present_evicts_nothing():
     computed(pages, 1, 1)
     running = allocated(pages, 2, capacity_tokens=4)
     assert pages.allocate(tokens_of(3), 8) is None
-    assert pages.evicted == 0 and len(pages.cached()) == 1
+    assert pages.evicted == 0 and len(cached(pages)) == 1
     pages.release(running, tokens_of())
-
-
-def test_the_eviction_queue_does_not_grow_with_the_number_of_requests():
-    pages = BlockAllocator(4, page_tokens=2)
-    for _ in range(2000):
-        pages.release(allocated(pages, 1, 2, 3), tokens_of(1, 2))
-    assert len(pages._eviction_queue) < 20
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_requests_that_do_not_reuse_find_nothing_and_leave_nothing_behind(size):
     pages = BlockAllocator(8, page_tokens=size)
     computed(pages, 1, 2, 3)
-    held = pages.cached()
+    held = cached(pages)
     block_table = pages.allocate(tokens_of(1, 2, 3), 4, reuse=False)
     assert block_table is not None and (block_table.cached_tokens, block_table.shared) == (0, [])
     pages.release(block_table, tokens_of())
-    assert pages.cached() == held
+    assert cached(pages) == held

@@ -23,6 +23,7 @@ from mujica_jax.agents.protocol import (
     write_worker,
 )
 from mujica_jax.records import Entity, StopReason
+from mujica_jax.tasks.task import Material
 
 
 def plan(text: str, kind="graph", *, candidates: int = 3, max_searches: int = 3) -> PlannerAction:
@@ -268,6 +269,15 @@ def test_prompts_number_candidates_and_materials_from_where_they_stand():
     opening = worker_opening("Who?", materials, "graph", "brief")
     assert opening == "Question: Who?\nMaterials:\n[0] a, b [0] c\n[1] d [1]"
     assert worker_opening("Who?", [], "text", "zero_shot") == "Question: Who?\nContext:"
+
+
+def test_a_materials_parts_are_those_of_its_triple_whatever_commas_its_labels_hold():
+    book = (Entity(id="Q1", label="Me, Myself"),)
+    whole = Material(text="Me, Myself, date of publication, May 1, 2000", entities=book)
+    assert whole.parts == ("Me, Myself", "date of publication", "May 1, 2000")
+    cut = Material(text="Me, Myself, date of", entities=book)
+    assert cut.parts == ("Me, Myself, date of",)
+    assert Material(text="Title: a, b, c", title="Title").parts == ("Title: a, b, c",)
 
 
 @pytest.mark.parametrize("kind", ["graph", "text"])

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import math
@@ -15,7 +16,7 @@ from mujica_jax.errors import StoreError
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory
 from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.report.progress import Progress
-from mujica_jax.report.results import PhaseRow, Summary, closing_table, question_tree, summary_dict
+from mujica_jax.report.results import PhaseRow, closing_table, question_tree, summary_dict
 from mujica_jax.report.text import plain, visible
 
 
@@ -252,12 +253,12 @@ def test_the_table_has_colours_on_a_terminal_only(monkeypatch):
     assert "\x1b[" not in plain(closing_table([WARM_UP]))
 
 
-def summary_of(*phases: PhaseRow) -> Summary:
-    return Summary(task="t", method="m", reward="f1", split="dev", seed=0, phases=phases, seconds=1.005001)
+def summary_of(*phases: PhaseRow) -> dict:
+    return summary_dict(phases, task="t", method="m", reward="f1", split="dev", seed=0)
 
 
 def test_summary_has_the_promised_fields():
-    summary = summary_dict(summary_of(WARM_UP, ROUND))
+    summary = summary_of(WARM_UP, ROUND)
     assert list(summary) == ["task", "method", "reward", "split", "seed", "phases", "seconds"]
     promised = ["name", "em", "f1", "em_sampled", "f1_sampled", "questions", "trajectories", "accepted", "seconds"]
     assert all(field in phase for phase in summary["phases"] for field in promised)
@@ -265,16 +266,17 @@ def test_summary_has_the_promised_fields():
 
 
 def test_summary_rounds_to_two_decimals_at_every_depth():
-    summary = summary_dict(summary_of(WARM_UP, ROUND))
+    summary = summary_of(WARM_UP, ROUND)
     assert summary["phases"][0]["em"] == 38.26
     assert summary["phases"][1]["by_kind"]["bridge"] == {"em": 18.18, "f1": 20.0, "questions": 11}
-    assert summary["seconds"] == 1.01
+    assert summary["seconds"] == 210.0
+    assert summary_of(dataclasses.replace(WARM_UP, seconds=1.005001))["seconds"] == 1.01
 
 
 def test_a_phase_comes_back_from_the_summary():
-    summary = summary_dict(summary_of(ROUND))
+    summary = summary_of(ROUND)
     restored = PhaseRow(**summary["phases"][0])
-    assert summary_dict(summary_of(restored)) == summary
+    assert summary_of(restored) == summary
 
 
 # Tree

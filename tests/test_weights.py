@@ -102,7 +102,7 @@ def test_a_tensor_without_mapping_is_refused(directory):
 @pytest.mark.parametrize("name", ["model.layers.2.input_layernorm.weight", "model.layers.0.self_attn.q_proj.bias"])
 def test_a_tensor_that_the_config_does_not_expect_is_refused(directory, name):
     _rewrite(directory, lambda tensors: tensors.update({name: np.ones(16, np.float32)}))
-    with pytest.raises(UserError, match=f"{name} that its config.json does not expect"):
+    with pytest.raises(UserError, match=f"{name} .* its config.json does not expect it"):
         load_checkpoint(directory)
 
 
@@ -156,7 +156,7 @@ def test_a_second_copy_of_a_tied_embedding_is_ignored_and_another_head_is_not(de
     _rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     assert _same(load_checkpoint(directory), decoder)
     _rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
-    with pytest.raises(UserError, match=r"lm_head.weight that its config.json does not expect"):
+    with pytest.raises(UserError, match=r"lm_head.weight .* its config.json does not expect it"):
         load_checkpoint(directory)
 
 

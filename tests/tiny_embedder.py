@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from mujica_jax.models.encoder import LAYER, embedding_weights, encoder_config, layer_weights
+from mujica_jax.models.encoder import encoder_config, weight_table
 
 WORDS = [f"word{number}" for number in range(100)]
 FIELDS = {
@@ -30,14 +30,9 @@ def tiny_embedder(folder: Path, *, seed: int = 0, **changes: object) -> Path:
     fields = FIELDS | changes
     (folder / "config.json").write_text(json.dumps(fields))
     config, draw = encoder_config(fields), np.random.default_rng(seed)
-    names = {weight.hugging_face: weight for weight in embedding_weights(config)}
-    names |= {
-        f"{LAYER}{layer}.{weight.hugging_face}": weight
-        for layer in range(config.num_layers)
-        for weight in layer_weights(config)
-    }
     tensors = {
-        name: draw.normal(0, 0.4, weight.hugging_face_shape).astype(np.float32) for name, weight in names.items()
+        name: draw.normal(0, 0.4, weight.hugging_face_shape).astype(np.float32)
+        for name, weight in weight_table(config).names()
     }
     save_file(tensors, folder / "model.safetensors")
     vocabulary = {token: id for id, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}

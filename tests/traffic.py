@@ -7,6 +7,7 @@ from typing import Any
 from countable_engine import CountableEngine
 
 from mujica_jax.inference.engine.base import Engine
+from mujica_jax.inference.paging import BlockAllocator, RadixNode
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 
@@ -39,6 +40,21 @@ def make_generator(
     )
 
 
+def nodes_of(pages: BlockAllocator) -> list[RadixNode]:
+    """Of the tree of prefixes, without its root."""
+    found, waiting = [], [pages._root]
+    while waiting:
+        children = waiting.pop().children.values()
+        found += children
+        waiting += children
+    return found
+
+
+def cached(pages: BlockAllocator) -> list[int]:
+    """The pages of the tree."""
+    return [node.page for node in nodes_of(pages)]
+
+
 def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(main, PATIENCE_SECONDS))
 
@@ -54,8 +70,8 @@ def assert_nothing_is_held(generator: BatchedGenerator) -> None:
     counted, pages = generator.statistics, generator._blocks
     assert (counted.running, counted.waiting) == (0, 0)
     assert not generator._state.remaining.any()
-    assert pages.free + len(pages.cached()) == pages.count
-    assert all(node.users == 0 for node in pages._nodes())
+    assert pages.free + len(cached(pages)) == pages.count
+    assert all(node.users == 0 for node in nodes_of(pages))
 
 
 def complete_all(

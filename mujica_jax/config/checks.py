@@ -9,6 +9,7 @@ opened.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
 from mujica_jax.errors import UserError
@@ -68,7 +69,14 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "metrics.port": 0,
     "seed": 0,
 }
-ABOVE_ZERO = ("model.rope_theta", "trainer.clip_norm", "trainer.lora_alpha", "sampling.temperature", "eval.temperature")
+ABOVE_ZERO = (
+    "model.rope_theta",
+    "model.embedding_range",
+    "trainer.clip_norm",
+    "trainer.lora_alpha",
+    "sampling.temperature",
+    "eval.temperature",
+)
 BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.miss_rate")  # shares: also at least 0
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 MAX_PORT = 65535
@@ -77,6 +85,7 @@ MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 
 
 def check(config: Config) -> None:
     """Raises UserError naming the first field that cannot be, its value, and what could."""
+    _check_choices(config)
     for name, least in MIN.items():
         _require(config, name, lambda value, least=least: value >= least, f"at least {least}")
     for name in ABOVE_ZERO:
@@ -193,6 +202,19 @@ def check_remote(remote: RemoteConfig) -> None:
         value = getattr(remote, name)
         if not (math.isfinite(value) and value >= least and value > 0):
             raise UserError(f"{_flag(f'remote.{name}')} is {value} and must be {'at least 1' if least else 'above 0'}")
+
+
+def _check_choices(config: Config) -> None:
+    """A flag is one of the choices already; what a configuration file says is not."""
+    for section, fields in vars(config).items():
+        for field, hint in get_type_hints(type(fields)).items() if dataclasses.is_dataclass(fields) else ():
+            value = getattr(fields, field)
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                choices = ", ".join(map(str, get_args(hint)))
+                raise UserError(
+                    f"{section}.{field} is {value!r} and must be one of {choices}: change it in the configuration or "
+                    f"pass {_flag(f'{section}.{field}')}"
+                )
 
 
 def _check_rates(config: Config, section: str) -> None:

@@ -79,6 +79,9 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
+    # Standard deviation of a fresh embedding. Adam moves every row by the learning rate a step, most of them into the
+    # direction that all rare words share: rows that begin further apart stay apart, and learn more slowly.
+    embedding_range: float = 0.05
 
 
 AgentConfig = MujicaConfig

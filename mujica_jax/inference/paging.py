@@ -11,9 +11,8 @@ evicted. Numbers only: the arrays are the engine's, and when requests come and g
 """
 
 import bisect
+import collections
 import dataclasses
-import heapq
-import itertools
 
 import numpy as np
 from jaxtyping import Int
@@ -27,7 +26,6 @@ class RadixNode:
     page: int
     parent: "RadixNode | None"  # None for the root, and once it has left the tree
     users: int = 0  # running requests that read this page
-    last_used: int = 0
     children: "dict[bytes, RadixNode]" = dataclasses.field(default_factory=dict)
     # The children's keys, sorted: what begins alike stands together.
     order: list[bytes] = dataclasses.field(default_factory=list)
@@ -53,13 +51,10 @@ class BlockAllocator:
         self.count, self.page_tokens = count, page_tokens
         self.evicted = 0  # pages, since the beginning
         self._free = list(range(count - 1, -1, -1))
-        self._root = _root()
-        self._idle = 0  # pages of the tree that no running request reads: all can be had
-        self._eviction_queue: list[
-            tuple[int, int, RadixNode]
-        ] = []  # heap of (last used, number, leaf); entries may be out of date
-        self._eviction_order = itertools.count()
-        self._clock = 0
+        self._root = RadixNode(np.zeros(0, np.int32), -1, None)
+        # Pages of the tree that no running request reads, the longest unused first and each before its parent: all can
+        # be had.
+        self._idle: collections.OrderedDict[RadixNode, None] = collections.OrderedDict()
 
     @property
     def free(self) -> int:
@@ -78,19 +73,17 @@ class BlockAllocator:
 
         The last prompt token never counts as cached: its logits are wanted.
         """
-        self._clock += 1
         path, tail, tail_tokens = self._match(prompt[:-1]) if reuse else ([], None, 0)
         for node in path if tail is None else [*path, tail]:  # not evicted while pages are sought
             self._pin(node)
         wanted = self.needed(capacity_tokens) - len(path)
         taken_over = tail is not None and tail.users == 1 and len(tail.tokens) == tail_tokens
-        if tail is not None and not taken_over and wanted > len(self._free) + self._idle:
+        if tail is not None and not taken_over and wanted > len(self._free) + len(self._idle):
             self._unpin(tail)  # a copy needs one page more than there is; the page itself may be what is missing
             tail, tail_tokens = None, 0
         new = self._allocate(wanted - taken_over)
         if new is None:
-            for node in path if tail is None else [*path, tail]:
-                self._unpin(node)
+            self._unpin(*path, *([] if tail is None else [tail]))
             return None
         copied = None
         if tail is not None and taken_over:
@@ -108,7 +101,6 @@ class BlockAllocator:
 
     def share(self, table: BlockTable, tokens: Int[np.ndarray, " tokens"]) -> None:
         """The table's pages hold these tokens now: let others read the full ones."""
-        self._clock += 1
         node, size = (table.shared[-1] if table.shared else self._root), self.page_tokens
         for index in range(len(table.shared), len(tokens) // size):
             block = tokens[index * size : (index + 1) * size]
@@ -131,8 +123,7 @@ class BlockAllocator:
             kept += self._keep_tail(table.shared[-1] if table.shared else self._root, rest, table.pages[kept])
         self._free.extend(table.pages[kept:])
         self._free.extend(table.duplicates)
-        for node in table.shared:
-            self._unpin(node)
+        self._unpin(*table.shared)
         table.pages, table.shared, table.duplicates = [], [], []
 
     def evict(self, table: BlockTable) -> list[int]:
@@ -142,18 +133,6 @@ class BlockAllocator:
         while table.shared and table.shared[-1].users == 1 and not table.shared[-1].children:
             self._detach(table.shared.pop())
         return table.pages[len(table.shared) :] + table.duplicates
-
-    def cached(self) -> list[int]:
-        """The pages of the tree."""
-        return [node.page for node in self._nodes()]
-
-    def _nodes(self) -> list[RadixNode]:
-        found, waiting = [], [self._root]
-        while waiting:
-            children = waiting.pop().children.values()
-            found += children
-            waiting += children
-        return found
 
     def _match(self, tokens: np.ndarray) -> tuple[list[RadixNode], RadixNode | None, int]:
         """(the full pages that begin `tokens`, the page that goes on best, how many of its tokens)."""
@@ -184,51 +163,35 @@ class BlockAllocator:
         if before is not None and before.users == 0 and key.startswith(parent.order[place - 1]):
             self._detach(before)
             self._free.append(before.page)
-        node = self._attach(parent, rest, page)
-        self._pin(node)
-        self._unpin(node)
+        self._idle[self._attach(parent, rest, page)] = None
         return True
 
     def _pin(self, node: RadixNode) -> None:
-        self._idle -= node.users == 0
+        self._idle.pop(node, None)
         node.users += 1
-        node.last_used = self._clock
 
-    def _unpin(self, node: RadixNode) -> None:
-        node.users -= 1
-        if node.users == 0:
-            self._idle += 1
-            if not node.children:
-                self._queue_eviction(node)
-
-    def _queue_eviction(self, node: RadixNode) -> None:
-        if len(self._eviction_queue) > 2 * self.count:  # where memory is never short, nobody else takes old entries out
-            self._eviction_queue = [offer for offer in self._eviction_queue if _is_current(offer)]
-            heapq.heapify(self._eviction_queue)
-        heapq.heappush(self._eviction_queue, (node.last_used, next(self._eviction_order), node))
+    def _unpin(self, *path: RadixNode) -> None:
+        """Nodes from the root on. The last one first: who reads a page reads its parent, so children are idle first."""
+        for node in reversed(path):
+            node.users -= 1
+            if node.users == 0:
+                self._idle[node] = None
 
     def _allocate(self, count: int) -> list[int] | None:
-        if count > len(self._free) + self._idle:
+        if count > len(self._free) + len(self._idle):
             return None
         while count > len(self._free):
-            offer = heapq.heappop(self._eviction_queue)
-            if not _is_current(offer):
-                continue
-            leaf = offer[2]
-            parent = leaf.parent
-            assert parent is not None, "a leaf that may go is in the tree"
+            leaf = next(iter(self._idle))
+            assert not leaf.children, "a page is idle before its parent"
             self._detach(leaf)
             self._free.append(leaf.page)
             self.evicted += 1
-            if parent.parent is not None and not parent.users and not parent.children:
-                self._queue_eviction(parent)
         return [self._free.pop() for _ in range(count)]
 
     def _attach(self, parent: RadixNode, tokens: np.ndarray, page: int) -> RadixNode:
         node, key = RadixNode(tokens.copy(), page, parent), _key(tokens)
         parent.children[key] = node
         bisect.insort(parent.order, key)
-        self._idle += 1
         return node
 
     def _detach(self, node: RadixNode) -> None:
@@ -237,17 +200,7 @@ class BlockAllocator:
         del parent.children[key]
         del parent.order[bisect.bisect_left(parent.order, key)]
         node.parent = None
-        self._idle -= node.users == 0
-
-
-def _root() -> RadixNode:
-    return RadixNode(np.zeros(0, np.int32), -1, None)
-
-
-def _is_current(offer: tuple[int, int, RadixNode]) -> bool:
-    """The leaf was not used, extended or taken since it was offered."""
-    last_used, _, leaf = offer
-    return leaf.parent is not None and not leaf.users and not leaf.children and leaf.last_used == last_used
+        self._idle.pop(node, None)
 
 
 def _key(tokens: np.ndarray) -> bytes:

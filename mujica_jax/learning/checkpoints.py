@@ -45,16 +45,11 @@ State = TypeVar("State")
 _log = logging.getLogger(__name__)
 
 
-class _RaisedByFinish(logging.Filter):
+def _is_not_raised_by_finish(record: logging.LogRecord) -> bool:
     """Orbax logs what its threads raised, with a traceback. `finish` raises the same, and a full disk is worth one
     sentence.
     """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.funcName not in RAISED_BY_FINISH
-
-
-_RAISED_BY_FINISH = _RaisedByFinish()  # one: a logger keeps each filter once
+    return record.funcName not in RAISED_BY_FINISH
 
 
 class Checkpoints:
@@ -72,7 +67,7 @@ class Checkpoints:
         self.io_statistics = IoStatistics() if io_statistics is None else io_statistics
         self._saving: int | None = None
         self._began = 0.0
-        logging.getLogger("absl").addFilter(_RAISED_BY_FINISH)
+        logging.getLogger("absl").addFilter(_is_not_raised_by_finish)
         if distributed.is_primary():
             self._remove_torn()
         distributed.barrier("torn checkpoints are removed")

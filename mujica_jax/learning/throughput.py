@@ -87,8 +87,7 @@ def training_flops(
     each = FROZEN if lora_rank else TRAINED
     in_layers = each * sum(math.prod(weight.shape) for weight in matrices)
     for weight in matrices:
-        sides = math.prod(weight.shape[: weight.inputs]) + math.prod(weight.shape[weight.inputs :])
-        in_layers += TRAINED * lora_rank * sides
+        in_layers += TRAINED * lora_rank * sum(weight.sides)
     return (
         slots * model.num_layers * in_layers
         + trained_tokens * each * model.vocab_size * model.hidden_size

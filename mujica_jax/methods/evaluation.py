@@ -3,12 +3,12 @@
 import asyncio
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
-from mujica_jax.agents.evaluation import Evaluation, summarise
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Generator
@@ -30,6 +30,44 @@ class ScoredGenerator(Generator, Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class KindScore:
+    """Percent over `questions` questions."""
+
+    em: float
+    em_interval: tuple[float, float]  # 95% bootstrap interval
+    f1: float
+    questions: int
+
+    def rounded(self) -> dict[str, Any]:
+        return {
+            "em": round(self.em, 2),
+            "em_interval": [round(bound, 2) for bound in self.em_interval],
+            "f1": round(self.f1, 2),
+            "questions": self.questions,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One pass over the questions, one attempt each."""
+
+    score: KindScore  # of all
+    by_kind: dict[str, KindScore]
+    searches: float  # mean a question
+    stop_reasons: dict[str, int]
+    trajectories: tuple[Trajectory, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """What is written beside the predictions: everything but the trajectories."""
+        return {
+            **self.score.rounded(),
+            "searches": round(self.searches, 3),
+            "stop_reasons": self.stop_reasons,
+            "by_kind": {kind: score.rounded() for kind, score in self.by_kind.items()},
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
     """The same questions twice: greedy, and at `eval.temperature`."""
 
@@ -42,8 +80,26 @@ class Scores:
         return {"greedy": self.greedy.summary(), "sampled": self.sampled.summary()}
 
     def predictions(self) -> bytes:
-        """The greedy predictions, as JSON lines."""
-        return prediction_lines(self.questions, self.greedy, self.rule).encode()
+        """The greedy predictions, one JSON object a line: what was asked, what came, how it scored and what its reward
+        was.
+        """
+        lines = []
+        for question, trajectory in zip(self.questions, self.greedy.trajectories, strict=True):
+            score = metrics.score(trajectory.final_answer, question.answers, self.rule)
+            row = {
+                "id": question.id,
+                "kind": question.kind,
+                "question": question.text,
+                "answers": question.answers,
+                "prediction": trajectory.answer,
+                "em": score.em,
+                "f1": score.f1,
+                "reward": trajectory.reward,
+                "stop_reason": trajectory.stop_reason.value,
+                "searches": [{"query": search.query, "sentence": search.sentence} for search in trajectory.searches],
+            }
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        return "".join(lines).encode()
 
 
 def score_policy(
@@ -114,22 +170,28 @@ def held_out_questions(task: Task, config: Config) -> Sequence[Question]:
     return task.questions(config.eval.split)[: config.eval.questions]
 
 
-def prediction_lines(questions: Sequence[Question], evaluation: Evaluation, rule: Rule) -> str:
-    """One JSON object a question: what was asked, what came, how it scored and what its reward was."""
-    lines = []
-    for question, trajectory in zip(questions, evaluation.trajectories, strict=True):
-        score = metrics.score(trajectory.final_answer, question.answers, rule)
-        row = {
-            "id": question.id,
-            "kind": question.kind,
-            "question": question.text,
-            "answers": question.answers,
-            "prediction": trajectory.answer,
-            "em": score.em,
-            "f1": score.f1,
-            "reward": trajectory.reward,
-            "stop_reason": trajectory.stop_reason.value,
-            "searches": [{"query": search.query, "sentence": search.sentence} for search in trajectory.searches],
-        }
-        lines.append(json.dumps(row, ensure_ascii=False))
-    return "\n".join(lines) + "\n"
+def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule) -> Evaluation:
+    """Scores of one trajectory a question, in the same order. An episode that did not answer scores zero."""
+    scores = [
+        metrics.score(trajectory.final_answer, question.answers, rule)
+        for question, trajectory in zip(questions, trajectories, strict=True)
+    ]
+    kinds: dict[str, list[metrics.Score]] = {}
+    for question, score in zip(questions, scores, strict=True):
+        kinds.setdefault(question.kind or "other", []).append(score)
+    return Evaluation(
+        score=_mean(scores),
+        by_kind={kind: _mean(members) for kind, members in kinds.items()},
+        searches=sum(len(trajectory.searches) for trajectory in trajectories) / len(trajectories),
+        stop_reasons=dict(sorted(Counter(trajectory.stop_reason.value for trajectory in trajectories).items())),
+        trajectories=tuple(trajectories),
+    )
+
+
+def _mean(scores: Sequence[metrics.Score]) -> KindScore:
+    return KindScore(
+        em=100 * sum(score.em for score in scores) / len(scores),
+        em_interval=metrics.bootstrap_interval([score.em for score in scores]),
+        f1=100 * sum(score.f1 for score in scores) / len(scores),
+        questions=len(scores),
+    )

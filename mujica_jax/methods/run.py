@@ -9,6 +9,7 @@ with the same numbers.
 import asyncio
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from mujica_jax.methods.evaluation import Scores, held_out_questions, score_poli
 from mujica_jax.methods.mismatch import compared
 from mujica_jax.methods.parts import make_agent, make_generator, statistics_of, use_weights
 from mujica_jax.methods.shares import gather
+from mujica_jax.models.adapters import adapter_tensors, fingerprint, save_adapter, trained_adapters
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
@@ -46,9 +48,11 @@ from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.packing import PackedRows
-from mujica_jax.trajectories.store import ShardEntry, Store, shard_name
+from mujica_jax.trajectories.store import CONFIG, ShardEntry, Store, shard_name
 
 SAVE_EVERY_SECONDS = 15.0  # of training: what a kill may cost; a save takes about 60 ms for the tiny models
+# A state so many times as large is saved as many times less often: copying, writing and checksums cost what it weighs.
+SAVED_OFTEN_BYTES, MOST_TIMES = 120e6, 40.0
 KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
 
 # Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
@@ -108,19 +112,27 @@ class Run:
             use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
 
     def commit_policy(self, state: TrainState, version: int) -> None:
-        """Write the policy as a Hugging Face directory. The first process writes; the others help to gather it."""
+        """Write the policy as a Hugging Face directory, and beside it what of it is an adapter, with the configuration.
+        The first process writes; the others help to gather it."""
         self.preemption.enter(f"committing policy {version}")
         name = f"policy {version}"
         if distributed.broadcast(name, lambda: version in self.store.policies()):
             return
+        rank, alpha = self.config.trainer.lora_rank, self.config.trainer.lora_alpha
+        layers = trained_adapters(state.params) if rank else {}
+        adapters = adapter_tensors(self._initial, layers) if rank else {}
+        base = fingerprint(self._initial) if rank else ""
         if not distributed.is_primary():
             gather_checkpoint(self.trainer.decoder(state))
             distributed.barrier(name)
             return
 
         def write(directory: Path) -> None:
-            save_checkpoint(self.trainer.decoder(state), directory / "model")
-            self.tokenizer.save(directory / "model")
+            save_checkpoint(self.trainer.decoder(state), directory / "model", tokenizer=self.tokenizer)
+            if rank:
+                config = json.dumps({"config": dataclasses.asdict(self.config)}, indent=2)
+                save_adapter(adapters, directory / "adapter", alpha=alpha, base=base, name=str(self.config.init))
+                (directory / "adapter" / CONFIG).write_text(config + "\n")
 
         with self.clock.stage("saving"):
             self.store.commit_policy(version, write)
@@ -132,9 +144,7 @@ class Run:
         before = self.generator.statistics
         with self.clock.stage(kind.rpartition("/")[2]):
             yield
-        did = between(before, self.generator.statistics)
-        if not self.metrics.has(kind, step):
-            self.metrics.write(kind, step, did)
+        self.metrics.write(kind, step, between(before, self.generator.statistics))
 
     def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
         """Write how far the engine's log-probabilities are from the trainer's; `state` is what was sampled from."""
@@ -288,6 +298,8 @@ class Run:
             packed = rows()
         figures = Throughput(trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
         last_save, saved = time.monotonic(), done
+        times_as_large = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / SAVED_OFTEN_BYTES
+        every = SAVE_EVERY_SECONDS * min(max(times_as_large, 1.0), MOST_TIMES)
 
         with (
             checkpoints,  # a save goes on beside the steps and is finished before the phase ends, however it ends
@@ -320,7 +332,7 @@ class Run:
                     )
                 state, done, input_state = result.state, result.steps, result.input_state
                 self.profile.after(done, state)
-                due = result.stopped or done == steps or time.monotonic() - last_save > SAVE_EVERY_SECONDS
+                due = result.stopped or done == steps or time.monotonic() - last_save > every
                 if distributed.broadcast(f"{name}: save", lambda due=due: due) and done > saved:
                     with self.clock.stage("saving"):
                         self.metrics.flush()  # a resumed run does not repeat these steps
@@ -365,10 +377,10 @@ class Run:
                 )
             row = PhaseRow(
                 name=name,
-                em=scores.greedy.em,
-                f1=scores.greedy.f1,
-                em_sampled=scores.sampled.em,
-                f1_sampled=scores.sampled.f1,
+                em=scores.greedy.score.em,
+                f1=scores.greedy.score.f1,
+                em_sampled=scores.sampled.score.em,
+                f1_sampled=scores.sampled.score.f1,
                 questions=len(scores.questions),
                 trajectories=trajectories,
                 accepted=accepted,
@@ -392,9 +404,8 @@ class Run:
         return PhaseResult(**{**found, "row": PhaseRow(**found["row"])})
 
     def _write_seconds(self, name: str, step: int) -> None:
-        if not self.metrics.has(name, step):
-            seconds = {f"{stage}_seconds": taken for stage, taken in self.clock.take().items()}
-            self.metrics.write(name, step, seconds | {"total_seconds": sum(seconds.values())})
+        seconds = {f"{stage}_seconds": taken for stage, taken in self.clock.take().items()}
+        self.metrics.write(name, step, seconds | {"total_seconds": sum(seconds.values())})
 
     def _write_io_statistics(self, name: str) -> None:
         """What the run directory took since the phase before, in seconds and bytes; once for each phase."""

@@ -48,9 +48,6 @@ TOKENIZER = "tokenizer"
 # 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not
 # at all.
 INITIALIZER_RANGE = 0.05
-# Adam moves every row of the embedding by the learning rate a step, most of them into the direction that all rare words
-# share: words that begin further apart stay apart, and are copied after half the steps.
-EMBEDDING_RANGE = 0.15
 SCRIPT_REPEATS = 200  # how often the scripts' own words are shown to the tokenizer, so that each becomes one token
 
 
@@ -214,8 +211,6 @@ def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int
         rope_scaling=None,
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
-        attention_bias=model.family == "qwen2",
-        qk_norm=model.family == "qwen3",
         max_position_embeddings=config.agent.max_trajectory_tokens,
         eos_token_ids=tuple(stop_token_ids),
         bos_token_id=None,
@@ -270,10 +265,14 @@ def _mesh(config: Config) -> Mesh:
 def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder]:
     """A randomly initialised decoder of the configured size, and the run's tokenizer."""
     tokenizer = distributed.primary_first("the tokenizer", lambda: _trained_tokenizer(config, task, store))
-    size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
+    return tokenizer, new_decoder(config, decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids))
+
+
+def new_decoder(config: Config, size: DecoderConfig) -> Decoder:
+    """A decoder whose weights are drawn by the run's seed."""
     decoder = Decoder(size, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))
-    decoder.embedding[...] *= EMBEDDING_RANGE / INITIALIZER_RANGE
-    return tokenizer, decoder
+    decoder.embedding[...] *= config.model.embedding_range / INITIALIZER_RANGE
+    return decoder
 
 
 def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:

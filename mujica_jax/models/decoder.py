@@ -6,8 +6,9 @@ axis: a scan keeps compile time and program size independent of depth, a Python 
 cache in place.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,17 @@ from mujica_jax.models.sharding import constrain
 
 Remat = Literal["none", "dots", "full"]
 Memory = TypeVar("Memory")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerLayer:
+    """A weight's layers as arrays of their own, in the place of the stacked one: see `unstacked`."""
+
+    layers: tuple[Any, ...]  # arrays, or what JAX puts in their place
+
+    def __getitem__(self, layer: int) -> Array:
+        return self.layers[layer]
 
 
 class Decoder(nnx.Module):
@@ -54,25 +66,11 @@ class Decoder(nnx.Module):
         instead of keeping it: "full" whole layers, "dots" everything but the products with weights (attention's
         products are computed again).
         """
-        rotation = rotary_angles(positions, self.config)
-        graph, weights = nnx.split(self.layers)
 
-        def layer(hidden: Array, index_and_weights: tuple) -> tuple[Array, None]:
-            index, of_layer = index_and_weights
-            return nnx.merge(graph, of_layer)(index, hidden, rotation, attend), None
+        def without_memory(index: LayerIndex, query: Array, key: Array, value: Array, memory: None) -> tuple:
+            return attend(index, query, key, value), memory
 
-        step = layer
-        if remat != "none":
-            keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-            step = jax.checkpoint(layer, policy=keep, prevent_cse=not scan)  # a scan cannot merge the two computations
-        hidden = self.embed(tokens)
-        if scan:
-            hidden, _ = jax.lax.scan(step, hidden, (jnp.arange(self.config.num_layers), weights))
-        else:
-            for index in range(self.config.num_layers):
-                of_layer = jax.tree.map(lambda stacked, index=index: stacked[index], weights)
-                hidden, _ = step(hidden, (index, of_layer))
-        return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
+        return self.with_memory(tokens, positions, without_memory, None, scan=scan, remat=remat)[0]
 
     def with_memory(
         self,
@@ -80,9 +78,12 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch time"],
         attend: Callable[[LayerIndex, Array, Array, Array, Memory], tuple[Array, Memory]],
         memory: Memory,
+        *,
+        scan: bool = True,
+        remat: Remat = "none",
     ) -> tuple[Float[Array, "batch time hidden"], Memory]:
-        """The same hidden states, with a memory that goes through the layers: `attend` takes it and gives it back. The
-        layers run in a scan, so whatever `attend` does to the memory is done in place."""
+        """The same hidden states, with a memory that goes through the layers: `attend` takes it and gives it back. In a
+        scan, whatever `attend` does to the memory is done in place."""
         rotation = rotary_angles(positions, self.config)
         graph, weights = nnx.split(self.layers)
 
@@ -98,8 +99,18 @@ class Decoder(nnx.Module):
             hidden = nnx.merge(graph, of_layer)(index, hidden, rotation, attend_here)
             return (hidden, memory), None
 
-        layers = jnp.arange(self.config.num_layers)
-        (hidden, memory), _ = jax.lax.scan(layer, (self.embed(tokens), memory), (layers, weights))
+        step = layer
+        if remat != "none":
+            keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+            step = jax.checkpoint(layer, policy=keep, prevent_cse=not scan)  # a scan cannot merge the two computations
+        carry = self.embed(tokens), memory
+        if scan:
+            carry, _ = jax.lax.scan(step, carry, (jnp.arange(self.config.num_layers), weights))
+        else:
+            for index in range(self.config.num_layers):
+                of_layer = jax.tree.map(lambda stacked, index=index: stacked[index], weights, is_leaf=_is_per_layer)
+                carry, _ = step(carry, (index, of_layer))
+        hidden, memory = carry
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), memory
 
     def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time hidden"]:
@@ -112,6 +123,18 @@ class Decoder(nnx.Module):
     def head_table(self) -> Float[Array, "vocab hidden"]:
         """The output head, in the type of the parameters."""
         return (self.embedding if self.config.tie_word_embeddings else self.head)[...]
+
+
+@jax.jit
+def unstacked(weights: nnx.State) -> nnx.State:
+    """A decoder's weights for calls without scan, in arrays a layer. In a loop XLA on CPU copies what it slices from
+    a stacked array, in every step of the loop: as many bytes as the model has."""
+    layers = jax.tree.map(lambda stacked: PerLayer(tuple(stacked)), weights["layers"])
+    return nnx.State({**weights, "layers": layers})
+
+
+def _is_per_layer(value: object) -> bool:
+    return isinstance(value, PerLayer)
 
 
 def scores(table: Float[Array, "vocab hidden"], hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

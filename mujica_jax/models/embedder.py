@@ -23,11 +23,10 @@ import numpy as np
 import tokenizers
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.encoder import Encoder, encoder_config, load_encoder
+from mujica_jax.models.encoder import Encoder, encoder_config
 from mujica_jax.models.tensors import read_json
 
 Pooling = Literal["cls", "mean"]
@@ -126,19 +125,6 @@ class Embedder:
                 f"{encoder.config.vocab_size}: take both from the same checkpoint"
             )
         self._lengths = (*(length for length in LENGTHS if length < config.max_tokens), config.max_tokens)
-        self._program = _program(config.pooling, config.normalised)
-
-    @classmethod
-    def load(
-        cls,
-        directory: str | os.PathLike[str],
-        *,
-        prefixes: str | None = None,
-        dtype: DTypeLike = jnp.float32,
-        mesh: Mesh | None = None,
-    ) -> "Embedder":
-        config = embedder_config(directory, prefixes=prefixes)
-        return cls(directory, config, load_encoder(directory, dtype=dtype, mesh=mesh), mesh)
 
     @property
     def dimension(self) -> int:
@@ -196,7 +182,7 @@ class Embedder:
         if self.mesh is not None:
             batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
         graph, weights = nnx.split(self.encoder)
-        return self._program(graph, weights, *batch)
+        return _embed(graph, weights, *batch, pooling=self.config.pooling, normalised=self.config.normalised)
 
 
 def encode_truncated(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
@@ -220,19 +206,16 @@ def _beginning(text: str, characters: int) -> str:
     return text[: found.start()] if found else text
 
 
-@functools.cache
-def _program(pooling: Pooling, normalised: bool) -> Callable[..., Array]:
-    """Compiled once a shape, whichever embedder asks."""
-
-    def embed(graph: nnx.GraphDef, weights: nnx.State, tokens: Array, present: Array) -> Float[Array, "batch hidden"]:
-        states = nnx.merge(graph, weights)(tokens, present)
-        if pooling == "cls":
-            pooled = states[:, 0]
-        else:
-            weight = present[..., None].astype(jnp.float32)
-            pooled = jnp.sum(states * weight, axis=1) / jnp.sum(weight, axis=1)
-        if normalised:
-            pooled = pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
-        return pooled
-
-    return jax.jit(embed, static_argnums=0)
+@functools.partial(jax.jit, static_argnames=("graph", "pooling", "normalised"))
+def _embed(
+    graph: nnx.GraphDef, weights: nnx.State, tokens: Array, present: Array, *, pooling: Pooling, normalised: bool
+) -> Float[Array, "batch hidden"]:
+    states = nnx.merge(graph, weights)(tokens, present)
+    if pooling == "cls":
+        pooled = states[:, 0]
+    else:
+        weight = present[..., None].astype(jnp.float32)
+        pooled = jnp.sum(states * weight, axis=1) / jnp.sum(weight, axis=1)
+    if normalised:
+        pooled = pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
+    return pooled

@@ -21,11 +21,10 @@ from jaxtyping import Array, Bool, Float, Int
 from mujica_jax.errors import UserError
 from mujica_jax.models.attention import MASKED_SCORE, softmax_mix
 from mujica_jax.models.layers import Weight
-from mujica_jax.models.tensors import Tensors, read_json
+from mujica_jax.models.tensors import Tensors, WeightTable, read_json
 
 # A buffer, and a head that no embedder uses.
 IGNORED = re.compile(r"(^|\.)(position_ids|pooler\.dense\.(weight|bias))$")
-LAYER = "encoder.layer."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +124,16 @@ def layer_weights(config: EncoderConfig) -> tuple[Weight, ...]:
     )
 
 
+def weight_table(config: EncoderConfig) -> WeightTable:
+    return WeightTable(
+        outer=embedding_weights(config),
+        inner=layer_weights(config),
+        num_layers=config.num_layers,
+        layer="encoder.layer.{}.",
+        stacked=None,
+    )
+
+
 def _layer_norm(name: str, size: int, theirs: str) -> tuple[Weight, Weight]:
     return (
         Weight(name=f"{name}_scale", shape=(size,), axes=(None,), hugging_face=f"{theirs}.weight", initializer="ones"),
@@ -208,15 +217,6 @@ def load_encoder(
     folder = pathlib.Path(directory)
     config = encoder_config(read_json(folder / "config.json"))
     encoder = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    outer, inner = embedding_weights(config), layer_weights(config)
-    expected = {weight.hugging_face for weight in outer} | {
-        f"{LAYER}{layer}.{weight.hugging_face}" for layer in range(config.num_layers) for weight in inner
-    }
-    tensors = Tensors(folder, expected, wanted="a BERT checkpoint", ignored=IGNORED, prefix="bert.")
-    loaded: dict[str, Any] = {weight.name: tensors.load(weight, weight.hugging_face, mesh) for weight in outer}
-    loaded["layers"] = {}
-    for weight in inner:
-        names = [f"{LAYER}{layer}.{weight.hugging_face}" for layer in range(config.num_layers)]
-        loaded["layers"][weight.name] = tensors.load_stacked(weight, names, None, mesh)
-    nnx.update(encoder, loaded)
+    tensors = Tensors(folder, weight_table(config), wanted="a BERT checkpoint", ignored=IGNORED, prefix="bert.")
+    nnx.update(encoder, tensors.load(mesh))
     return encoder

@@ -65,23 +65,12 @@ class DecoderConfig:
     rope_scaling: Llama3RopeScaling | None
     rms_norm_eps: float
     tie_word_embeddings: bool
-    attention_bias: bool
-    qk_norm: bool
     max_position_embeddings: int  # longest sequence the model was made for, in tokens
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     initializer_range: float  # standard deviation of freshly drawn matrices
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise UserError(f"family {self.family!r} is not one of {', '.join(FAMILIES)}: choose one of these")
-        traits = FAMILIES[self.family]
-        for name in ("attention_bias", "qk_norm"):
-            if getattr(self, name) != getattr(traits, name):
-                raise UserError(
-                    f"{name} is {getattr(self, name)} but family {self.family} has {getattr(traits, name)}: "
-                    "choose the family that has it"
-                )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
@@ -89,6 +78,10 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim {self.head_dim} is odd, rotary positions turn pairs: make it even")
+
+    @property
+    def traits(self) -> FamilyTraits:
+        return FAMILIES[self.family]
 
 
 def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
@@ -120,8 +113,6 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
         rope_scaling=rope_scaling,
         rms_norm_eps=_or(config.get("rms_norm_eps"), 1e-6),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=FAMILIES[family].attention_bias,
-        qk_norm=FAMILIES[family].qk_norm,
         max_position_embeddings=_required(config, "max_position_embeddings"),
         eos_token_ids=token_ids(eos),
         bos_token_id=config.get("bos_token_id"),
@@ -132,7 +123,7 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
 def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
     """A `config.json` that transformers 4 and 5 load: rotary fields in the older layout, which both read."""
     written: dict[str, Any] = {
-        "architectures": [FAMILIES[config.family].architecture],
+        "architectures": [config.traits.architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

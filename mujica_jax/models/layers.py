@@ -45,9 +45,14 @@ class Weight:
         return jnp.ones(shape, jnp.float32) if self.initializer == "ones" else jnp.zeros(shape, jnp.float32)
 
     @property
+    def sides(self) -> tuple[int, int]:
+        """Inputs and outputs of a kernel as a matrix."""
+        return math.prod(self.shape[: self.inputs]), math.prod(self.shape[self.inputs :])
+
+    @property
     def hugging_face_shape(self) -> tuple[int, ...]:
         if self.inputs:
-            return (math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs]))
+            return self.sides[::-1]
         return (math.prod(self.shape),) if self.hugging_face.endswith(".bias") else self.shape
 
 
@@ -70,7 +75,7 @@ def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
             hugging_face=f"{theirs}.bias",
             initializer="zeros",
         )
-        return [kernel, bias] if config.attention_bias else [kernel]
+        return [kernel, bias] if config.traits.attention_bias else [kernel]
 
     def matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...], theirs: str) -> Weight:
         return Weight(name=name, shape=shape, axes=axes, hugging_face=f"{theirs}.weight", inputs=len(shape) - 1)
@@ -85,7 +90,7 @@ def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
         *projection("query", "heads", config.num_heads, "q_proj"),
         *projection("key", "kv_heads", config.num_kv_heads, "k_proj"),
         *projection("value", "kv_heads", config.num_kv_heads, "v_proj"),
-        *(query_key_norms if config.qk_norm else ()),
+        *(query_key_norms if config.traits.qk_norm else ()),
         matrix("output_kernel", heads_to_hidden, ("heads", "head_dim", "embed"), "self_attn.o_proj"),
         scale("mlp_norm", hidden, "post_attention_layernorm.weight"),
         matrix("gate_kernel", (hidden, mlp), ("embed", "mlp"), "mlp.gate_proj"),
@@ -181,7 +186,7 @@ class Block(nnx.Module):
         rows = hidden.reshape(batch * time, width)
         normed = self._norm(rows, "attention_norm")
         query, key, value = (self._project(normed, name, batch) for name in ("query", "key", "value"))
-        if self.config.qk_norm:
+        if self.config.traits.qk_norm:
             query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
         mixed = attend(layer_index, rotate(query, rotation), rotate(key, rotation), value)
         rows = rows + self.product(mixed.reshape(batch * time, -1), "output_kernel", inputs=2)
@@ -210,6 +215,6 @@ class Block(nnx.Module):
         self, rows: Float[Array, "rows hidden"], name: str, batch: int
     ) -> Float[Array, "batch time heads head_dim"]:
         projected = self.product(rows, f"{name}_kernel")
-        if self.config.attention_bias:
+        if self.config.traits.attention_bias:
             projected = projected + getattr(self, f"{name}_bias")[...].astype(self.dtype).reshape(-1)
         return projected.reshape(batch, -1, *getattr(self, f"{name}_kernel").shape[1:])

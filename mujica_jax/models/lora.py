@@ -7,10 +7,10 @@ An adapted decoder is a decoder whose `Block` has, beside each stacked kernel, `
 `jax.lax.dot_general`, which finds these two by the kernel that is multiplied with. It finds them in traced programs
 only, so call an adapted decoder inside `jax.jit`. Adapters stay float32 and are multiplied in float32 whatever the
 compute type. `merged` gives back a plain decoder: the engine and the Hugging Face export know no adapters. Called by
-`learning.trainer`.
+`learning.trainer`; `adapters` stores them.
 """
 
-import math
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,16 @@ from jaxtyping import Array, Float
 from mujica_jax.errors import UserError
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.layers import Block, Weight, projections
+from mujica_jax.models.layers import Block, projections
 from mujica_jax.runtime.extras import import_extra
 
-Kernel = Float[Array, "layers *shape"]
+HE_UNIFORM = jax.nn.initializers.he_uniform()
 
 
 def check_rank(config: DecoderConfig, rank: int) -> None:
     """A rank above a matrix's smaller side would train more numbers than the matrix has and express nothing more."""
-    smallest = min(projections(config), key=lambda weight: min(_sides(weight)))
-    inputs, outputs = _sides(smallest)
+    smallest = min(projections(config), key=lambda weight: min(weight.sides))
+    inputs, outputs = smallest.sides
     if rank > min(inputs, outputs):
         raise UserError(
             f"trainer.lora_rank is {rank} and {smallest.name} of this model is a matrix of {inputs} x {outputs}: "
@@ -45,13 +45,18 @@ def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder
     provider = qwix.LoraProvider(rank=rank, alpha=alpha)
     options = {"methods": ("product",), "skip_nnx_init": True}
     layers: Block = qwix.quantize_model(decoder.layers, provider, **options)
-    fresh = _fresh(layers, jax.random.split(key, decoder.config.num_layers))
-    for weight in projections(decoder.config):
+    keys = jax.random.split(key, decoder.config.num_layers)
+    for number, weight in enumerate(projections(decoder.config)):
+        inputs, outputs = weight.sides
+        kernel = getattr(layers, weight.name).get_value()
+        of_weight = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 2 * number)  # those that qwix draws A by
+        a = jax.vmap(functools.partial(HE_UNIFORM, shape=(inputs, rank), dtype=kernel.dtype))(of_weight)
+        a = jax.lax.optimization_barrier(a)  # drawn in the type of the kernel: fused, it would not be rounded to that
+        b = jnp.zeros((len(keys), rank, outputs))
         axes_of_a = ("layers", weight.axes[0], None)  # of a side that was several dimensions, the outermost is split
         axes_of_b = ("layers", None, weight.axes[weight.inputs])
-        for suffix, axes in (("_lora_a", axes_of_a), ("_lora_b", axes_of_b)):
-            name = weight.name + suffix
-            setattr(layers, name, nnx.LoRAParam(fresh[name].astype(jnp.float32), logical_axes=axes))
+        for suffix, fresh, axes in (("_lora_a", a, axes_of_a), ("_lora_b", b, axes_of_b)):
+            setattr(layers, weight.name + suffix, nnx.LoRAParam(fresh.astype(jnp.float32), logical_axes=axes))
     whole = nnx.clone(decoder)
     whole.layers = layers
     return whole
@@ -64,33 +69,17 @@ def merged(decoder: Decoder, *, rank: int, alpha: float) -> Decoder:
     for weight in projections(decoder.config):
         kernel = getattr(plain.layers, weight.name)
         a, b = (getattr(decoder.layers, f"{weight.name}_lora_{part}").get_value() for part in "ab")
-        kernel.set_value(kernel.get_value().astype(jnp.float32) + _product(a, b, alpha / rank).reshape(kernel.shape))
+        kernel.set_value(add_product(kernel.get_value(), a, b, alpha / rank))
     return plain
 
 
-def _product(
-    a: Float[Array, "layers inputs rank"], b: Float[Array, "layers rank outputs"], scale: float
-) -> Float[Array, "layers inputs outputs"]:
+def add_product(
+    kernel: Float[Array, "layers *shape"],
+    a: Float[Array, "layers inputs rank"],
+    b: Float[Array, "layers rank outputs"],
+    scale: float,
+) -> Float[Array, "layers *shape"]:
+    """W + scale * A B, float32."""
     # In full float32: the accelerators' default precision would round what is added to the weights for good.
-    return scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-
-
-def _fresh(layers: Block, keys: Array) -> dict[str, Array]:
-    """The adapters that qwix makes for each layer, stacked. It makes them at a matrix's first product."""
-    graph, weights = nnx.split(layers)
-
-    def of_layer(key: Array) -> dict[str, Array]:
-        of_one = jax.tree.map(lambda stacked: jnp.zeros(stacked.shape[1:], stacked.dtype), weights)
-        block = nnx.merge(graph, of_one)
-        block.set_attributes(qwix_rngs=nnx.data(nnx.Rngs(key)))
-        for weight in projections(block.config):
-            block.product(jnp.zeros((1, _sides(weight)[0]), block.dtype), weight.name, weight.inputs)
-        made = nnx.to_flat_state(nnx.state(block, nnx.LoRAParam))
-        return {str(path[-1]): variable.get_value() for path, variable in made}
-
-    return jax.jit(jax.vmap(of_layer))(keys)
-
-
-def _sides(weight: Weight) -> tuple[int, int]:
-    """Inputs and outputs of a kernel as a matrix."""
-    return math.prod(weight.shape[: weight.inputs]), math.prod(weight.shape[weight.inputs :])
+    product = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return kernel.astype(jnp.float32) + product.reshape(kernel.shape)

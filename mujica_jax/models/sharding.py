@@ -48,8 +48,6 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     """A mesh of data x fsdp x tensor devices: the first ones, where one process has more; all of them over several
     processes."""
     shape = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    if min(shape.values()) < 1:
-        raise UserError(f"mesh axes are data={data}, fsdp={fsdp}, tensor={tensor}: give each at least 1")
     available = list(jax.devices() if devices is None else devices)
     wanted = math.prod(shape.values())
     must_use_all = len({device.process_index for device in available}) > 1
@@ -67,9 +65,9 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
 def partition_spec(
     logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Where each dimension of a weight goes. Refuses a size that the mesh does not divide and a mesh axis used
-    twice."""
-    sizes, spec, taken = dict(mesh.shape), [], {}
+    """Where each dimension of a weight goes. Refuses a size that the mesh does not divide; JAX itself refuses a mesh
+    axis that is used twice."""
+    sizes, spec = dict(mesh.shape), []
     for axis, size in zip(logical_axes, shape, strict=True):
         assert axis is None or axis in RULES, f"logical axis {axis!r} has no rule: add it to RULES"
         rule = Rule() if axis is None else RULES[axis]
@@ -83,13 +81,6 @@ def partition_spec(
                 f"axis {axis} of size {size} cannot be split over {' x '.join(rule.mesh_axes)} of size {parts}: "
                 f"use {' x '.join(rule.mesh_axes)} of {_either(divisors)}"
             )
-        for name in rule.mesh_axes:
-            if name in taken:
-                raise UserError(
-                    f"axes {taken[name]} and {axis} of one array would both be split over mesh axis {name}: "
-                    "map one of them to another mesh axis in sharding.RULES"
-                )
-            taken[name] = axis
         spec.append(rule.mesh_axes[0] if len(rule.mesh_axes) == 1 else (rule.mesh_axes or None))
     return PartitionSpec(*spec)
 
@@ -118,14 +109,8 @@ def shardings_of(tree: Any, mesh: Mesh) -> Any:
 
 
 def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
-    """Which rows of a batch of `count` lie on devices of this process, in rising order: all of them where it is the
-    only one."""
-    parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    if count % parts:
-        raise UserError(
-            f"a batch of {count} rows cannot be split over data x fsdp = {parts} devices: use a multiple of {parts} "
-            "rows"
-        )
+    """Which rows of a batch of `count` (`config.checks.check_rows`) lie on devices of this process, in rising order:
+    all of them where it is the only one."""
     if jax.process_count() == 1:
         return np.arange(count)
     places = _row_sharding(mesh).addressable_devices_indices_map((count,)).values()

@@ -1,15 +1,16 @@
 """The safetensors files of a Hugging Face folder, checked by name before the first tensor is read. Pickled weights are
 never opened.
 
-Reading has four refusals: a tensor that none of our weights is mapped to, one that this configuration does not expect,
-one that is set twice, and one that is missing. Called by `weights` and `encoder`, which say what they expect.
+Reading has three refusals: a tensor that none of the expected weights is mapped to, one that is set twice, and one that
+is missing. Called by `weights` and `encoder`, which say what they expect.
 """
 
+import dataclasses
 import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,28 @@ Index = tuple[slice, ...]
 ALIGNMENT = 64  # bytes: where XLA wants its arrays on a CPU to begin
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightTable:
+    """Every weight of a model: those outside the layers, and those of one layer, which a module stacks under the
+    leading logical axis `stacked`. In a checkpoint the latter have `layer`, with the layer's number, before their
+    names.
+    """
+
+    outer: Sequence[Weight]
+    inner: Sequence[Weight]
+    num_layers: int
+    layer: str
+    stacked: str | None
+
+    def names(self) -> Iterator[tuple[str, Weight]]:
+        """Every tensor of a checkpoint with the weight it belongs to."""
+        for weight in self.outer:
+            yield weight.hugging_face, weight
+        for layer in range(self.num_layers):
+            for weight in self.inner:
+                yield self.layer.format(layer) + weight.hugging_face, weight
+
+
 class Tensors:
     """The tensors of a checkpoint directory. A file is mapped while one of its tensors is read, and no longer: what was
     read would stay in memory as part of the mapping.
@@ -37,21 +60,18 @@ class Tensors:
     def __init__(
         self,
         folder: pathlib.Path,
-        expected: Collection[str],
+        table: WeightTable,
         *,
-        is_mapped: Callable[[str], bool] | None = None,
-        wanted: str = "another checkpoint",
+        wanted: str,
         ignored: re.Pattern[str] = NOTHING,
         prefix: str = "",
         tied: tuple[str, str] | None = None,
     ) -> None:
-        """`is_mapped` tells foreign tensors from unexpected ones (default: what is not expected is foreign), `wanted`
-        completes "give".
-
-        `prefix` before a name is dropped. `tied` names a tensor and the one it must equal: it is then no tensor of its
-        own.
+        """`wanted` completes "give". `prefix` before a name is dropped. `tied` names a tensor and the one it must
+        equal: it is then no tensor of its own.
         """
-        self.folder = folder
+        self.folder, self.table = folder, table
+        expected = dict(table.names())
         self.files: dict[str, tuple[pathlib.Path, str]] = {}
         for path in safetensors_files(folder):
             with open_file(path) as opened:
@@ -60,20 +80,17 @@ class Tensors:
                 name = stored.removeprefix(prefix)
                 if ignored.search(name):
                     continue
-                if not (name in expected if is_mapped is None else is_mapped(name)):
-                    raise UserError(
-                        f"{path} has a tensor {name} and none of our weights is mapped to it: give {wanted}"
-                    )
                 if name in self.files:
                     raise UserError(f"tensor {name} is set twice in {folder}: remove one of its files")
                 self.files[name] = path, stored
         if tied is not None:
             self._drop_tied(*tied)
-        for name in sorted(self.files.keys() - set(expected)):
+        for name in sorted(self.files.keys() - expected.keys()):
             raise UserError(
-                f"{folder} has a tensor {name} that its config.json does not expect: which of the two is right?"
+                f"{self.files[name][0]} has a tensor {name} and none of our weights is mapped to it, as "
+                f"its config.json does not expect it: give {wanted}, or correct config.json"
             )
-        for name in sorted(set(expected) - self.files.keys()):
+        for name in sorted(expected.keys() - self.files.keys()):
             raise UserError(f"{folder} lacks the tensor {name} that its config.json asks for: download it again")
 
     def read(self, weight: Weight, name: str, index: Index | None = None) -> np.ndarray:
@@ -98,30 +115,27 @@ class Tensors:
             values = stored[index if len(shape) == len(index) else _flattened(index, weight.shape)]
         return values.astype(np.float32, copy=False).reshape([of.stop - of.start for of in index])
 
-    def load(self, weight: Weight, name: str, mesh: Mesh | None) -> jax.Array:
-        """One tensor, on the default device or each part on the devices of the mesh that hold it."""
+    def load(self, mesh: Mesh | None) -> dict[str, Any]:
+        """All weights as a module of this table has them, on the default device or each part on the devices of the mesh
+        that hold it. A host holds one part of a weight at a time, and one layer of that part."""
 
-        def part(index: Index) -> np.ndarray:
-            values = self.read(weight, name, index)
-            whole = _aligned(values.shape)
-            whole[...] = values
-            return whole
+        def placed(weight: Weight, names: Sequence[str], leading: int) -> jax.Array:
+            shape, axes = (len(names), *weight.shape)[1 - leading :], (self.table.stacked, *weight.axes)[1 - leading :]
 
-        return _placed(weight.shape, weight.axes, mesh, part)
+            def part(index: Index) -> np.ndarray:
+                values = _aligned(tuple(len(range(size)[of]) for size, of in zip(shape, index, strict=True)))
+                stacked = values if leading else values[None]
+                for place, name in enumerate(names[index[0]] if leading else names):
+                    stacked[place] = self.read(weight, name, index[leading:])
+                return values
 
-    def load_stacked(self, weight: Weight, names: Sequence[str], layers: str | None, mesh: Mesh | None) -> jax.Array:
-        """One weight of all layers, under a leading logical axis. A host holds one part of it at a time, and one layer
-        of that part."""
+            return _placed(shape, axes, mesh, part)
 
-        shape = (len(names), *weight.shape)
-
-        def part(index: Index) -> np.ndarray:
-            stacked = _aligned(tuple(len(range(size)[of]) for size, of in zip(shape, index, strict=True)))
-            for place, name in enumerate(names[index[0]]):
-                stacked[place] = self.read(weight, name, index[1:])
-            return stacked
-
-        return _placed(shape, (layers, *weight.axes), mesh, part)
+        names: dict[str, list[str]] = {}
+        for name, weight in self.table.names():
+            names.setdefault(weight.name, []).append(name)
+        loaded: dict[str, Any] = {weight.name: placed(weight, names[weight.name], 0) for weight in self.table.outer}
+        return loaded | {"layers": {weight.name: placed(weight, names[weight.name], 1) for weight in self.table.inner}}
 
     def _stored(self, name: str) -> np.ndarray:
         path, stored = self.files[name]

@@ -31,20 +31,13 @@ class PhaseRow:
     seconds: float  # the phase and its evaluation
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
-    task: str
-    method: str
-    reward: str
-    split: str  # that the phases were evaluated on
-    seed: int
-    phases: tuple[PhaseRow, ...]
-    seconds: float  # of all runs that worked on the directory
+def summary_dict(phases: Sequence[PhaseRow], **about: Any) -> dict[str, Any]:
+    """The content of `summary.json`: what the run is, its phases, and the seconds of all starts that worked on it.
 
-
-def summary_dict(summary: Summary) -> dict[str, Any]:
-    """The content of `summary.json`. Numbers are rounded to two decimals; `PhaseRow(**phase)` takes a phase back."""
-    return _rounded(dataclasses.asdict(summary))
+    Numbers are rounded to two decimals; `PhaseRow(**phase)` takes a phase back.
+    """
+    rows = tuple(dataclasses.asdict(phase) for phase in phases)
+    return _rounded({**about, "phases": rows, "seconds": sum(phase.seconds for phase in phases)})
 
 
 def closing_table(phases: Sequence[PhaseRow]) -> "Table":

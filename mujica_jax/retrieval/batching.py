@@ -7,7 +7,8 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from mujica_jax.retrieval.errors import RetrieverOverloaded
+from mujica_jax.retrieval.errors import RetrieverOverloaded, RetrieverTimeout
+from mujica_jax.retrieval.statistics import Counted
 
 HELD_UP_SECONDS = 0.1  # to collect an answer that is there
 
@@ -21,28 +22,32 @@ class Batcher(Generic[Result]):
     def __init__(
         self,
         answer: Callable[[list[str], int], Awaitable[Sequence[Result]]],
+        counted: Counted,
         *,
         max_queries: int,
         concurrency: int = 1,
         max_waiting: float = math.inf,
-        on_shared: Callable[[], None],
+        deadline_seconds: float,
+        late: str,
     ) -> None:
-        """`answer(queries, k)` gets up to `max_queries`; `concurrency` calls of it run at the same time."""
-        self._answer, self._on_shared = answer, on_shared
+        """`answer(queries, k)` gets up to `max_queries`; `concurrency` calls of it run at the same time. `late` is the
+        sentence for a query without an answer within `deadline_seconds`.
+        """
+        self._answer, self._counted, self._deadline_seconds, self._late = answer, counted, deadline_seconds, late
         self._max_queries, self._concurrency, self.max_waiting = max_queries, concurrency, max_waiting
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Asked, asyncio.Future[Result]] = {}
         self._under_way: dict[Asked, asyncio.Future[Result]] = {}
         self._batches: set[asyncio.Task[None]] = set()
 
-    async def ask(self, query: str, k: int, deadline_seconds: float) -> Result:
-        """Raises TimeoutError, RetrieverOverloaded, and what `answer` raises."""
+    async def ask(self, query: str, k: int) -> Result:
+        """Raises RetrieverTimeout, RetrieverOverloaded, and what `answer` raises."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # what waited in an earlier loop ended with it
             self._loop, self._waiting, self._under_way, self._batches = loop, {}, {}, set()
         future = self._waiting.get((query, k)) or self._under_way.get((query, k))
         if future is not None:
-            self._on_shared()
+            self._counted.count(shared=1)
         else:
             if len(self._waiting) >= self.max_waiting:
                 raise RetrieverOverloaded(
@@ -54,10 +59,10 @@ class Batcher(Generic[Result]):
             loop.call_soon(self._start)  # queries of the same turn of the loop come along
         # `asyncio.wait` leaves the future to others who wait for it. Where something else (compiling the engine) held
         # up the event loop, an answer that came meanwhile is not late: the second wait lets it arrive.
-        for seconds in (deadline_seconds, HELD_UP_SECONDS):
+        for seconds in (self._deadline_seconds, HELD_UP_SECONDS):
             if (await asyncio.wait({future}, timeout=seconds))[0]:
                 return future.result()
-        raise TimeoutError
+        raise RetrieverTimeout(self._late)
 
     def _start(self) -> None:
         while self._waiting and len(self._batches) < self._concurrency:

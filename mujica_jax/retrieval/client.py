@@ -17,7 +17,6 @@ from mujica_jax.retrieval.batching import Batcher
 from mujica_jax.retrieval.errors import (
     RetrievalError,
     RetrieverRefused,
-    RetrieverTimeout,
     RetrieverUnavailable,
     as_retrieval_errors,
 )
@@ -54,18 +53,16 @@ class RemoteRetriever(Counted):
         self._policy, self._random = policy, random.Random(0)
         self._batcher = Batcher[list[Passage]](
             self._answer,
+            self,
             max_queries=MAX_REQUEST_QUERIES,
             concurrency=concurrency,
-            on_shared=lambda: self.count(shared=1),
+            deadline_seconds=policy.deadline_seconds,
+            late=str(deadline_exceeded(self.url, policy, "too many searches before this one")),
         )
 
     async def search(self, query: str, k: int) -> list[Passage]:
         with self.counted_search():
-            try:
-                return await self._batcher.ask(query, k, self._policy.deadline_seconds)
-            except TimeoutError as error:
-                late = deadline_exceeded(self.url, self._policy, "too many searches before this one")
-                raise RetrieverTimeout(str(late)) from error
+            return await self._batcher.ask(query, k)
 
     def check(self) -> Health:
         """The service's own health, asked once and at once; for the start of a run, before there is an event loop."""

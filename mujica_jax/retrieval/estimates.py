@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.files import Skipped
 from mujica_jax.retrieval.graph.files import GraphSpec, pieces
 from mujica_jax.retrieval.graph.index import Loaded, load
 from mujica_jax.retrieval.text.bm25 import Bm25Index
-from mujica_jax.retrieval.text.corpus import Passage, Skipped, stream_corpus
+from mujica_jax.retrieval.text.corpus import Passage, stream_corpus
 from mujica_jax.retrieval.text.embeddings import DTYPES
 from mujica_jax.retrieval.text.index import IndexSpec
 from mujica_jax.retrieval.text.scann import CHUNK_ROWS, ScannParameters, parameters_for
@@ -42,8 +43,8 @@ GRAPH_SEARCHING_BYTES = 10**8  # beside what the system keeps of the files
 
 def estimate_corpus(spec: IndexSpec, passages: int | None = None) -> dict[str, Any]:
     """As if the corpus had so many passages; None counts them."""
-    skipped = Skipped() if spec.skip else None
-    stream = stream_corpus(spec.corpus, skipped)
+    skipped = Skipped()
+    stream = stream_corpus(spec.corpus, skipped if spec.skip else None)
     sample = list(itertools.islice(stream, WORDS_SAMPLE))
     if passages is None:
         passages = len(sample) + sum(1 for _ in stream)
@@ -53,7 +54,7 @@ def estimate_corpus(spec: IndexSpec, passages: int | None = None) -> dict[str, A
             "one"
         )
     found = estimate_sample(spec, sample, passages)
-    return {"passages": passages, **({} if skipped is None else {"skipped": skipped.count}), **found}
+    return {"passages": passages, **({"skipped": skipped.skipped} if spec.skip else {}), **found}
 
 
 def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -> dict[str, Any]:

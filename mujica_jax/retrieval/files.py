@@ -9,6 +9,7 @@ checksum.
 
 import base64
 import bz2
+import dataclasses
 import gzip
 import io
 import re
@@ -22,6 +23,19 @@ from mujica_jax.storage.manifest import sha256_of
 
 SCHEME = "gs://"
 RANGE_BYTES = 8 * 2**20
+DECOMPRESSED_BYTES = 2**17  # at once
+
+
+@dataclasses.dataclass
+class Skipped:
+    """Counts what of a corpus is left out, and remembers what the first of it lacked."""
+
+    skipped: int = 0
+    first_skipped: str = ""
+
+    def skip(self, why: UserError | str) -> None:
+        self.skipped += 1
+        self.first_skipped = self.first_skipped or str(why)
 
 
 def open_file(path: str | Path) -> IO[bytes]:
@@ -33,8 +47,8 @@ def open_file(path: str | Path) -> IO[bytes]:
 
 def decompressed(name: str, raw: IO[bytes]) -> IO[bytes]:
     """Closing it does not close what is under it where that is compressed: its owner does."""
-    if name.endswith(".gz"):
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    if name.endswith(".gz"):  # buffered: its own lines are read by Python, one at a time
+        return cast(IO[bytes], io.BufferedReader(gzip.GzipFile(fileobj=raw), DECOMPRESSED_BYTES))
     return cast(IO[bytes], bz2.BZ2File(raw)) if name.endswith(".bz2") else raw
 
 
@@ -74,9 +88,6 @@ class BucketFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._listed.bytes}[whence]
         self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: Any) -> int:

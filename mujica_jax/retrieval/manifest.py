@@ -86,10 +86,6 @@ def building(folder: Path, plan: Mapping[str, Any]) -> Iterator[bool]:
 
     Raises UserError for another plan's directory, and for what cannot be written while it is held.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make {folder} ({error.strerror}): choose another --out") from error
     with _written(folder), _lock_file(folder) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,11 +145,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _lock_file(folder: Path) -> IO[str]:
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         return open(folder / LOCK, "w")
     except OSError as error:
         if error.errno in FULL:
             raise
-        raise UserError(f"{folder / LOCK} cannot be written ({error.strerror}): choose another --out") from error
+        raise UserError(f"{error.filename} cannot be written ({error.strerror}): choose another --out") from error
 
 
 @contextlib.contextmanager

@@ -59,11 +59,14 @@ class IndexRetriever(Counted):
         super().__init__()
         self.index, self.max_waiting = index, max_waiting
         self._cache, self._inline, self._deadline_seconds = cache, inline, deadline_seconds
+        self._late = f"the index gave no answer within the deadline of {deadline_seconds:g} s"
         self._batcher = Batcher[Hits](
             self._answer,
+            self,
             max_queries=MAX_BATCH_QUERIES,
             max_waiting=max_waiting,
-            on_shared=lambda: self.count(shared=1),
+            deadline_seconds=deadline_seconds,
+            late=self._late,
         )
 
     async def search(self, query: str, k: int) -> list[Passage]:
@@ -80,10 +83,7 @@ class IndexRetriever(Counted):
             if found is not None:
                 self.count(cached=1)
                 return found
-            try:
-                return await self._batcher.ask(query, k, self._deadline_seconds)
-            except TimeoutError as error:
-                raise self._too_late() from error
+            return await self._batcher.ask(query, k)
 
     async def health(self) -> Health:
         """After one real search, past every cache. Raises RetrievalError."""
@@ -92,7 +92,7 @@ class IndexRetriever(Counted):
             async with asyncio.timeout(self._deadline_seconds):
                 await asyncio.to_thread(self._search, [HEALTH_QUERY], 1, keep=False)
         except TimeoutError as error:
-            raise self._too_late() from error
+            raise RetrieverTimeout(self._late) from error
         return Health(version=self.index.version, passages=len(self.index.passages), seconds=time.monotonic() - began)
 
     def _cached(self, query: str, k: int) -> Hits | None:
@@ -121,6 +121,3 @@ class IndexRetriever(Counted):
         if keep and self._cache is not None:
             self._cache.write([(query, k, json.dumps(hits)) for query, hits in zip(queries, found, strict=True)])
         return found
-
-    def _too_late(self) -> RetrieverTimeout:
-        return RetrieverTimeout(f"the index gave no answer within the deadline of {self._deadline_seconds:g} s")

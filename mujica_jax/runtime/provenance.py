@@ -9,37 +9,14 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pyarrow",
-    "google-cloud-storage",
-    "tensorflow",
-    "tensorflow-datasets",
-    "scann",
-    "google-jetstream",
-    "bm25s",
-    "libtpu",
-)
 GIT_SECONDS = 10
 UNSET = "unset"
 
 
 def environment() -> dict[str, Any]:
     """Python, packages that are installed, and the git revision of this program where it runs from a checkout."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = reversed(list(importlib.metadata.distributions()))  # of two of one name, the first on the path is imported
+    versions = {package.name: package.version for package in found if package.read_text("METADATA")}
     return {"python": platform.python_version(), "packages": versions, "git_revision": git_revision()}
 
 

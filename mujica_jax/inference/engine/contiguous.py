@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -38,7 +39,7 @@ from mujica_jax.inference.engine.base import (
     filtered,
     lots,
 )
-from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.decoder import Decoder, unstacked
 
 MIN_WIDTH_TOKENS = 256
 MAX_PREFIXES = 2  # planner and worker have one beginning each
@@ -87,6 +88,11 @@ class ContiguousEngine(Engine):
         self._version = np.zeros(self.num_pages, np.int64)  # counts what was written into a page
         self._clock = 0
         self._start(self._empty(self.num_pages, self.page_tokens))
+
+    def _use(self, weights: nnx.State) -> None:
+        super()._use(weights)
+        with self._over_mesh():
+            self._weights = unstacked(self._weights)
 
     def reset_cache(self) -> None:
         pages = self._memory.pages

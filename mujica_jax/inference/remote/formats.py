@@ -10,7 +10,7 @@ completions only.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import FinishReason, RequestError, SamplingParams
@@ -36,20 +36,8 @@ class Reply:
     usage: tuple[int, int] | None  # prompt tokens and generated tokens as the endpoint counts them
 
 
-class Format(Protocol):
-    path: str
-
-    def body(self, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        """The JSON of a request. Raises RequestError for what cannot be asked in this way."""
-        ...
-
-    def read(self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams) -> Reply:
-        """Raises ReplyError."""
-        ...
-
-
 class CompletionsFormat:
-    """Token ids there and back."""
+    """Token ids there and back. `body` is the JSON of a request; `read` raises ReplyError."""
 
     path = "completions"
 
@@ -140,7 +128,10 @@ class CompletionsFormat:
 
 
 class ChatFormat:
-    """Messages there, text back. The ids are ours and not the endpoint's, so there are no log-probabilities."""
+    """Messages there, text back. The ids are ours and not the endpoint's, so there are no log-probabilities.
+
+    `body` raises RequestError for what cannot be asked in this way, `read` raises ReplyError.
+    """
 
     path = "chat/completions"
 

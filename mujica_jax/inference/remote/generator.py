@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from mujica_jax.http.client import DeadlineExceeded, HttpClient, HttpError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
-from mujica_jax.inference.remote.formats import ChatFormat, CompletionsFormat, Format, Reply
+from mujica_jax.inference.remote.formats import ChatFormat, CompletionsFormat, Reply
 from mujica_jax.inference.requests import (
     Completion,
     DeadlineError,
@@ -76,7 +76,7 @@ class RemoteGenerator:
 
         `timeout_seconds` limits one attempt and `deadline_seconds` a whole request that brings no deadline of its own.
         """
-        self._format: Format = (ChatFormat if mode == "chat" else CompletionsFormat)(tokenizer)
+        self._format = (ChatFormat if mode == "chat" else CompletionsFormat)(tokenizer)
         self._client = HttpClient(
             f"{base_url.rstrip('/')}/{self._format.path}", api_key_variable=api_key_variable, connections=concurrency
         )
@@ -90,16 +90,11 @@ class RemoteGenerator:
             first_wait_seconds=first_wait_seconds,
             max_wait_seconds=MAX_WAIT_SECONDS,
         )
-        self._counts = dict.fromkeys(
-            ("requests", "retries", "failed", "prompt_tokens", "generated_tokens", "cut_replies"), 0
-        )
-        self._waiting_seconds = self._serving_seconds = 0.0
+        self._counts: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(RemoteStatistics)}
 
     @property
     def statistics(self) -> RemoteStatistics:
-        return RemoteStatistics(
-            **self._counts, waiting_seconds=self._waiting_seconds, serving_seconds=self._serving_seconds
-        )
+        return RemoteStatistics(**self._counts)
 
     def reset_cache(self) -> None:
         """Nothing is kept between requests on this side; what the endpoint caches is its own."""
@@ -160,8 +155,8 @@ class RemoteGenerator:
         finally:
             ended = time.monotonic()
             began = ended if began is None else began
-            self._waiting_seconds += began - came
-            self._serving_seconds += ended - began
+            self._counts["waiting_seconds"] += began - came
+            self._counts["serving_seconds"] += ended - began
 
     def _place(self) -> asyncio.Semaphore:
         """Of the event loop that runs: a semaphore belongs to one."""

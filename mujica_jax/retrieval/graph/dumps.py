@@ -62,7 +62,7 @@ class Lines:
     def kept(self, piece: Piece, claims: set[bytes]) -> list[Kept]:
         """Predicates of statements are added to `claims`."""
         kept, roles = [], self._roles
-        for number, line in enumerate(piece.content.removesuffix(b"\n").split(b"\n"), start=piece.first_line):
+        for number, line in piece.numbered:
             place = line.find(b">")
             if line[:1] == b"<" and line[place : place + 3] == b"> <":  # as dumps write it
                 end = line.find(b">", place + 3)
@@ -79,7 +79,7 @@ class Lines:
             if role == "none" or subject[:2] == b"_:" or not self._is_wanted(rest, role):
                 continue
             if rest[:2] == b"<<" and _text.sub(b"", rest).count(QUOTE) > 1:
-                kept.append(Kept(number, QUOTE, NESTED))
+                kept.append(Kept(number, QUOTE + b"\n", NESTED))
                 continue
             kept.append(Kept(number, line, role))
             if role == "statement":
@@ -91,7 +91,7 @@ class Lines:
         from pyoxigraph import RdfFormat
 
         try:
-            store.bulk_load(b"".join(line.text + b"\n" for line in kept), RdfFormat.N_TRIPLES, lenient=True)
+            store.bulk_load(b"".join(line.text for line in kept), RdfFormat.N_TRIPLES, lenient=True)
         except SyntaxError:
             whole = [line for line in kept if self._is_whole(line)]
             assert len(whole) < len(kept), "a piece cannot be read and each of its lines can"

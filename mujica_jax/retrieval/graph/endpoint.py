@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import json
 import random
-import re
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from mujica_jax import __version__
 from mujica_jax.config.cache_folders import cache_folder
@@ -24,7 +25,6 @@ from mujica_jax.retrieval.batching import Batcher
 from mujica_jax.retrieval.errors import (
     RetrievalError,
     RetrieverRefused,
-    RetrieverTimeout,
     RetrieverUnavailable,
     as_retrieval_errors,
 )
@@ -40,22 +40,11 @@ HEADERS = {
     "Accept": "application/sparql-results+json",
     "User-Agent": f"mujica_jax/{__version__}",  # Wikidata turns away who does not say who asks
 }
-NO_ANSWER = (
-    ValueError,
-    SyntaxError,
-    KeyError,
-    TypeError,
-    AttributeError,
-)  # of a text that should be a table of results
-# A table of results is five brackets deep, and two more for each quoted triple in another one. The parser has no bound
-# of its own for these and ends the process.
-MAX_BRACKETS = 16
+# Of a text that should be a table of results.
+NO_ANSWER = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 CHECK_ATTEMPTS = 3
 PUBLIC_QUERIES_PER_SECOND = 10.0
 PUBLIC_POLICY = RetryPolicy(timeout_seconds=60.0, deadline_seconds=180.0, first_wait_seconds=0.5)
-
-
-_no_bracket = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*+"?|[^][{}"]+', re.DOTALL)
 
 
 class SparqlEndpoint(KnowledgeGraph):
@@ -79,24 +68,25 @@ class SparqlEndpoint(KnowledgeGraph):
         self._seconds_between = 1.0 / queries_per_second
         self._next = 0.0  # when the next request may go
         self._random = random.Random(0)
-        self._batcher = Batcher[str](
-            self._answer, max_queries=1, concurrency=concurrency, on_shared=lambda: self.count(shared=1)
+        self._batcher = Batcher[list[sparql.Row]](
+            self._answer,
+            self,
+            max_queries=1,
+            concurrency=concurrency,
+            deadline_seconds=policy.deadline_seconds + 1.0,
+            late=str(deadline_exceeded(url, policy, "too many searches before this one")),
         )
 
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
         kept = self._cache.read(query) if self._cache is not None else None
         if kept is not None:
             with contextlib.suppress(*NO_ANSWER):  # damaged: asked again
-                found = read(_table(kept)[1])
+                found = read(_rows(kept, query))
                 self.count(cached=1)
                 return found
+        rows = await self._batcher.ask(query, 0)
         try:
-            text = await self._batcher.ask(query, 0, self._policy.deadline_seconds + 1.0)
-        except TimeoutError as error:
-            late = deadline_exceeded(self.version, self._policy, "too many searches before this one")
-            raise RetrieverTimeout(str(late)) from error
-        try:
-            return read(_table(text)[1])
+            return read(rows)
         except NO_ANSWER as error:
             raise RetrieverUnavailable(
                 f"{self.version} answered something else than was asked ({type(error).__name__}: {error}): {ADVICE}"
@@ -104,31 +94,31 @@ class SparqlEndpoint(KnowledgeGraph):
 
     async def check(self) -> None:
         """One small query, past the cache. Raises RetrievalError."""
-        text = await self._fetched(sparql.CLAIMS_QUERY, dataclasses.replace(self._policy, max_attempts=CHECK_ATTEMPTS))
-        if not _table(text)[1]:
+        if not await self._fetched(sparql.CLAIMS_QUERY, dataclasses.replace(self._policy, max_attempts=CHECK_ATTEMPTS)):
             raise RetrieverRefused(
                 f"{self.version} knows no wikibase:directClaim: it answers, and holds no graph in Wikidata's vocabulary"
             )
 
-    async def _answer(self, queries: list[str], _: int) -> list[str]:
+    async def _answer(self, queries: list[str], _: int) -> list[list[sparql.Row]]:
         return [await self._fetched(query, self._policy) for query in queries]
 
-    async def _fetched(self, query: str, policy: RetryPolicy) -> str:
-        async def attempt() -> str:
+    async def _fetched(self, query: str, policy: RetryPolicy) -> list[sparql.Row]:
+        async def attempt() -> list[sparql.Row]:
             began = time.monotonic()
             answer = await self._client.exchange(urllib.parse.urlencode({"query": query}), HEADERS)
             self.count(batches=1, search_seconds=time.monotonic() - began)
             try:
-                text = answer.decode()
-                if _table(text)[0] != sparql.columns(query):
-                    raise ValueError("other columns than were asked for")
+                text = answer.decode("utf-8-sig")
+                rows = _rows(text, query)
             except NO_ANSWER as error:
                 shown = self._client.shown(f"{type(error).__name__}: {error}")
                 raise TransientError(f"an answer that is no SPARQL result ({shown})") from error
-            return text
+            if self._cache is not None:
+                self._cache.write([(query, 0, text)])
+            return rows
 
         with as_retrieval_errors():
-            text = await retry(
+            return await retry(
                 attempt,
                 policy,
                 url=self.version,
@@ -137,9 +127,6 @@ class SparqlEndpoint(KnowledgeGraph):
                 before_attempt=self._turn,
                 on_retry=self._pause,
             )
-        if self._cache is not None:
-            self._cache.write([(query, 0, text)])
-        return text
 
     async def _turn(self) -> None:
         while (wait := self._next - time.monotonic()) > 0:
@@ -165,26 +152,28 @@ def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_S
     return endpoint
 
 
-def _table(text: str) -> tuple[set[str], list[sparql.Row]]:
-    """Names of the columns, and the rows. Raises SyntaxError or ValueError where the text is no table of results."""
-    from pyoxigraph import QueryResultsFormat, QuerySolutions, parse_query_results
-
-    may_quote = "triple" in text or r"\u00" in text  # as it stands, or with a letter of it as an escape
-    if may_quote and _is_nested_too_deeply(text):
-        raise ValueError(f"more than {MAX_BRACKETS} brackets in one another, or some that are not closed")
-    results = parse_query_results(text, QueryResultsFormat.JSON)
-    try:
-        if not isinstance(results, QuerySolutions):
-            raise ValueError("an answer to another kind of question")
-        return {variable.value for variable in results.variables}, list(results)
-    finally:
-        # Only the thread that made it may free it, and an error would keep this frame and leave that to any.
-        del results
+def _rows(text: str, query: str) -> list[sparql.Row]:
+    """Raises one of NO_ANSWER where the text is no table of results, or of others than the query's."""
+    found = json.loads(text)
+    columns, bindings = set(found["head"]["vars"]), found["results"]["bindings"]
+    if columns != sparql.columns(query):
+        raise ValueError("other columns than were asked for")
+    return [{name: _term(row.get(name)) for name in columns} for row in bindings]
 
 
-def _is_nested_too_deeply(text: str) -> bool:
-    """Pairs of brackets go from the inside to the outside, one layer at a time."""
-    brackets = _no_bracket.sub("", text)
-    for _ in range(MAX_BRACKETS):
-        brackets = brackets.replace("{}", "").replace("[]", "")
-    return bool(brackets)
+def _term(said: dict[str, Any] | None) -> Any:
+    """As pyoxigraph reads it; None for what is not there, and for a quoted triple: no text can be made of it."""
+    from pyoxigraph import BlankNode, Literal, NamedNode
+
+    if said is None or said["type"] == "triple":
+        return None
+    if said["type"] == "bnode":
+        return BlankNode(said["value"])
+    if said["type"] == "uri":
+        return NamedNode(said["value"])
+    datatype = said.get("datatype")
+    return Literal(
+        said["value"],
+        language=said.get("xml:lang"),
+        datatype=None if datatype is None or "xml:lang" in said else NamedNode(datatype),
+    )

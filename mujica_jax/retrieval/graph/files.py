@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.files import decompressed, describe_files, open_file
+from mujica_jax.retrieval.files import Skipped, decompressed, describe_files, open_file
 from mujica_jax.retrieval.graph import sparql
 
 KIND = "graph"
@@ -51,26 +51,23 @@ class GraphSpec:
 
 
 @dataclasses.dataclass
-class Counts:
+class Counts(Skipped):
     triples: int = 0
     names: int = 0
-    skipped: int = 0
-    first_skipped: str = ""
-
-    def skip(self, sentence: str) -> None:
-        self.skipped += 1
-        self.first_skipped = self.first_skipped or sentence
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Whole lines of a file."""
+    """Whole lines of a file, with their ends."""
 
-    content: bytes
+    lines: list[bytes]
     first_line: int  # number of the first of them, from 1
     end: int  # bytes of the file, decompressed, up to here
-    lines: int  # of the file up to here
     share: float  # of the file as it lies on the disk that was read for it, 0 to 1
+
+    @property
+    def numbered(self) -> Iterator[tuple[int, bytes]]:
+        return enumerate(self.lines, start=self.first_line)
 
 
 def is_table(path: str) -> bool:
@@ -81,33 +78,24 @@ def is_table(path: str) -> bool:
     return name.endswith(".tsv")
 
 
-def pieces(
-    path: str, start: int = 0, lines: int = 0, size: int | None = None, max_bytes: int | None = None
-) -> Iterator[Piece]:
-    """From byte `start` of the decompressed file on, in front of which `lines` lines stand; of about `size` bytes
-    (READ_BYTES), and up to the first one that ends behind `max_bytes`."""
+def pieces(path: str, start: int = 0, first_line: int = 1, max_bytes: int | None = None) -> Iterator[Piece]:
+    """From byte `start` of the decompressed file on, where line `first_line` begins; of about READ_BYTES, and up to the
+    first one that ends behind `max_bytes`.
+    """
     try:
         with open_file(path) as raw, decompressed(path, raw) as file:
             bytes_there = max(1, raw.seek(0, os.SEEK_END))
             raw.seek(0)
             file.seek(start)
-            rest = b"" if start else file.read(len(codecs.BOM_UTF8))
-            if rest == codecs.BOM_UTF8:
-                rest, start = b"", len(rest)
-            while content := file.read(size or READ_BYTES):
-                whole, line_end, after = content.rpartition(b"\n")
-                if not line_end:
-                    rest += content
-                    continue
-                whole, rest = rest + whole + line_end, after
-                start, before = start + len(whole), lines
-                lines += whole.count(b"\n")
-                yield Piece(whole, before + 1, start, lines, raw.tell() / bytes_there)
-                if max_bytes is not None and start >= max_bytes:
-                    return
-            if rest:
-                yield Piece(rest, lines + 1, start + len(rest), lines + 1, 1.0)
+            while (max_bytes is None or start < max_bytes) and (lines := file.readlines(READ_BYTES)):
+                end = start + sum(map(len, lines))
+                if start == 0:
+                    lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
+                yield Piece(lines, first_line, end, raw.tell() / bytes_there)
+                start, first_line = end, first_line + len(lines)
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist: give {FORMATS}") from error
     except (EOFError, OSError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read after line {lines:,} ({error}): it is cut off or damaged") from error
+        raise UserError(
+            f"{path} cannot be read after line {first_line - 1:,} ({error}): it is cut off or damaged"
+        ) from error

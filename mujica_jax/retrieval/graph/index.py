@@ -29,7 +29,6 @@ UNFINISHED = "bulk-*.sst"  # what a killed load was writing: the store takes tab
 OLD_LOGS = "LOG.old.*"  # of each start, for people
 CHUNK_BYTES = 2**26  # of kept lines; some 500,000 triples
 CHUNK_READ_BYTES = 2**30  # of lines, kept or not
-TABLE_CHUNK_BYTES = 2**22
 
 
 @dataclasses.dataclass
@@ -118,7 +117,7 @@ def open_graph(folder: str | Path) -> GraphStore:
 
 def _load_table(store: "Store", path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None) -> Iterator[Loaded]:
     table = Table(store, path, spec.skip, loaded)
-    for piece in pieces(path, loaded.bytes, loaded.lines, TABLE_CHUNK_BYTES, max_bytes):
+    for piece in pieces(path, loaded.bytes, loaded.lines + 1, max_bytes):
         store.extend(table.names(piece) if loaded.stage == "names" else table.statements(piece))
         yield _at(loaded, piece)
 
@@ -135,7 +134,7 @@ def _load_lines(store: "Store", path: str, spec: GraphSpec, loaded: Loaded, max_
         store.extend(claim_quads(claims - stated))
         stated.update(claims)
 
-    for piece in pieces(path, loaded.bytes, loaded.lines, max_bytes=max_bytes):
+    for piece in pieces(path, loaded.bytes, loaded.lines + 1, max_bytes):
         found = lines.kept(piece, claims)
         kept += found
         size += sum(len(line.text) for line in found)
@@ -154,5 +153,5 @@ def _remove(folder: Path, names: str) -> None:
 
 
 def _at(loaded: Loaded, piece: Piece) -> Loaded:
-    loaded.bytes, loaded.lines = piece.end, piece.lines
+    loaded.bytes, loaded.lines = piece.end, piece.first_line + len(piece.lines) - 1
     return loaded

@@ -31,7 +31,7 @@ class Table:
 
         label, alias, quads = NamedNode(sparql.LABEL), NamedNode(sparql.ALIAS), []
         called: dict[str, str] = {}
-        for row in self._rows(piece, count=False):
+        for row in _rows(self._path, piece, Counts(), skip=self._skip):
             for text, key in self._ends(row):
                 iri = sparql.entity_iri(key)
                 if iri is None:
@@ -45,7 +45,7 @@ class Table:
         from pyoxigraph import Literal, NamedNode, Quad
 
         label, claim, quads = NamedNode(sparql.LABEL), NamedNode(sparql.DIRECT_CLAIM), []
-        for row in self._rows(piece, count=True):
+        for row in _rows(self._path, piece, self._counts, skip=self._skip):
             relation = NamedNode(sparql.RELATION + urllib.parse.quote(row.relation, safe=""))
             iris = []
             for text, key in self._ends(row):
@@ -93,38 +93,27 @@ class Table:
             if isinstance(quad.object, Literal):
                 yield quad.object.value
 
-    def _rows(self, piece: Piece, *, count: bool) -> Iterator[Triple]:
-        for row in rows_of(self._path, piece):
-            if isinstance(row, Triple):
-                self._counts.triples += count
-                yield row
-            elif not self._skip:
-                raise row
-            elif count:
-                self._counts.skip(str(row))
-
 
 def read_triples(path: str | Path) -> list[Triple]:
     """All rows of a table, in order. Raises UserError for the first one that cannot be read."""
-    triples = []
-    for piece in pieces(str(path)):
-        for row in rows_of(str(path), piece):
-            if not isinstance(row, Triple):
-                raise row
-            triples.append(row)
-    return triples
+    return [row for piece in pieces(str(path)) for row in _rows(str(path), piece, Counts(), skip=False)]
 
 
-def rows_of(path: str, piece: Piece) -> Iterator[Triple | UserError]:
-    """The triple of each line, or what is wrong with it."""
-    for number, line in enumerate(piece.content.removesuffix(b"\n").split(b"\n"), start=piece.first_line):
+def _rows(path: str, piece: Piece, counts: Counts, *, skip: bool) -> Iterator[Triple]:
+    """The triple of each line. One that cannot be read is counted with `skip`, else raises UserError."""
+    for number, line in piece.numbered:
         if number == 1:
             _check_header(path, line)
         elif line.strip():
             try:
-                yield _row(f"{path}, line {number:,}", line)
+                row = _row(f"{path}, line {number:,}", line)
             except UserError as error:
-                yield error
+                if not skip:
+                    raise
+                counts.skip(error)
+            else:
+                counts.triples += 1
+                yield row
 
 
 def _check_header(path: str, line: bytes) -> None:

@@ -16,6 +16,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from mujica_jax.records import Evidence
 from mujica_jax.retrieval.statistics import Counted
 
 COLUMNS = ("subject", "relation", "object", "subject_qid", "object_qid")
@@ -26,16 +27,11 @@ _closing_parenthesis = re.compile(r"\s*\([^()]*\)$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Triple:
+class Triple(Evidence):
     """`subject_id` and `object_id` are Q-ids or empty; a literal object (a date) is no entity, and known by its
     relation, by its id, or because the source says so (`literal`).
     """
 
-    subject: str
-    relation: str
-    object: str
-    subject_id: str = ""
-    object_id: str = ""
     literal: bool = False
 
     @property

@@ -27,6 +27,7 @@ Tokeniser = Literal["default", "elasticsearch"]
 
 TEXTS_AT_ONCE = 4096  # whose words are in memory as strings
 LUCENE_K1, LUCENE_B = 1.2, 0.75
+LUCENE_EXACT = 24  # lengths of the 255 that one byte holds and that need no rounding
 
 # Unicode word boundaries (UAX 29): a run of word characters and marks; apostrophes, points and colons join letters, and
 # apostrophes, points, commas and semicolons join digits.
@@ -125,20 +126,11 @@ def unicode_words(text: str) -> list[str]:
 
 
 def lucene_length(words: int) -> int:
-    """Document length after Lucene's SmallFloat.intToByte4 and back: exact below 40, then three significant bits."""
-    exact = 255 - _to_four_bits(2**31 - 1)
-    return words if words < exact else exact + _from_four_bits(_to_four_bits(words - exact))
-
-
-def _to_four_bits(value: int) -> int:
-    if value < 8:
-        return value
-    shift = value.bit_length() - 4
-    return (value >> shift) & 7 | (shift + 1) << 3
-
-
-def _from_four_bits(code: int) -> int:
-    return code if code < 8 else (code & 7 | 8) << ((code >> 3) - 1)
+    """Document length after Lucene's SmallFloat.intToByte4 and back: exact below 40, then four significant bits of what
+    exceeds 24.
+    """
+    dropped_bits = max(0, (words - LUCENE_EXACT).bit_length() - 4)
+    return words if words < LUCENE_EXACT else LUCENE_EXACT + ((words - LUCENE_EXACT) >> dropped_bits << dropped_bits)
 
 
 def _empty_index(tokeniser: Tokeniser) -> "bm25s.BM25":

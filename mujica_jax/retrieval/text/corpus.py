@@ -22,13 +22,14 @@ from typing import Any, overload
 import numpy as np
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.files import Skipped
 from mujica_jax.retrieval.manifest import again
 from mujica_jax.retrieval.text.corpus_records import FORMATS, check_text, records_of
 
 Hits = list[tuple[int, float]]  # positions of passages and their scores, best first
 
 FILE = "passages.arrow"
-BATCH_ROWS = 4096  # of every record batch but the last, so that a position says which batch it is in
+BATCH_ROWS = 4096  # of a record batch: what is held while the file is written
 MERGED_IDS = 2**18  # that are held as Python's objects before they are sorted into the others
 
 _repr = reprlib.Repr()  # of a value of any size, in one short line
@@ -47,23 +48,15 @@ class Passage:
         return f"{self.title}\n{self.text}"
 
 
-@dataclasses.dataclass
-class Skipped:
-    """Counts the records that are left out, and remembers what the first of them lacked. A caller that gives one asks
-    for skipping.
-    """
-
-    count: int = 0
-    first: str = ""
-
-
 def read_corpus(paths: Sequence[str | Path]) -> list[Passage]:
     """All passages of the files, in order. Ids are unique over all of them."""
     return list(stream_corpus(paths))
 
 
 def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -> Iterator[Passage]:
-    """As `read_corpus`, holding one passage and what `PassageIds` keeps of every id."""
+    """As `read_corpus`, holding one passage and what `PassageIds` keeps of every id. With `skipped`, what would be
+    refused is left out and counted there.
+    """
     ids = PassageIds()
     position = 0
     for place, record in records_of(paths):
@@ -72,7 +65,7 @@ def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -
             if not ids.add(passage.id):
                 # Where it came first is read again from the beginning: for the one sentence that is shown, not for all
                 # that are counted.
-                first = "" if skipped is not None and skipped.first else _first_place(passage.id, paths)
+                first = "" if skipped is not None and skipped.skipped else _first_place(passage.id, paths)
                 advice = "each file once" if first == place else "each passage its own id"
                 raise UserError(
                     f"{place}: the passage id {_repr.repr(passage.id)} was already used in {first}; give {advice}"
@@ -80,8 +73,7 @@ def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -
         except UserError as error:
             if skipped is None:
                 raise
-            skipped.count += 1
-            skipped.first = skipped.first or str(error)
+            skipped.skip(error)
             continue
         position += 1
         yield passage
@@ -94,50 +86,42 @@ class PassageFile(Sequence[Passage]):
         import pyarrow
 
         try:
-            self._reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
+            self._table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(
                 f"{path} cannot be read as an Arrow file ({error}): it is damaged, so {again(path.parent)}"
             ) from error
-        batches = self._reader.num_record_batches
-        last = self._reader.get_batch(batches - 1).num_rows if batches else 0
-        self._rows = max(0, batches - 1) * BATCH_ROWS + last
 
     def __len__(self) -> int:
-        return self._rows
+        return self._table.num_rows
 
     @overload
     def __getitem__(self, position: int) -> Passage: ...
     @overload
     def __getitem__(self, position: slice) -> list[Passage]: ...
     def __getitem__(self, position: int | slice) -> Passage | list[Passage]:
-        if isinstance(position, slice):
-            return [self[row] for row in range(*position.indices(self._rows))]
-        if not -self._rows <= position < self._rows:
-            raise IndexError(f"passage {position} of {self._rows}")
-        batch, row = divmod(position % self._rows, BATCH_ROWS)
-        columns = self._reader.get_batch(batch)
-        return Passage(**{name: columns.column(name)[row].as_py() for name in ("id", "title", "text")})
+        rows = range(len(self))[position]  # raises IndexError
+        if isinstance(rows, range):
+            return [self[row] for row in rows]
+        (passage,) = _passages(self._table.slice(rows, 1))
+        return passage
 
     def __iter__(self) -> Iterator[Passage]:
-        for batch in range(self._reader.num_record_batches):
-            for row in self._reader.get_batch(batch).to_pylist():
-                yield Passage(**row)
+        for batch in self._table.to_batches():
+            yield from _passages(batch)
 
     def titled(self, titles: Iterable[str]) -> list[Passage]:
         """The passages with one of these titles, in order."""
         import pyarrow.compute
 
-        wanted = pyarrow.array(sorted(set(titles)), pyarrow.string())
-        found: list[Passage] = []
-        for number in range(self._reader.num_record_batches):
-            batch = self._reader.get_batch(number)
-            matches = pyarrow.compute.call_function(
-                "is_in", [batch.column("title")], pyarrow.compute.SetLookupOptions(wanted)
-            )
-            kept = batch.filter(matches)
-            found += [Passage(**row) for row in kept.to_pylist()]
-        return found
+        wanted = pyarrow.compute.SetLookupOptions(pyarrow.array(sorted(set(titles)), pyarrow.string()))
+        matches = pyarrow.compute.call_function("is_in", [self._table.column("title")], wanted)
+        return _passages(self._table.filter(matches))
+
+
+def _passages(rows: Any) -> list[Passage]:
+    """Of a table or a batch."""
+    return [Passage(**row) for row in rows.to_pylist()]
 
 
 def write_passages(passages: Iterable[Passage], path: Path, on_rows: Callable[[int], None] = lambda done: None) -> int:

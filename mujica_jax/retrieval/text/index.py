@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.files import describe_files
+from mujica_jax.retrieval.files import Skipped, describe_files
 from mujica_jax.retrieval.manifest import Reporter, building, commit, read_json, read_manifest, write_json
 from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
-from mujica_jax.retrieval.text.corpus import FILE, Hits, Passage, PassageFile, Skipped, stream_corpus, write_passages
+from mujica_jax.retrieval.text.corpus import FILE, Hits, Passage, PassageFile, stream_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex
 from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.text.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
@@ -166,16 +166,12 @@ def _write_corpus(folder: Path, spec: IndexSpec, reporter: Reporter) -> dict[str
     if (folder / FILE).exists():
         return read_json(folder / COUNTS)
     unfinished = folder / f".{FILE}.new"
-    skipped = Skipped() if spec.skip else None
+    skipped = Skipped()
     with reporter.stage("reading the corpus", unit="passages") as stage:
-        rows = write_passages(stream_corpus(spec.corpus, skipped), unfinished, stage.update)
+        rows = write_passages(stream_corpus(spec.corpus, skipped if spec.skip else None), unfinished, stage.update)
     if rows == 0:
         raise UserError(f"{', '.join(spec.corpus)}: there is no passage in it; give a corpus with at least one")
-    counts = {
-        "passages": rows,
-        "skipped": skipped.count if skipped else 0,
-        "first_skipped": skipped.first if skipped else "",
-    }
+    counts = {"passages": rows, **dataclasses.asdict(skipped)}
     write_json(folder / COUNTS, counts)
     unfinished.replace(folder / FILE)
     return counts

@@ -58,14 +58,7 @@ def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
         return None
     labels: dict[str, str] = {}
     chain = [
-        _row(
-            evidence.subject_id,
-            evidence.subject,
-            evidence.relation,
-            evidence.object_id or evidence.object,
-            evidence.object,
-            labels,
-        )
+        _row(evidence, evidence.subject_id, evidence.object_id or evidence.object, labels)
         for evidence in question.evidences
     ]
     around: dict[Row, None] = {}
@@ -73,7 +66,7 @@ def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
         for triple, as_object, *_ in graph.ends_of(key, NEIGHBOURS):
             subject = graph.subject_key(triple) if as_object else key
             found = key if as_object else graph.object_key(triple) or triple.object
-            around[_row(subject, triple.subject, triple.relation, found, triple.object, labels)] = None
+            around[_row(triple, subject, found, labels)] = None
     rows = [*chain, *around]
     return CopyPlan(
         question=question,
@@ -100,9 +93,7 @@ def renamed_copy(plan: CopyPlan, parts: NameParts, number: int, top_k: int) -> t
     )
     for _ in range(DATE_DRAWS):
         triples = _renamed_triples(plan, renamer, labels)
-        question = dataclasses.replace(
-            question, evidences=tuple(_evidence(triple) for triple in triples[: len(plan.chain)])
-        )
+        question = dataclasses.replace(question, evidences=tuple(triples[: len(plan.chain)]))
         answer = answer_from_evidence(question)
         if answer is not None:
             break
@@ -113,16 +104,16 @@ def renamed_copy(plan: CopyPlan, parts: NameParts, number: int, top_k: int) -> t
     return dataclasses.replace(question, answers=(answer,)), GraphEnvironment(TripleGraph(triples), top_k)
 
 
-def _row(subject: str, subject_label: str, relation: str, found: str, object_label: str, labels: dict[str, str]) -> Row:
-    """The row by keys; names of entities that are new are added to `labels`."""
-    labels.setdefault(subject, subject_label)
-    if relation in LITERAL_RELATIONS:
-        return Row(subject, relation, object_label, "date")
-    sort = SORT_OF_OBJECT.get(relation)
+def _row(triple: Evidence, subject: str, found: str, labels: dict[str, str]) -> Row:
+    """The triple by the keys of its ends; names of entities that are new are added to `labels`."""
+    labels.setdefault(subject, triple.subject)
+    if triple.relation in LITERAL_RELATIONS:
+        return Row(subject, triple.relation, triple.object, "date")
+    sort = SORT_OF_OBJECT.get(triple.relation)
     if sort == "country" or sort == "closed":
-        return Row(subject, relation, object_label, sort)
-    labels.setdefault(found, object_label)
-    return Row(subject, relation, found, "entity")
+        return Row(subject, triple.relation, triple.object, sort)
+    labels.setdefault(found, triple.object)
+    return Row(subject, triple.relation, found, "entity")
 
 
 def _sort(key: str, rows: Sequence[Row]) -> Sort:
@@ -224,16 +215,6 @@ def _new_object(fact: Triple, renamer: Renamer, objects: dict[str, str]) -> str:
     else:
         shift = renamer.year_shift([date[0]], 1000 if date[0] >= 1000 else 1)
     return renamer.date(fact.object, shift, move_day=True)
-
-
-def _evidence(triple: Triple) -> Evidence:
-    return Evidence(
-        subject=triple.subject,
-        relation=triple.relation,
-        object=triple.object,
-        subject_id=triple.subject_id,
-        object_id=triple.object_id,
-    )
 
 
 def _key(key: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.records import Evidence, GoldPassage
+from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.graph.triples import LITERAL_ID, Triple, normalise_label, without_parenthesis
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.retrieval.text.corpus_records import read_records
@@ -85,20 +85,14 @@ def passages_of(records: Iterable[Record]) -> list[Passage]:
     return [Passage(id=str(number), title=title, text=text) for number, (title, text) in enumerate(texts.items())]
 
 
-def chain_evidences(triples: Sequence[Triple]) -> tuple[Evidence, ...]:
+def chain_evidences(triples: Sequence[Triple]) -> tuple[Triple, ...]:
     """The gold chain as a searcher sees it: a bridge entity is called what the triple that found it calls it."""
     found_as: dict[str, str] = {}
     evidences = []
     for triple in triples:
-        evidences.append(
-            Evidence(
-                subject=found_as.get(triple.subject_id, triple.subject),
-                relation=triple.relation,
-                object=triple.object,
-                subject_id=triple.subject_id,
-                object_id="" if triple.object_is_literal else triple.object_id,
-            )
-        )
+        subject = found_as.get(triple.subject_id, triple.subject)
+        object_id = "" if triple.object_is_literal else triple.object_id
+        evidences.append(dataclasses.replace(triple, subject=subject, object_id=object_id))
         if triple.object_id and not triple.object_is_literal:
             found_as.setdefault(triple.object_id, triple.object)
     return tuple(evidences)

@@ -25,11 +25,6 @@ def open_passages(config: TwoWikiConfig, records: Sequence[Record]) -> tuple[Ret
     """What is searched, and the passages in which questions have their gold ones. `records` are all questions: the
     passages they come with are the corpus where the data folder has none.
     """
-    if config.index is not None and config.index.startswith(SCHEME):
-        raise UserError(
-            f"environment is text and the index {config.index} is a graph: give an index of passages, or "
-            "--task.environment graph"
-        )
     if config.index is not None and config.index.startswith(("http://", "https://")):
         return open_remote(config.index, config.retriever, config.top_k), _corpus(config, records)
     index = _index(config, records)
@@ -66,7 +61,7 @@ def _index(config: TwoWikiConfig, records: Sequence[Record]) -> Index:
                 f"build --corpus FILE --kind exact --embedder {config.embedder} --out DIR` and give --task.index DIR"
             )
         return Bm25Index(_corpus(config, records), "default")
-    kind = read_kind(config.index)
+    kind = KIND if config.index.startswith(SCHEME) else read_kind(config.index)
     if kind == KIND:
         raise UserError(
             f"environment is text and the index {config.index} is a graph: give an index of passages, or "

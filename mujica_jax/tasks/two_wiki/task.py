@@ -162,18 +162,8 @@ class TwoWiki:
 
     def _training_triples(self) -> list[Triple]:
         """What the training questions' evidences say, without the bridge's second name."""
-        triples = {
-            Triple(
-                subject=evidence.subject,
-                relation=evidence.relation,
-                object=evidence.object,
-                subject_id=evidence.subject_id,
-                object_id=evidence.object_id,
-            ): None
-            for question in self._train
-            for evidence in question.evidences
-        }
-        return list(triples)
+        evidences = dict.fromkeys(evidence for question in self._train for evidence in question.evidences)
+        return [triple for triple in evidences if isinstance(triple, Triple)]  # `chain_evidences` made them all
 
 
 def build(config: TwoWikiConfig) -> TwoWiki:
