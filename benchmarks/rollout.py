@@ -13,7 +13,10 @@ machine's largest matrix product and its memory:
     + 4 x layers x heads x head_dim x sum over tokens of the tokens before it          operations, and
     keys and values that are a session's own, read once a generated token              bytes
 
-What all share and the weights are read once a step, whatever the number of sessions: the floor leaves them out.
+What all share and the weights are read once a step, whatever the number of sessions: the floor leaves them out. On an
+accelerator they are most of what is read, so there is a second floor, of memory alone: all weights and the shared keys
+and values once a step, with as many steps as the longest session has tokens, and the sessions' own. A directory that
+holds a config.json and no weights is a model whose weights are drawn.
 """
 
 import argparse
@@ -23,20 +26,23 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator, GeneratorStatistics
+from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import block_weights
-from mujica_jax.models.weights import load_checkpoint
+from mujica_jax.models.weights import load_checkpoint, load_config
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.host_memory import keep_freed_memory
 
@@ -105,6 +111,27 @@ def work(model: DecoderConfig, sessions: list[Session]) -> tuple[float, float]:
     return operations, read
 
 
+def memory_bytes(model: DecoderConfig, sessions: list[Session], own: float, weights: int, itemsize: int) -> float:
+    """What decoding reads if every step has all sessions: `own` are the sessions' keys and values in float32."""
+    steps = max(sum(turn.generated_tokens for turn in session.turns) for session in sessions)
+    shared = 2 * itemsize * model.num_layers * model.num_kv_heads * model.head_dim * SYSTEM_TOKENS
+    return steps * (weights + shared) + own * itemsize / 4
+
+
+def opened(directory: str, dtype: str) -> Decoder:
+    if any(Path(directory).glob("*.safetensors")):
+        return load_checkpoint(directory, dtype=dtype)
+    model = load_config(directory)
+
+    @nnx.jit
+    def drawn() -> Decoder:  # in the type of the products, as the engine holds them: 7B in float32 would not fit a chip
+        decoder = Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype))
+        nnx.update(decoder, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(decoder, nnx.Param)))
+        return decoder
+
+    return drawn()
+
+
 def count_programs() -> dict[str, int]:
     """Counts that go on: programs that JAX asked for anew, and those among them that its cache on disk had."""
     counts = {"loaded or compiled": 0, "found on disk": 0}
@@ -161,7 +188,7 @@ def main() -> int:
         page_tokens=given.page_tokens,
     )
     try:
-        decoder = load_checkpoint(given.checkpoint, dtype=given.dtype)
+        decoder = opened(given.checkpoint, given.dtype)
         never = decoder.config.vocab_size  # a stop token that no token is
         engine = make_engine(decoder, engine_config, positions=positions, stop_token_ids=[never])
     except UserError as error:
@@ -184,6 +211,9 @@ def main() -> int:
     speed, bandwidth = machine(given.runs + 2)
     operations, read = work(decoder.config, sessions)
     floor = operations / speed + read / bandwidth
+    held = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param)))
+    itemsize = jnp.dtype(given.dtype).itemsize
+    memory_floor = memory_bytes(decoder.config, sessions, read, held * itemsize, itemsize) / bandwidth
     last = found[-1]
     result = {
         "generated_tokens_per_second": round(generated / median, 1),
@@ -198,6 +228,9 @@ def main() -> int:
         "memory_gigabytes_per_second": round(bandwidth / 1e9, 1),
         "floor_seconds": round(floor, 3),
         "share_of_floor": round(floor / median, 3),
+        "memory_floor_seconds": round(memory_floor, 3),
+        "share_of_memory_floor": round(memory_floor / median, 3),
+        "device": jax.devices()[0].device_kind,
     }
     print(json.dumps(result))
     return 0

@@ -1,4 +1,4 @@
-"""Tokens a second of the training step, and its share of the fastest matrix product this machine does.
+"""Tokens a second of the training step, and its share of the fastest matrix product this machine does; one JSON line.
 
     python benchmarks/train_step.py DIRECTORY [--rows 4] [--row-tokens 512] [--dtype float32] [--attention auto] \\
         [--remat auto] [--lora-rank 0]
@@ -11,6 +11,7 @@ conversations, and with everything that is no matrix product.
 
 import argparse
 import dataclasses
+import json
 import statistics
 import sys
 import time
@@ -114,12 +115,21 @@ def main() -> int:
     )
     tokens = int(np.sum(rows.segment_ids[chosen] > 0))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    print(
-        f"{count / 1e6:.1f}M parameters, {given.rows} rows of {given.row_tokens}, {given.dtype}: {tokens} tokens a "
-        f"step ({tokens / chosen.size / given.row_tokens:.0%} of the slots), {operations / 1e9:.1f} GFLOP"
-    )
-    print(f"matrix product: {peak / 1e9:.0f} GFLOP/s; a step at that speed: {operations / peak * 1e3:.1f} ms")
-    print(f"seen: {seconds * 1e3:.1f} ms, {tokens / seconds:.0f} tokens/s, {operations / seconds / peak:.1%} of it")
+    result = {
+        "parameters": count,
+        "rows": given.rows,
+        "row_tokens": given.row_tokens,
+        "dtype": given.dtype,
+        "tokens": tokens,
+        "share_of_slots": round(tokens / chosen.size / given.row_tokens, 3),
+        "gflop": round(operations / 1e9, 1),
+        "matmul_gflops": round(peak / 1e9, 1),
+        "milliseconds": round(seconds * 1e3, 1),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "share_of_matmul": round(operations / seconds / peak, 3),
+        "device": jax.devices()[0].device_kind,
+    }
+    print(json.dumps(result))
     return 0
 
 
