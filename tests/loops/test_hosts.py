@@ -4,8 +4,6 @@ others say so.
 
 import contextlib
 import json
-import random
-import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import CONFIG, DISTURBED, ENVIRONMENT, ROOT, SECONDS, Ended, json_lines, outcome
+from whole_runs import CONFIG, DISTURBED, ENVIRONMENT, ROOT, SECONDS, Ended, free_port, json_lines, outcome
 
 from mujica_jax.trajectories import shards
 
@@ -24,15 +22,6 @@ MESH = ("--trainer.fsdp", "2")
 MOST_SECONDS = 30.0  # from the signal to the end of the process that got it
 
 pytestmark = pytest.mark.slow
-
-
-def free_port() -> int:
-    """Below those that a system gives to connections, for it may be used minutes later."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as tried, contextlib.suppress(OSError):
-            tried.bind(("localhost", port))
-            return port
 
 
 def jobs(

@@ -1,0 +1,195 @@
+# shellcheck shell=bash
+# What the scripts share: the environment file, --dry-run, calls of gcloud and their errors, and the names of things.
+# Messages go to stderr; a mistake of the user ends with one sentence and status 2.
+set -euo pipefail
+
+LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck disable=SC2034 # read by setup.sh
+ROOT=$(dirname "$LAUNCH")
+ENV_FILE=${MUJICA_ENV:-$LAUNCH/env}
+DRY_RUN='' YES=''
+ERRORS=$(mktemp)
+trap 'rm -f "$ERRORS"' EXIT
+
+say() { printf '%s\n' "$*" >&2; }
+die() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
+usage() { # the comment at the top of the script
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" >&2
+    exit "${1:-2}"
+}
+
+# Takes the flags that all scripts have off the front of the words; the rest is in REST.
+common_flags() {
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --dry-run) DRY_RUN=1 ;;
+            --yes) YES=1 ;;
+            --env)
+                [ $# -gt 1 ] || die "--env needs a file"
+                ENV_FILE=$2
+                shift
+                ;;
+            -h | --help) usage 0 ;;
+            *) break ;;
+        esac
+        shift
+    done
+    REST=("$@")
+    read_env
+}
+
+read_env() {
+    [ -f "$ENV_FILE" ] || die "there is no file $ENV_FILE: cp launch/env.example launch/env and fill it in, or name another one with --env"
+    # shellcheck source=env.example
+    . "$ENV_FILE"
+    local name
+    for name in PROJECT ZONE TPU_NAME ACCELERATOR_TYPE RUNTIME_VERSION PROVISIONING BUCKET RUN; do
+        [ -n "${!name:-}" ] || die "$name is not set in $ENV_FILE: launch/env.example says what it is"
+    done
+    SLICES=${SLICES:-1} FETCH=${FETCH:-} SECRETS=${SECRETS:-} LABELS=${LABELS:-} SERVICE_ACCOUNT=${SERVICE_ACCOUNT:-}
+    NETWORK=${NETWORK:-} SUBNETWORK=${SUBNETWORK:-} POLL_SECONDS=${POLL_SECONDS:-60}
+    MAX_PREEMPTIONS=${MAX_PREEMPTIONS:-50} MAX_FAILURES=${MAX_FAILURES:-2}
+    EXTRAS=${EXTRAS-tpu,qwix} PLATFORM=${PLATFORM:-tpu}
+    case $PROVISIONING in
+        spot | on-demand | reserved) ;;
+        *) die "PROVISIONING is $PROVISIONING and must be spot, on-demand or reserved: change it in $ENV_FILE" ;;
+    esac
+    for name in SLICES POLL_SECONDS MAX_PREEMPTIONS MAX_FAILURES; do
+        [[ ${!name} =~ ^[0-9]+$ ]] || die "$name is ${!name} and must be a whole number: change it in $ENV_FILE"
+    done
+    [ "$SLICES" -ge 1 ] || die "SLICES is $SLICES and must be at least 1: change it in $ENV_FILE"
+    [[ $BUCKET == gs://* ]] || die "BUCKET is $BUCKET and must begin with gs://: change it in $ENV_FILE"
+    [[ $RUN =~ ^[A-Za-z0-9._-]+$ ]] || die "RUN is $RUN and may hold letters, digits, '.', '_' and '-': change it in $ENV_FILE"
+    BUCKET=${BUCKET%/}
+    # shellcheck disable=SC2034 # read by those who read this file
+    RUN_DIRECTORY=$BUCKET/runs/$RUN
+}
+
+shown() { # a command as it could be typed
+    local word line=
+    for word in "$@"; do
+        if [[ $word =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]]; then line+=" $word"; else line+=" '${word//\'/\'\\\'\'}'"; fi
+    done
+    printf '%s\n' "${line# }"
+}
+
+# A call that only looks. With --dry-run it is printed, and ASSUMED is its answer.
+ask() {
+    if [ -n "$DRY_RUN" ]; then
+        shown gcloud "$@" >&2
+        printf '%s\n' "${ASSUMED-}"
+        return 0
+    fi
+    gcloud "$@" 2>"$ERRORS"
+}
+
+# A call that changes something.
+act() {
+    if [ -n "$DRY_RUN" ]; then
+        shown gcloud "$@" >&2
+        return 0
+    fi
+    gcloud "$@" 2> >(tee "$ERRORS" >&2)
+}
+
+gcloud_error() { grep -v '^[[:space:]]*$' "$ERRORS" | grep -m 1 'ERROR' || tail -n 1 "$ERRORS"; }
+
+# The last call failed: what a user can do about it, in a sentence.
+explained() {
+    local said
+    said=$(gcloud_error)
+    case $said in
+        *"API has not been used"* | *SERVICE_DISABLED* | *"is not enabled"*)
+            die "the Cloud TPU API is not enabled in project $PROJECT: gcloud services enable tpu.googleapis.com --project $PROJECT" ;;
+        *[Qq]uota* | *QUOTA* | *RESOURCE_EXHAUSTED*)
+            die "project $PROJECT has no quota for $SLICES x $ACCELERATOR_TYPE ($PROVISIONING) in $ZONE: ask for it at https://console.cloud.google.com/iam-admin/quotas?project=$PROJECT, or change ZONE, ACCELERATOR_TYPE or PROVISIONING ($said)" ;;
+        *PERMISSION_DENIED* | *"does not have permission"* | *403*)
+            die "you may not do this in project $PROJECT: the role TPU Admin is needed, or PROJECT in $ENV_FILE is another one's ($said)" ;;
+        *)
+            die "$1: $said" ;;
+    esac
+}
+
+need_gcloud() {
+    [ -n "$DRY_RUN" ] || command -v gcloud >/dev/null || die "gcloud is not installed: https://cloud.google.com/sdk/docs/install"
+    local account
+    account=$(ASSUMED=you@example.com ask auth list --filter=status:ACTIVE --format='value(account)') || true
+    [ -n "$account" ] || die "nobody is logged in: gcloud auth login"
+}
+
+zonal() { printf '%s\n' --project="$PROJECT" --zone="$ZONE"; }
+
+resource_state() { # ABSENT, or what the queued resource says: ACTIVE, WAITING_FOR_RESOURCES, SUSPENDED, ...
+    local state
+    if state=$(ASSUMED=${ASSUMED_STATE:-ACTIVE} ask compute tpus queued-resources describe "$TPU_NAME" \
+        --project="$PROJECT" --zone="$ZONE" --format='value(state.state)'); then
+        printf '%s\n' "${state:-ABSENT}"
+    elif grep -qiE 'NOT_FOUND|not found|does not exist' "$ERRORS"; then
+        printf 'ABSENT\n'
+    else
+        explained "cannot look at $TPU_NAME"
+    fi
+}
+
+need_active() {
+    local state
+    state=$(resource_state)
+    [ "$state" = ACTIVE ] || die "$TPU_NAME in $ZONE is $state: launch/create.sh makes it and waits until it is there"
+}
+
+nodes() {
+    local number
+    if [ "$SLICES" -eq 1 ]; then
+        printf '%s\n' "$TPU_NAME"
+    else
+        for ((number = 0; number < SLICES; number++)); do printf '%s\n' "$TPU_NAME-$number"; done
+    fi
+}
+
+# on_workers all|NUMBER COMMAND: on every machine of every slice at once, or on one machine of the first slice
+on_workers() {
+    local worker=$1 command=$2 node status=0 pids=() pid
+    if [ "$worker" != all ]; then
+        remote "$TPU_NAME$([ "$SLICES" -eq 1 ] || printf -- -0)" "$worker" "$command"
+        return
+    fi
+    while read -r node; do
+        remote "$node" all "$command" </dev/null &
+        pids+=($!)
+    done < <(nodes)
+    for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+    return "$status"
+}
+
+remote() {
+    act compute tpus tpu-vm ssh "$1" --project="$PROJECT" --zone="$ZONE" --worker="$2" --quiet --command="$3"
+}
+
+unreachable() { # the last call on the workers failed
+    die "$1 on $TPU_NAME: $(gcloud_error)"
+}
+
+chips() { # of all slices, from the accelerator type: v5litepod-32 names chips, v4-32 names cores
+    local prefix=${ACCELERATOR_TYPE%-*} count=${ACCELERATOR_TYPE##*-} per_chip
+    per_chip=$(awk -v prefix="$prefix" '$1 == prefix { print $2 }' "$LAUNCH/prices.tsv")
+    [[ $count =~ ^[0-9]+$ && $per_chip =~ ^[0-9]+$ ]] || return 1
+    printf '%s\n' $((count * SLICES / per_chip))
+}
+
+price() { # of one chip and hour
+    local column=3
+    [ "$PROVISIONING" != spot ] || column=4
+    awk -v prefix="${ACCELERATOR_TYPE%-*}" -v column=$column '$1 == prefix { print $column }' "$LAUNCH/prices.tsv"
+}
+
+confirm() {
+    [ -z "$YES$DRY_RUN" ] || return 0
+    local answer=
+    printf '%s [y/N] ' "$1" >&2
+    read -r answer || true
+    [[ $answer == [yY]* ]]
+}

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Build an index on the first worker and bring it to BUCKET/indexes/NAME; FETCH brings it to every worker.
+#
+#     launch/index.sh [--dry-run] [--env FILE] NAME [flags of python -m mujica_jax.index build]
+#
+# As in: launch/index.sh wiki --corpus data/corpus.jsonl --kind scann
+. "$(dirname "$0")/common.sh"
+common_flags "$@"
+[ ${#REST[@]} -ge 2 ] || usage
+[[ ${REST[0]} =~ ^[A-Za-z0-9._-]+$ ]] || die "the index is called ${REST[0]}: letters, digits, '.', '_' and '-'"
+need_gcloud
+need_active
+words=$(shown "${REST[@]:1}")
+on_workers 0 "mkdir -p ~/mujica/indexes && cd ~/mujica && venv/bin/python -m mujica_jax.index build $words --out 'indexes/${REST[0]}' && gcloud storage rsync --recursive 'indexes/${REST[0]}' '$BUCKET/indexes/${REST[0]}'" ||
+    unreachable "the index could not be built"
