@@ -223,6 +223,16 @@ def test_a_dry_run_prints_the_calls_and_does_nothing(cloud):
     assert "mujica_jax.index build --corpus '\\''a b.jsonl'\\'' --out" in said
 
 
+def test_the_documented_lines_are_taken(cloud):
+    pages = (ROOT / "docs" / "launch").glob("*.md")
+    lines = [
+        line for page in pages for line in re.findall(r"^launch/(.*?)(?:  +#.*)?$", page.read_text(), re.MULTILINE)
+    ]
+    assert {line.split()[0] for line in lines} == {"create.sh", "train.sh", "delete.sh"}
+    for script, *words in map(str.split, lines):
+        cloud.done(script, "--dry-run", *words)
+
+
 def test_deleting_asks_first(cloud):
     cloud.done("create.sh")
     assert "mujica stays, and is billed" in cloud.refused("delete.sh", answer="\n")

@@ -20,7 +20,7 @@ from mujica_jax.config.schema import Config
 from mujica_jax.train import DEFAULT_CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = {path.name: re.findall(r"^```\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE) for path in DOCUMENTS}
 WHOLE = [block.replace("\\\n", " ") for blocks in BLOCKS.values() for block in blocks]  # a line that goes on is one
 LINES = [line.split("  #")[0].strip() for block in WHOLE for line in block.splitlines()]
