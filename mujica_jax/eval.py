@@ -22,7 +22,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +39,8 @@ from mujica_jax.config.schema import (
     TwoWikiConfig,
 )
 from mujica_jax.errors import UserError
+from mujica_jax.methods.policies import WANTED, SavedPolicy, find_policy, init_as_checkpoint, is_run, read_object
 from mujica_jax.methods.remote import Endpoint, open_endpoint
-from mujica_jax.models.gguf import checkpoint_folder, is_converted
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preempted, Preemption
 from mujica_jax.runtime.standard_output import run_program
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
     from mujica_jax.storage.run_directory import RunPath
 
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
-_INIT = re.compile("--init(=|$)")
-WANTED = "give --checkpoint a run directory or a Hugging Face directory"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,15 +74,10 @@ class EvalArguments:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(SavedPolicy):
     """What is evaluated and where that is written down."""
 
-    name: str
-    model: Path  # a Hugging Face directory
-    place: str  # where it comes from: the same, or the name of which it is a local copy
-    version: int
     out: "RunPath"
-    adapter: Path | None = None
 
     def concurrency(self, config: Config) -> int:
         return config.engine.slots
@@ -94,12 +86,8 @@ class Checkpoint:
         from flax import nnx
 
         from mujica_jax.methods.parts import make_generator, use_weights
-        from mujica_jax.methods.setup import load_model
-        from mujica_jax.models.adapters import with_adapter
 
-        tokenizer, decoder = load_model(self.model, config)
-        if self.adapter is not None:
-            decoder = with_adapter(decoder, self.adapter)
+        tokenizer, decoder = self.load(config.trainer.dtype)
         generator = make_generator(decoder, config, tokenizer)
         use_weights(generator, decoder, nnx.state(decoder), config.engine.weights, self.version)
         return tokenizer, generator
@@ -131,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     """`[CONFIG] --checkpoint DIR [flags]` -> the arguments, and the whole configuration under them."""
-    words = ["--checkpoint" + word.removeprefix("--init") if _INIT.match(word) else word for word in arguments]
+    words = init_as_checkpoint(arguments)
     name = take_file(words)
     checkpoint, adapter = _flag_value(words, "--checkpoint"), _flag_value(words, "--adapter")
     remote = _flag_value(words, "--remote.base-url", "--remote.base_url")
@@ -173,42 +161,11 @@ def find_endpoint(given: EvalArguments) -> Endpoint:
 
 
 def find_checkpoint(given: EvalArguments) -> Checkpoint:
-    """The policy to evaluate, every file compared with its checksum where it belongs to a run."""
+    """The policy to evaluate."""
     assert given.checkpoint is not None, "only an endpoint is evaluated without one"
-    folder = checkpoint_folder(given.checkpoint) if is_converted(given.checkpoint) else run_path(given.checkpoint)
-    if not folder.is_dir():
-        raise UserError(f"there is no directory {folder}: {WANTED}")
-    if not _is_run(folder):
-        if given.policy is not None:
-            raise UserError(f"--policy is {given.policy} and {folder} is no run directory: leave --policy out")
-        if not isinstance(folder, Path):
-            raise UserError(f"{folder} is no run directory, and models are read from local disk: copy it here")
-        out = run_path(given.out or "eval")
-        adapter = Path(given.adapter) if given.adapter else None
-        name = given.checkpoint if adapter is None else f"{given.checkpoint} with {adapter}"
-        return Checkpoint(name=name, model=folder, place=str(folder), version=0, out=out, adapter=adapter)
-    if given.adapter is not None:
-        raise UserError(
-            f"--adapter is {given.adapter} and {folder} is a run, whose policies have theirs merged in: give --init "
-            "the checkpoint that the adapter was trained on, or leave --adapter out"
-        )
-
-    from mujica_jax.trajectories.store import Store
-
-    store = Store(folder)
-    version = given.policy
-    if version is None:
-        version = max(store.policies(), default=None)
-    if version is None:
-        raise UserError(f"{folder} has no policy yet: go on with the run until its warm-up is done")
-    model = store.policy_path(version) / "model"
-    return Checkpoint(
-        name=f"policy {version}",
-        model=model,
-        place=str(store.policy_place(version) / "model"),
-        version=version,
-        out=folder / "eval" if given.out is None else run_path(given.out),
-    )
+    found = find_policy(given.checkpoint, policy=given.policy, adapter=given.adapter)
+    folder = run_path(given.out or "eval") if given.out or found.run is None else found.run / "eval"
+    return Checkpoint(**vars(found), out=folder)
 
 
 def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preemption) -> None:
@@ -303,25 +260,9 @@ def _adapter_config(folder: Path) -> Config:
 def _config_left_in(folder: "RunPath", *, wanted: str, other: str) -> Config:
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {wanted}")
-    if not _is_run(folder):
+    if not is_run(folder):
         raise UserError(other)
-    return from_dict(Config, _json(folder / "config.json")["config"])
-
-
-def _is_run(folder: "RunPath") -> bool:
-    """A run's config.json holds `config`; that of a Hugging Face directory is the model's own."""
-    file = folder / "config.json"
-    return file.exists() and isinstance(_json(file).get("config"), dict)
-
-
-def _json(file: "RunPath") -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}): restore it or choose another --checkpoint") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file} holds no JSON object: restore it or choose another --checkpoint")
-    return value
+    return from_dict(Config, read_object(folder / "config.json")["config"])
 
 
 def _flag_value(words: Sequence[str], *spellings: str) -> str | None:

@@ -9,7 +9,7 @@ opened.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
 from mujica_jax.errors import UserError
@@ -86,8 +86,7 @@ MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 
 def check(config: Config) -> None:
     """Raises UserError naming the first field that cannot be, its value, and what could."""
     _check_choices(config)
-    for name, least in MIN.items():
-        _require(config, name, lambda value, least=least: value >= least, f"at least {least}")
+    _check_least(config, MIN)
     for name in ABOVE_ZERO:
         _require(config, name, lambda value: value > 0, "above 0")
     for name in BELOW_ONE:
@@ -108,10 +107,16 @@ def check(config: Config) -> None:
             f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and "
             f"warmup.pretraining_share {share} need some: give documents, or set both to 0"
         )
-    _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
+    check_engine(config)
     check_limits(config.agent)
     check_rows(config.trainer)
     check_distributed(config.distributed)
+
+
+def check_engine(config: Any) -> None:
+    """The section `engine` of a configuration, or of other arguments that have one."""
+    _check_least(config, {name: least for name, least in MIN.items() if name.startswith("engine.")})
+    _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
 
 
 def check_limits(agent: AgentConfig) -> None:
@@ -217,6 +222,11 @@ def _check_choices(config: Config) -> None:
                 )
 
 
+def _check_least(config: Any, least_of: Mapping[str, int | float]) -> None:
+    for name, least in least_of.items():
+        _require(config, name, lambda value, least=least: value >= least, f"at least {least}")
+
+
 def _check_rates(config: Config, section: str) -> None:
     if not _has(config, f"{section}.learning_rate"):
         return
@@ -230,7 +240,7 @@ def _check_rates(config: Config, section: str) -> None:
     )
 
 
-def _require(config: Config, name: str, holds: Callable[[float], bool], what: str) -> None:
+def _require(config: Any, name: str, holds: Callable[[float], bool], what: str) -> None:
     if not _has(config, name):  # a section of several kinds, and this kind has no such field
         return
     value = _value(config, name)
@@ -238,12 +248,12 @@ def _require(config: Config, name: str, holds: Callable[[float], bool], what: st
         raise UserError(f"{name} is {value!r} and must be {what}: change it in the configuration or pass {_flag(name)}")
 
 
-def _has(config: Config, name: str) -> bool:
+def _has(config: Any, name: str) -> bool:
     section, _, field = name.rpartition(".")
     return hasattr(getattr(config, section) if section else config, field)
 
 
-def _value(config: Config, name: str) -> int | float:
+def _value(config: Any, name: str) -> int | float:
     section, _, field = name.rpartition(".")
     return getattr(getattr(config, section) if section else config, field)
 

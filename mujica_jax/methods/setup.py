@@ -63,7 +63,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     task = build_task(config)
     find_reward(config.reward, task.rule)
     _check_start(config, task)
-    loaded = load_model(config.init, config, mesh if mesh.size > 1 else None) if config.init else None
+    loaded = load_model(config.init, config.trainer.dtype, mesh if mesh.size > 1 else None) if config.init else None
     if loaded:
         _check_prompts(config, loaded[0], task)
     size = loaded[1].config if loaded else decoder_config(config, config.model.vocab_tokens, ())
@@ -176,7 +176,7 @@ def build_task(config: Config) -> Task:
     return task
 
 
-def load_model(directory_or_file: str | Path, config: Config, mesh: Mesh | None = None) -> tuple[Tokenizer, Decoder]:
+def load_model(directory_or_file: str | Path, dtype: str, mesh: Mesh | None = None) -> tuple[Tokenizer, Decoder]:
     """A Hugging Face checkpoint or a GGUF file, laid out over `mesh`. Its vocabulary must hold every id of the
     tokenizer.
     """
@@ -186,7 +186,7 @@ def load_model(directory_or_file: str | Path, config: Config, mesh: Mesh | None 
             f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, with config.json, "
             f"tokenizer.json and *.safetensors, a GGUF file, or {SMOLLM2}"
         )
-    tokenizer, decoder = Tokenizer.load(directory), load_checkpoint(directory, dtype=config.trainer.dtype, mesh=mesh)
+    tokenizer, decoder = Tokenizer.load(directory), load_checkpoint(directory, dtype=dtype, mesh=mesh)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise UserError(
             f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} and the model embeds "

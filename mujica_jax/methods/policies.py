@@ -1,0 +1,96 @@
+"""Finding a policy by the name that a user gives it: a run directory, a model on disk, or one that is converted first.
+Called by `eval` and `serve`.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mujica_jax.errors import UserError
+from mujica_jax.models.gguf import checkpoint_folder, is_converted
+from mujica_jax.storage.run_directory import run_path
+
+if TYPE_CHECKING:
+    from mujica_jax.models.decoder import Decoder
+    from mujica_jax.models.tokenizer import Tokenizer
+    from mujica_jax.storage.run_directory import RunPath
+
+WANTED = "give --checkpoint a run directory or a Hugging Face directory"
+_INIT = re.compile("--init(=|$)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedPolicy:
+    """A policy that can be loaded."""
+
+    name: str
+    model: Path  # a Hugging Face directory
+    place: str  # where it comes from: the same, or the name of which it is a local copy
+    version: int
+    run: "RunPath | None"  # the directory of the run that made it
+    adapter: Path | None = None
+
+    def load(self, dtype: str) -> "tuple[Tokenizer, Decoder]":
+        from mujica_jax.methods.setup import load_model
+        from mujica_jax.models.adapters import with_adapter
+
+        tokenizer, decoder = load_model(self.model, dtype)
+        return tokenizer, decoder if self.adapter is None else with_adapter(decoder, self.adapter)
+
+
+def init_as_checkpoint(words: Sequence[str]) -> list[str]:
+    """`--init` is another name of `--checkpoint`, for models that are no run."""
+    return ["--checkpoint" + word.removeprefix("--init") if _INIT.match(word) else word for word in words]
+
+
+def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> SavedPolicy:
+    """What `--checkpoint`, `--policy` and `--adapter` name; the files of a run are compared with their checksums.
+
+    Raises UserError.
+    """
+    folder = checkpoint_folder(checkpoint) if is_converted(checkpoint) else run_path(checkpoint)
+    if not folder.is_dir():
+        raise UserError(f"there is no directory {folder}: {WANTED}")
+    if not is_run(folder):
+        if policy is not None:
+            raise UserError(f"--policy is {policy} and {folder} is no run directory: leave --policy out")
+        if not isinstance(folder, Path):
+            raise UserError(f"{folder} is no run directory, and models are read from local disk: copy it here")
+        of_adapter = Path(adapter) if adapter else None
+        name = checkpoint if of_adapter is None else f"{checkpoint} with {of_adapter}"
+        return SavedPolicy(name=name, model=folder, place=str(folder), version=0, run=None, adapter=of_adapter)
+    if adapter is not None:
+        raise UserError(
+            f"--adapter is {adapter} and {folder} is a run, whose policies have theirs merged in: give --init "
+            "the checkpoint that the adapter was trained on, or leave --adapter out"
+        )
+
+    from mujica_jax.trajectories.store import Store
+
+    store = Store(folder)
+    version = max(store.policies(), default=None) if policy is None else policy
+    if version is None:
+        raise UserError(f"{folder} has no policy yet: go on with the run until its warm-up is done")
+    model = store.policy_path(version) / "model"
+    place = str(store.policy_place(version) / "model")
+    return SavedPolicy(name=f"policy {version}", model=model, place=place, version=version, run=folder)
+
+
+def is_run(folder: "RunPath") -> bool:
+    """A run's config.json holds `config`; that of a Hugging Face directory is the model's own."""
+    file = folder / "config.json"
+    return file.exists() and isinstance(read_object(file).get("config"), dict)
+
+
+def read_object(file: "RunPath") -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON ({error}): restore it or choose another --checkpoint") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file} holds no JSON object: restore it or choose another --checkpoint")
+    return value

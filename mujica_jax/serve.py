@@ -1,0 +1,114 @@
+"""Serve a policy over gRPC, by JetStream's protocol (docs/serving.md).
+
+    python -m mujica_jax.serve --checkpoint RUN|HF_DIR|FILE.gguf|smollm2 [--policy N] [--adapter DIR] --port 9000
+
+The checkpoint is named as for `mujica_jax.eval`: a run directory (its latest policy, or `--policy`), or a model, with
+`--adapter` a LoRA adapter on top. Ctrl-C or SIGTERM ends it when the requests under way are answered.
+"""
+
+import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+from mujica_jax.config.checks import check_engine
+from mujica_jax.config.files import override
+from mujica_jax.config.schema import EngineConfig
+from mujica_jax.errors import UserError
+from mujica_jax.methods.policies import find_policy, init_as_checkpoint
+from mujica_jax.runtime.host_memory import keep_freed_memory
+from mujica_jax.runtime.standard_output import run_program
+
+PROGRAM = "python -m mujica_jax.serve"
+GRACE_SECONDS = 30.0  # for the requests under way when it is asked to end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeArguments:
+    """Serve a policy over gRPC, by JetStream's protocol."""
+
+    checkpoint: str  # a run directory (local or gs://BUCKET/PREFIX), a Hugging Face directory, a GGUF file, or smollm2
+    policy: int | None = None  # of a run (default: the latest)
+    adapter: str | None = None  # folder of a LoRA adapter on top of a checkpoint that is no run
+    host: str = "127.0.0.1"  # 0.0.0.0 for other machines; the connection is not encrypted
+    port: int = 9000  # 0: any that is free
+    metrics_port: int | None = None  # for Prometheus (default: none)
+    max_tokens: int = 4096  # of a prompt with its answer
+    max_new_tokens: int = 512  # of an answer, where a request does not say
+    temperature: float = 0.0  # 0: the likeliest token
+    queue_size: int = 64  # requests that wait beside those that run; what comes on top is refused
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and products
+    seed: int = 0
+    engine: EngineConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 ended by a signal, 2 a mistake of the user's."""
+    import tyro  # 0.2 s
+
+    words = init_as_checkpoint(sys.argv[1:] if arguments is None else arguments)
+    engine = EngineConfig(slots=16, decode_steps_per_call=8, prefill_tokens=2048)
+    try:
+        given = override(ServeArguments(checkpoint=tyro.MISSING, engine=engine), words, prog=PROGRAM)
+        _check(given)
+        serve(given)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(given: ServeArguments) -> None:
+    check_engine(given)
+    for name, least in (("max_tokens", 2), ("max_new_tokens", 1), ("temperature", 0), ("queue_size", 0), ("seed", 0)):
+        if (value := getattr(given, name)) < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
+    if given.max_new_tokens >= given.max_tokens:
+        raise UserError(
+            f"--max-new-tokens is {given.max_new_tokens} and leaves no room for a prompt in --max-tokens "
+            f"{given.max_tokens}: lower the one or raise the other"
+        )
+
+
+def serve(given: ServeArguments) -> None:
+    """Until a signal comes."""
+    # Imported here: a mistake in the arguments is answered before JAX has started.
+    from mujica_jax.inference.counters import LiveCounters, serve_metrics
+    from mujica_jax.inference.engine.factory import make_engine
+    from mujica_jax.inference.requests import SamplingParams
+    from mujica_jax.inference.scheduler import BatchedGenerator
+    from mujica_jax.inference.server import Server
+    from mujica_jax.runtime.compilation_cache import use_compilation_cache
+
+    policy = find_policy(given.checkpoint, policy=given.policy, adapter=given.adapter)
+    use_compilation_cache()
+    tokenizer, decoder = policy.load(given.dtype)
+    engine = make_engine(decoder, given.engine, positions=given.max_tokens, stop_token_ids=tokenizer.stop_token_ids)
+    generator = BatchedGenerator(
+        engine,
+        prefix_reuse=given.engine.prefix_reuse,
+        queue_size=given.queue_size,
+        token_bytes=tokenizer.token_bytes,
+    )
+    sampling = SamplingParams(max_new_tokens=given.max_new_tokens, temperature=given.temperature, seed=given.seed)
+    server = Server(generator, sampling, tokenizer=tokenizer, host=given.host, port=given.port)
+    asked_to_end = threading.Event()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda *_: asked_to_end.set())
+    port, close_metrics = server.start(), None
+    if given.metrics_port is not None:
+        counters = LiveCounters(lambda: server.statistics)
+        metrics_port, close_metrics = serve_metrics(counters, port=given.metrics_port, host=given.host)
+        print(f"metrics at http://{given.host}:{metrics_port}/metrics", flush=True)
+    print(f"{policy.name} at {given.host}:{port}", flush=True)
+    asked_to_end.wait()
+    server.stop(grace_seconds=GRACE_SECONDS)
+    if close_metrics is not None:
+        close_metrics()
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    raise SystemExit(run_program(main))

@@ -1,0 +1,70 @@
+"""The program that serves a policy: started as a user starts it, asked over its port, and ended by a signal."""
+
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+from packed_rows import MODEL
+from tiny_models import filled_decoder
+from whole_runs import ENVIRONMENT
+
+from mujica_jax import serve
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.models.weights import save_checkpoint
+
+SIZES = ["--max-tokens", "64", "--max-new-tokens", "8", "--dtype", "float32", "--engine.slots", "2"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    tokenizer = Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300)
+    sized = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size, eos_token_ids=tuple(tokenizer.stop_token_ids))
+    save_checkpoint(filled_decoder(sized), tmp_path / "checkpoint", tokenizer=tokenizer)
+    return tmp_path / "checkpoint"
+
+
+def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint):
+    command = [sys.executable, "-m", "mujica_jax.serve", "--init", str(checkpoint), "--port", "0", *SIZES]
+    server = subprocess.Popen(
+        [*command, "--metrics-port", "0"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        metrics = re.fullmatch(r"metrics at (http://127.0.0.1:\d+/metrics)\n", server.stdout.readline())
+        served = re.fullmatch(r".*checkpoint at (127.0.0.1:\d+)\n", server.stdout.readline())
+        assert metrics and served
+        with grpc.insecure_channel(served[1]) as channel:
+            stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+            text = jetstream_pb2.DecodeRequest.TextContent(text="Who is the director?")
+            answers = stub.Decode(jetstream_pb2.DecodeRequest(text_content=text, max_tokens=5), timeout=120)
+            tokens = [token for one in answers for token in one.stream_content.samples[0].token_ids]
+        assert 0 < len(tokens) <= 5
+        with urllib.request.urlopen(metrics[1]) as page:
+            assert b"generated_tokens" in page.read()
+        server.send_signal(signal.SIGTERM)
+        output, messages = server.communicate(timeout=60)
+        assert (server.returncode, output) == (0, ""), messages
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--init", "nowhere"], "there is no directory nowhere: give --checkpoint a run directory"),
+        (["--init", "x", "--engine.slots", "0"], "engine.slots is 0 and must be at least 1"),
+        (["--init", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0 and must be at least 1"),
+        (["--init", "x", "--max-tokens", "512"], "--max-new-tokens is 512 and leaves no room for a prompt"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_sentence(capsys, words, sentence):
+    assert serve.main(words) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and sentence in message
