@@ -4,6 +4,7 @@ others say so.
 
 import contextlib
 import json
+import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
