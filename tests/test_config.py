@@ -266,7 +266,7 @@ def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
 
 def test_the_run_draws_adapters_by_its_seed():
     seeds = []
-    policy: Any = types.SimpleNamespace(config=types.SimpleNamespace(seed=5), _initial=None)
+    policy: Any = types.SimpleNamespace(config=types.SimpleNamespace(seed=5, adapter=None), _initial=None)
     policy.trainer = types.SimpleNamespace(initial_state=lambda decoder, seed: seeds.append(seed))
     run.Run.initial_state(policy)
     assert seeds == [5]

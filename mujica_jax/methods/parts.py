@@ -2,14 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from flax import nnx
 
 from mujica_jax.agents.agent import Agent
 from mujica_jax.config.files import implementation
 from mujica_jax.config.schema import AgentConfig, Config
+from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
 from mujica_jax.inference.scheduler import BatchedGenerator
+from mujica_jax.models.adapters import Adapter, read_adapter
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
@@ -44,6 +47,20 @@ def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> Ba
         queue_size=config.engine.slots * (1 + config.agent.max_turns_at_once),  # all that its episodes can ask at once
         token_bytes=tokenizer.token_bytes,
     )
+
+
+def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
+    """What training goes on from, if the configuration names an adapter: it has to be of the rank that is trained."""
+    if config.adapter is None:
+        return None
+    adapter, trainer = read_adapter(decoder, Path(config.adapter)), config.trainer
+    if (adapter.rank, adapter.alpha) != (trainer.lora_rank, trainer.lora_alpha):
+        raise UserError(
+            f"{config.adapter} has rank {adapter.rank} and alpha {adapter.alpha:g}, and trainer.lora_rank is "
+            f"{trainer.lora_rank}, trainer.lora_alpha {trainer.lora_alpha:g}: give --trainer.lora-rank {adapter.rank} "
+            f"--trainer.lora-alpha {adapter.alpha:g}"
+        )
+    return adapter
 
 
 def use_weights(

@@ -30,9 +30,15 @@ from mujica_jax.learning.throughput import Throughput
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.methods.evaluation import Scores, held_out_questions, score_policy
 from mujica_jax.methods.mismatch import compared
-from mujica_jax.methods.parts import make_agent, make_generator, statistics_of, use_weights
+from mujica_jax.methods.parts import make_agent, make_generator, open_adapter, statistics_of, use_weights
 from mujica_jax.methods.shares import gather
-from mujica_jax.models.adapters import adapter_tensors, fingerprint, save_adapter, trained_adapters
+from mujica_jax.models.adapters import (
+    adapter_tensors,
+    fingerprint,
+    save_adapter,
+    trained_adapters,
+    with_trained_adapters,
+)
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
@@ -105,7 +111,9 @@ class Run:
         self._initial = decoder
 
     def initial_state(self) -> TrainState:
-        return self.trainer.initial_state(self._initial, seed=self.config.seed)
+        state = self.trainer.initial_state(self._initial, seed=self.config.seed)
+        adapter = open_adapter(self.config, self._initial)
+        return state if adapter is None else state._replace(params=with_trained_adapters(state.params, adapter))
 
     def use_policy(self, state: TrainState, version: int) -> None:
         with self.clock.stage("weight_sync"):

@@ -19,7 +19,7 @@ from mujica_jax.config.schema import Config, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
-from mujica_jax.methods.parts import make_agent
+from mujica_jax.methods.parts import make_agent, open_adapter
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import from_scratch
 from mujica_jax.models import quantization
@@ -66,6 +66,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     loaded = load_model(config.init, config.trainer.dtype, mesh if mesh.size > 1 else None) if config.init else None
     if loaded:
         _check_prompts(config, loaded[0], task)
+        open_adapter(config, loaded[1])
     size = loaded[1].config if loaded else decoder_config(config, config.model.vocab_tokens, ())
     if mesh.size > 1:  # the model can be split over it
         shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
@@ -111,6 +112,10 @@ def _check_start(config: Config, task: Task) -> None:
         raise UserError(
             f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a model that has "
             "learnt something, so name its checkpoint with --init, or leave the rank at 0"
+        )
+    if config.adapter and not config.init:
+        raise UserError(
+            f"adapter is {config.adapter} and init is None: name the checkpoint that it corrects with --init"
         )
     if config.init and config.pretraining.steps:
         raise UserError(

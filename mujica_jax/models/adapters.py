@@ -3,15 +3,18 @@
 PEFT keeps `lora_A` as [rank, inputs] and `lora_B` as [outputs, rank] of each projection of each layer, so that
 transformers with PEFT reads such a folder too. Values are float16: they are small and need its three bits more than the
 range of bfloat16. One field of the configuration is ours, `base_fingerprint`: an adapter fits every model of its shapes
-and means something on one of them alone. Called by `methods.run`, which writes one beside each policy, and by `eval`.
+and means something on one of them alone. Called by `methods.run`, which writes one beside each policy and may begin
+with one, and by `methods.policies`.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -66,13 +69,21 @@ def save_adapter(tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: floa
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
-    """The decoder with the adapter of a folder merged into its weights.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """An adapter of a folder, for the decoder that it was read for."""
 
-    Raises UserError where the folder holds none, or that of another base.
-    """
+    rank: int
+    alpha: float
+    matrices: dict[
+        str, tuple[np.ndarray, np.ndarray]
+    ]  # of each kernel: A [layers, inputs, rank], B [layers, rank, outputs]
+
+
+def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
+    """Raises UserError where the folder holds none, or that of another base than `decoder`."""
     fields = read_json(folder / CONFIG_FILE)
-    rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
+    rank = int(fields["r"])
     made_for, given = fields.get("base_fingerprint"), fingerprint(decoder)
     base = fields.get("base_model_name_or_path")
     if made_for not in (None, given):  # PEFT's own adapters name no fingerprint
@@ -80,26 +91,52 @@ def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
             f"{folder} corrects {base} (fingerprint {made_for}) and the model given has fingerprint {given}: "
             "give the checkpoint that the adapter was trained on"
         )
+    matrices = {}
     with open_file(folder / TENSORS_FILE) as opened:
         foreign = set(opened.keys())
         for weight in projections(decoder.config):
             inputs, outputs = weight.sides
-            kernel = getattr(decoder.layers, weight.name)
             a_and_b = []
             for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
                 names = [_name(weight.hugging_face, layer, part) for layer in range(decoder.config.num_layers)]
                 for name in names:
                     _check(opened, name, shape, folder, base)
                 foreign -= set(names)
-                stacked = np.stack([opened.get_tensor(name).T for name in names])
-                a_and_b.append(jnp.asarray(stacked, jnp.float32))
-            kernel.set_value(add_product(kernel.get_value(), a_and_b[0], a_and_b[1], alpha / rank))
+                a_and_b.append(np.stack([opened.get_tensor(name).T for name in names]).astype(np.float32))
+            matrices[weight.name] = (a_and_b[0], a_and_b[1])
     if foreign:
         raise UserError(
             f"{folder} has a tensor {min(foreign)} and the model no such matrix: give the checkpoint that the adapter "
             f"was trained on ({base})"
         )
+    return Adapter(rank=rank, alpha=float(fields["lora_alpha"]), matrices=matrices)
+
+
+def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
+    """The decoder with the adapter of a folder merged into its weights. Raises UserError as `read_adapter` does."""
+    adapter = read_adapter(decoder, folder)
+    for name, (a, b) in adapter.matrices.items():
+        kernel = getattr(decoder.layers, name)
+        kernel.set_value(add_product(kernel.get_value(), jnp.asarray(a), jnp.asarray(b), adapter.alpha / adapter.rank))
     return decoder
+
+
+def with_trained_adapters(params: nnx.State, adapter: Adapter) -> nnx.State:
+    """An adapted decoder's parameters with these adapters in the place of its own, laid out as those are."""
+    stacked = {
+        f"{name}_lora_{part}": values
+        for name, both in adapter.matrices.items()
+        for part, values in zip("ab", both, strict=True)
+    }
+
+    def placed(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+        values = stacked.get(str(path[-1]))
+        if values is None:
+            return variable
+        here: Array = variable.get_value()
+        return variable.replace(jax.device_put(jnp.asarray(values, here.dtype), here.sharding))
+
+    return nnx.map_state(placed, params)
 
 
 def trained_adapters(params: nnx.State) -> dict[str, Array]:
