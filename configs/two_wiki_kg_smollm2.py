@@ -54,7 +54,7 @@ def get_config() -> Config:
         engine=EngineConfig(slots=48, decode_steps_per_call=8, prefill_tokens=1024),
         trainer=TrainerConfig(row_tokens=512, rows_per_step=4, lora_rank=8),
         pretraining=PretrainingConfig(documents=0, steps=0, learning_rate=0.0, end_learning_rate=0.0),
-        warmup=WarmupConfig(steps=40, learning_rate=1e-3, end_learning_rate=1e-4, pretraining_share=0.0),
+        warmup=WarmupConfig(steps=300, learning_rate=1e-3, end_learning_rate=1e-4, pretraining_share=0.0),
         sampling=SamplingConfig(
             questions_per_round=80,
             shard_questions=40,

@@ -87,16 +87,22 @@ ask() {
     gcloud "$@" 2>"$ERRORS"
 }
 
-# A call that changes something.
+# A call that changes something. What it says on stderr is shown when it has ended, and kept if it failed.
 act() {
     if [ -n "$DRY_RUN" ]; then
         shown gcloud "$@" >&2
         return 0
     fi
-    gcloud "$@" 2> >(tee "$ERRORS" >&2)
+    local said status=0
+    said=$(mktemp)
+    gcloud "$@" 2>"$said" || status=$?
+    cat "$said" >&2
+    if [ "$status" -ne 0 ]; then cp "$said" "$ERRORS"; fi
+    rm -f "$said"
+    return "$status"
 }
 
-gcloud_error() { grep -v '^[[:space:]]*$' "$ERRORS" | grep -m 1 'ERROR' || tail -n 1 "$ERRORS"; }
+gcloud_error() { grep -m 1 -E '^error: |ERROR' "$ERRORS" || tail -n 1 "$ERRORS"; }
 
 # The last call failed: what a user can do about it, in a sentence.
 explained() {
