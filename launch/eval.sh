@@ -4,6 +4,7 @@
 #     launch/eval.sh [--dry-run] [--env FILE] [CONFIG] [--section.field value ...]
 #
 # Without CONFIG the run's own configuration counts. The output is that of python -m mujica_jax.eval.
+# One process on one host: the slice has to be of a single host, whose chips answer without the others.
 . "$(dirname "$0")/common.sh"
 common_flags "$@"
 need_gcloud

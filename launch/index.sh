@@ -4,6 +4,7 @@
 #     launch/index.sh [--dry-run] [--env FILE] NAME [flags of python -m mujica_jax.index build]
 #
 # As in: launch/index.sh wiki --corpus data/corpus.jsonl --kind scann
+# One process on one host: the slice has to be of a single host, whose chips answer without the others.
 . "$(dirname "$0")/common.sh"
 common_flags "$@"
 [ ${#REST[@]} -ge 2 ] || usage

@@ -4,6 +4,7 @@
 #     launch/serve.sh [--dry-run] [--env FILE] [flags of python -m mujica_jax.serve]
 #
 # It listens on the worker alone; what is printed at the end brings the port here.
+# One process on one host: the slice has to be of a single host, whose chips answer without the others.
 . "$(dirname "$0")/common.sh"
 common_flags "$@"
 need_gcloud

@@ -41,7 +41,8 @@ begin() {
     on_workers all "bash ~/mujica/src/launch/worker.sh start '$UNIT' '$SECRETS' mujica_jax.train $(shown "${REST[@]}") --run '$RUN_DIRECTORY'"
 }
 
-# What became of the run: running, ended, refused (status 2), failed, gone (the slice), unreachable
+# What became of the run: running, ended, stopped (SIGTERM, which it obeys with status 0), refused (status 2), failed,
+# gone (the slice), unreachable
 look() {
     local states state
     state=$(resource_state)
@@ -57,14 +58,17 @@ look() {
         echo refused
     elif grep -qvx 'ended 0' <<<"$states"; then
         echo failed
-    else
+    elif ask storage ls "$RUN_DIRECTORY/summary.json" >/dev/null; then # written when all is done
         echo ended
+    else
+        echo stopped
     fi
 }
 
 bring_up() {
-    MUJICA_ENV=$ENV_FILE "$LAUNCH/create.sh" ${DRY_RUN:+--dry-run} "$@"
-    MUJICA_ENV=$ENV_FILE "$LAUNCH/setup.sh" ${DRY_RUN:+--dry-run}
+    # With &&: where this is a condition, bash does not end at the first failure.
+    MUJICA_ENV=$ENV_FILE "$LAUNCH/create.sh" ${DRY_RUN:+--dry-run} "$@" &&
+        MUJICA_ENV=$ENV_FILE "$LAUNCH/setup.sh" ${DRY_RUN:+--dry-run}
 }
 
 claim
@@ -100,8 +104,15 @@ while sleep "$POLL_SECONDS"; do
             on_workers 0 "bash ~/mujica/src/launch/worker.sh log '$UNIT' 2" >&2 || true
             die "$RUN was refused by the program, for the reason above; $TPU_NAME is billed until launch/delete.sh"
             ;;
-        failed)
+        stopped)
             sleep "$POLL_SECONDS" # workers end before the state says that their slice is being preempted
+            [ "$(resource_state)" = ACTIVE ] || continue
+            preemptions=$((preemptions + 1))
+            say "$RUN was asked to end and saved where it was: $preemptions of at most $MAX_PREEMPTIONS times"
+            [ "$preemptions" -gt "$MAX_PREEMPTIONS" ] || begin || true
+            ;;
+        failed)
+            sleep "$POLL_SECONDS"
             [ "$(resource_state)" = ACTIVE ] || continue
             failures=$((failures + 1))
             say "$RUN failed: $failures of at most $MAX_FAILURES times before it is given up. The last lines of a worker:"

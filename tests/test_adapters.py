@@ -95,4 +95,7 @@ def test_missing_tensors_files_and_folders_are_named(plain, folder, tmp_path):
     assert f"has no tensor {name}" in refused(plain, changed(folder, tmp_path, lambda tensors: tensors.pop(name)))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"cut")
     assert "is truncated or damaged" in refused(plain, tmp_path)
-    assert "adapter_config.json is missing" in refused(plain, tmp_path / "nothing")
+    said = refused(plain, tmp_path / "nothing")
+    assert "there is no" in said and said.endswith("give --adapter a folder as RUN/policies/N/adapter")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "has no r or no lora_alpha" in refused(plain, tmp_path)

@@ -88,14 +88,19 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_rows_become_narrower
         np.testing.assert_allclose(log_probs, expected, atol=EXACT, err_msg=f"slot {slot}")
 
 
+def kept_beginning(engine: contiguous.ContiguousEngine, slot: int) -> tuple[list[int], list[int]]:
+    """Tokens that a request of this slot left in pages, and the pages."""
+    beginning = random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=1)
+    engine.prefill([PrefillRow(slot, pages_of_slot(slot), 0, beginning)])
+    engine.flush([FlushRow(slot, pages_of_slot(slot), 0, len(beginning))])
+    engine.free_slot(slot)
+    return beginning, list(pages_of_slot(slot)[:BEGINNING_PAGES])
+
+
 def test_a_prefix_needs_more_requests_than_one_turn_may_ask_at_once():
     """An eighth of the slots: a turn's equal searches alone would bring every program once more."""
     engine = make_engine(decoder(ONE_LAYER), slots=40, pages=8 * PAGES_A_SLOT)
-    beginning = random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=1)
-    engine.prefill([PrefillRow(7, pages_of_slot(7), 0, beginning)])
-    engine.flush([FlushRow(7, pages_of_slot(7), 0, len(beginning))])
-    engine.free_slot(7)
-    pages = list(pages_of_slot(7)[:BEGINNING_PAGES])
+    _, pages = kept_beginning(engine, 7)
     rows = [PrefillRow(slot, pages_after(pages, slot), 64, random_tokens(4, seed=slot)) for slot in range(5)]
     engine.prefill(rows[:4])
     assert [engine._slot_caches[slot].prefix for slot in range(4)] == [-1] * 4
@@ -121,11 +126,7 @@ def test_a_prompt_that_begins_anew_takes_no_part_in_the_prefix_of_what_its_slot_
     others make a prefix in the same call.
     """
     engine = make_engine(decoder(ONE_LAYER), slots=6, pages=6 * PAGES_A_SLOT)
-    beginning = random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=1)
-    engine.prefill([PrefillRow(0, pages_of_slot(0), 0, beginning)])
-    engine.flush([FlushRow(0, pages_of_slot(0), 0, len(beginning))])
-    engine.free_slot(0)
-    pages = list(pages_of_slot(0)[:BEGINNING_PAGES])
+    beginning, pages = kept_beginning(engine, 0)
     prompts = {slot: [*beginning, *random_tokens(5, seed=slot)] for slot in range(1, 5)}
     others = [PrefillRow(slot, pages_after(pages, slot), 64, prompts[slot][64:-1]) for slot in prompts]
     prompts[0] = random_tokens(3, seed=9)

@@ -247,11 +247,13 @@ def ended(status: int) -> tuple[str, int, str, str]:
 
 
 RUNNING = ("worker.sh state", 0, "running", "")
+DONE = ("summary.json", 0, "gs://my-bucket/runs/first/summary.json", "")
+NOT_DONE = ("summary.json", 1, "", "ERROR: One or more URLs matched no objects.")
 CLAIM = (("storage cat", 1, "", "ERROR: matched no objects or files"), ("storage cp", 0, "", ""))
 
 
 def test_a_run_is_started_and_looked_after_until_it_ends(cloud):
-    cloud.answers(*CLAIM, RUNNING, RUNNING, ended(0))
+    cloud.answers(*CLAIM, RUNNING, RUNNING, ended(0), DONE)
     said = cloud.done("train.sh", "configs/tiny_world.py", "--seed", "1")
     assert "first has ended: launch/eval.sh scores it" in said
     starts = [words[-1] for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh") if "worker.sh start" in words[-1]]
@@ -265,7 +267,7 @@ def test_a_run_is_started_and_looked_after_until_it_ends(cloud):
 def test_a_preempted_slice_is_made_again_and_counted_apart_from_failures(cloud):
     cloud.set(MAX_FAILURES="0", MAX_PREEMPTIONS="1")
     cloud.states(*["ACTIVE"] * 3, "SUSPENDED", "SUSPENDED")
-    cloud.answers(*CLAIM, RUNNING, ended(0))
+    cloud.answers(*CLAIM, RUNNING, ended(0), DONE)
     said = cloud.done("train.sh", "configs/tiny_world.py")
     assert "mujica is preempted: 1 of at most 1 times" in said and "failed" not in said
     assert len(cloud.created) == 2
@@ -274,6 +276,24 @@ def test_a_preempted_slice_is_made_again_and_counted_apart_from_failures(cloud):
     cloud.answers(*CLAIM, RUNNING)
     given_up = cloud.run("train.sh", "configs/tiny_world.py")
     assert given_up.returncode == 1 and "given up after 0 failures and 1 preemptions" in given_up.stderr
+
+
+def test_a_run_that_was_asked_to_end_has_not_ended(cloud):
+    """A run obeys SIGTERM with status 0; only its summary says that it is done."""
+    cloud.answers(*CLAIM, ended(0), NOT_DONE, RUNNING, ended(0), DONE)
+    said = cloud.done("train.sh", "configs/tiny_world.py")
+    assert "first was asked to end and saved where it was: 1 of at most 50 times" in said
+    starts = [words for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh") if "worker.sh start" in words[-1]]
+    assert len(starts) == 2 and len(cloud.created) == 1
+
+
+def test_a_slice_that_cannot_be_made_again_is_not_set_up(cloud):
+    cloud.set(MAX_PREEMPTIONS="1")
+    cloud.states(*["ACTIVE"] * 3, "SUSPENDED")
+    cloud.answers(*CLAIM, ("queued-resources delete", 1, "", "ERROR: deadline exceeded"))
+    given_up = cloud.run("train.sh", "configs/tiny_world.py")
+    assert given_up.returncode == 1 and "mujica could not be brought up again" in given_up.stderr
+    assert len(cloud.calls("compute", "tpus", "tpu-vm", "scp")) == 1, "only the first time"
 
 
 def test_a_run_that_fails_is_started_again_a_bounded_number_of_times(cloud):

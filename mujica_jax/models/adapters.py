@@ -75,14 +75,17 @@ class Adapter:
 
     rank: int
     alpha: float
-    matrices: dict[
-        str, tuple[np.ndarray, np.ndarray]
-    ]  # of each kernel: A [layers, inputs, rank], B [layers, rank, outputs]
+    # Of each kernel, by name: A [layers, inputs, rank] and B [layers, rank, outputs].
+    matrices: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
     """Raises UserError where the folder holds none, or that of another base than `decoder`."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"there is no {folder / CONFIG_FILE}: give --adapter a folder as RUN/policies/N/adapter")
     fields = read_json(folder / CONFIG_FILE)
+    if not {"r", "lora_alpha"} <= fields.keys():
+        raise UserError(f"{folder / CONFIG_FILE} has no r or no lora_alpha: give a LoRA adapter in PEFT's format")
     rank = int(fields["r"])
     made_for, given = fields.get("base_fingerprint"), fingerprint(decoder)
     base = fields.get("base_model_name_or_path")
