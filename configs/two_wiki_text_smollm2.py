@@ -31,6 +31,7 @@ def get_config() -> Config:
             dev_questions=100,
             test_questions=200,
             top_k=3,
+            triple_demonstrations=2000,
         ),
         model=ModelConfig(
             family="llama",

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from little_agent import agent, attempt, tokenizer
@@ -20,6 +21,7 @@ from mujica_jax import index
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.errors import UserError
+from mujica_jax.methods import supervised
 from mujica_jax.metrics import score
 from mujica_jax.records import Entity, StopReason
 from mujica_jax.retrieval.errors import RetrievalError
@@ -27,6 +29,7 @@ from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.text.corpus_records import read_records
 from mujica_jax.retrieval.text.embedders import find_embedder
+from mujica_jax.rewards import find_reward
 from mujica_jax.tasks.environment import GraphEnvironment
 from mujica_jax.tasks.two_wiki import task as two_wiki
 from mujica_jax.tasks.two_wiki.augmentation import KEPT_WORDS
@@ -344,7 +347,14 @@ def test_a_malformed_question_is_refused_with_its_line(folder, changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"hold_out_percent": 0}, {"hold_out_percent": 100}, {"top_k": 0}, {"dev_questions": 0}, {"test_questions": 0}],
+    [
+        {"hold_out_percent": 0},
+        {"hold_out_percent": 100},
+        {"top_k": 0},
+        {"dev_questions": 0},
+        {"test_questions": 0},
+        {"triple_demonstrations": -1},
+    ],
 )
 def test_settings_without_meaning_are_refused(folder, changes):
     with pytest.raises(UserError, match=f"{next(iter(changes))} is {next(iter(changes.values()))}"):
@@ -560,6 +570,28 @@ def test_demonstrations_over_passages_read_what_a_search_returned():
             value = found.sentence.rpartition(" is ")[2].removesuffix(".")
             assert value in found.materials[found.selected[0]]
     assert answered > 25
+
+
+@needs_data
+def test_questions_whose_passages_nobody_has_are_demonstrated_over_triples():
+    """They are of the training side, and no other question is asked more or less for them."""
+    plain = two_wiki.build(config(TWO_WIKI, environment="text"))
+    task = two_wiki.build(config(TWO_WIKI, environment="text", triple_demonstrations=30))
+    asked = {question.id for question in all_questions(plain)}
+    assert {question.id for question in all_questions(task)} == asked
+    added = [pair for pair in task.demonstrations() if pair[0].id not in asked]
+    assert len(added) == 30
+    assert {two_wiki.split_of(question.id, task.config.hold_out_percent) for question, _ in added} == {"train"}
+    limits = {"max_turn_tokens": 2000, "max_trajectory_tokens": 20_000, "max_observation_tokens": 10_000}
+    run = MagicMock(agent=agent(**limits), tokenizer=tokenizer(), reward=find_reward("f1", task.rule))
+    run.config.warmup.miss_rate = 0.0
+    run.config.seed = 0
+    run.task = MagicMock(spec=two_wiki.TwoWiki, rule=task.rule)
+    run.task.demonstrations.return_value = [next(task.demonstrations()), *added]
+    (over_passages, *others), kept = supervised._scripted(run)
+    assert {conversation.role for conversation in over_passages.conversations} == {"planner", "worker"}
+    assert [conversation.role for one in others for conversation in one.conversations] == ["planner"] * 30
+    assert len(kept) > 25
 
 
 def test_official_files_alone_are_enough_for_passages(folder):

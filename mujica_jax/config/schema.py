@@ -51,6 +51,9 @@ class TwoWikiConfig:
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
     # Of passages: share of the searches of a demonstration that miss a gold passage and are given it all the same.
     gold_share: float = 0.5
+    # Of passages: demonstrations, at most, of training questions whose gold passages no file has, over passages that
+    # are written of the triples which such questions use.
+    triple_demonstrations: int = 0
     # Of passages, and of a crowded entity's triples: by their words, or by embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
     # What is searched instead of data_dir's own corpus (by BM25, in memory) or graph: a directory made by `python -m

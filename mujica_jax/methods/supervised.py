@@ -28,6 +28,7 @@ from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, Phase, PhaseResult, Ru
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Conversation, Question, Trajectory, Turn
 from mujica_jax.runtime import distributed
+from mujica_jax.tasks.environment import WrittenPassages
 from mujica_jax.tasks.task import FromScratchTask, Task
 from mujica_jax.trajectories.packing import pack
 from mujica_jax.trajectories.select import accepts, training_rows
@@ -152,7 +153,11 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
             run.preemption.check()
             attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
             trajectory = await run.agent.run(attempt, environment, policy)
-            trajectories.append(trajectory.with_reward(run.reward(trajectory, question)))
+            trajectory = trajectory.with_reward(run.reward(trajectory, question))
+            if isinstance(environment, WrittenPassages):
+                planned = tuple(c for c in trajectory.conversations if c.role == "planner")
+                trajectory = dataclasses.replace(trajectory, conversations=planned)
+            trajectories.append(trajectory)
             right.append(metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0)
 
     run.preemption.enter(f"{WARM_UP.name}: playing the demonstrations")

@@ -79,6 +79,12 @@ class TextEnvironment:
         return tuple(_passage_material(passage.title, passage.text) for passage in found)
 
 
+class WrittenPassages(TextEnvironment):
+    """Passages written of triples, for demonstrations: a planner learns from them, and a worker, who would only see how
+    such sentences look, does not.
+    """
+
+
 class WithGoldPassages:
     """A text environment for demonstrations: where a search names the title of a gold passage and does not find it, the
     passage takes the place of one that was found, in `share` of these searches.

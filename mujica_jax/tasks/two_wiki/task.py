@@ -7,7 +7,8 @@
 - `environment="text"` (2Wiki-Text): the questions made for the corpus (`questions*.jsonl`, with aliases) whose gold
   passages it holds; without such a file, all of them. A search is BM25 over the corpus, or what the index that `index`
   names does with its own. The official files come with ten passages a question: they are the corpus where there is no
-  other, and else what training questions are answered from whose gold passages the corpus lacks.
+  other, and else what training questions are answered from whose gold passages the corpus lacks. Training questions
+  with evidences whose gold passages no file has can be demonstrated (`triple_demonstrations`) and are never sampled.
 
 Questions are held out by a hash of their id, half of them as dev and half as test. Held-out questions, and triples or
 passages that no training question uses, appear neither in demonstrations' new names nor in the tokenizer's text. The
@@ -31,7 +32,7 @@ from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage, PassageFile
-from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment, WithGoldPassages
+from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment, WithGoldPassages, WrittenPassages
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Split
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
@@ -71,9 +72,10 @@ class TwoWiki:
         *,
         demonstrated_in: GraphEnvironment | None = None,
         elsewhere: Mapping[str, TextEnvironment] | None = None,
+        demonstrated: Sequence[Question] = (),
     ) -> None:
         """`demonstrated_in` is where demonstrations are played, for graphs; `elsewhere` where training questions are
-        answered, by id, whose passages `environment` lacks.
+        answered, by id, whose passages `environment` lacks; `demonstrated` are questions for demonstrations alone.
         """
         ordered = sorted(questions, key=lambda question: _hash(question.id))
         self.config, self._environment = config, environment
@@ -85,6 +87,7 @@ class TwoWiki:
             for split, size in sizes.items()
         }
         self._train = self._questions["train"]
+        self._demonstrated = tuple(demonstrated)
 
     def environment(self, question: Question) -> Environment:
         return self._elsewhere.get(question.id, self._environment)
@@ -100,10 +103,14 @@ class TwoWiki:
         The answer of a demonstration is written as its evidence labels it: questions write names In Title Case. Gold
         passages that a search misses are put among what it finds, in `gold_share` of the cases.
         """
-        originals = [_with_label_as_answer(question) for question in self._train if follows_from_evidence(question)]
+        usable = [question for question in (*self._train, *self._demonstrated) if follows_from_evidence(question)]
+        originals = [_with_label_as_answer(question) for question in usable]
         if self.environment_kind == "text":
             for question in originals:
-                yield question, WithGoldPassages(self.environment(question), question, self.config.gold_share)
+                environment = self.environment(question)
+                if not isinstance(environment, WrittenPassages):
+                    environment = WithGoldPassages(environment, question, self.config.gold_share)
+                yield question, environment
             return
         environment = self._environment if self._demonstrated_in is None else self._demonstrated_in
         yield from ((question, environment) for question in originals)
@@ -176,6 +183,7 @@ def build(config: TwoWikiConfig) -> TwoWiki:
         ("dev_questions", config.dev_questions, 1),
         ("test_questions", config.test_questions, 1),
         ("augmented_copies", config.augmented_copies, 0),
+        ("triple_demonstrations", config.triple_demonstrations, 0),
     ):
         if value < least:
             raise UserError(f"{name} is {value}; give at least {least}")
@@ -252,7 +260,31 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     if lacking := [record.id for record in more if _known(record, beyond) and not _known(record, texts)]:
         searched = TextEnvironment(IndexRetriever(Bm25Index(given, "default"), inline=True), config.top_k)
         elsewhere = dict.fromkeys(lacking, searched)
-    return TwoWiki(config, TextEnvironment(retriever, config.top_k), questions, elsewhere=elsewhere)
+    unread = [record for record in training if record.triples and not _known(record, beyond)]
+    written = _written_passages(unread)
+    searched = WrittenPassages(IndexRetriever(Bm25Index(written, "default"), inline=True), config.top_k)
+    first = sorted(unread, key=lambda record: _hash(record.id))[: config.triple_demonstrations]
+    demonstrated = [_text_question(record, {}) for record in first]
+    elsewhere |= {question.id: searched for question in demonstrated}
+    return TwoWiki(
+        config,
+        TextEnvironment(retriever, config.top_k),
+        questions,
+        elsewhere=elsewhere,
+        demonstrated=demonstrated,
+    )
+
+
+def _written_passages(records: Sequence[Record]) -> list[Passage]:
+    """A passage for each subject of the records' triples, which says in one sentence each what they say of it."""
+    facts: dict[str, dict[str, None]] = {}
+    for evidence in (evidence for record in records for evidence in chain_evidences(record.triples)):
+        said = f"The {evidence.relation} of {evidence.subject} is {evidence.object}."
+        facts.setdefault(evidence.subject, {})[said] = None
+    return [
+        Passage(id=str(number), title=subject, text=" ".join(said))
+        for number, (subject, said) in enumerate(facts.items())
+    ]
 
 
 def _known(record: Record, texts: Mapping[str, str]) -> bool:
@@ -264,7 +296,7 @@ def _text_question(record: Record, texts: Mapping[str, str]) -> Question:
         id=record.id,
         text=record.text,
         answers=record.answers,
-        gold_passages=tuple(GoldPassage(title=title, text=texts[title]) for title in record.titles),
+        gold_passages=tuple(GoldPassage(title=title, text=texts[title]) for title in record.titles if title in texts),
         evidences=chain_evidences(record.triples),
         kind=record.kind,
     )
