@@ -4,8 +4,9 @@
         --task.index INDEX
 
 The training step compiles for this topology and fits (`tests/test_tpu_compile.py`); a whole run there is still to come.
-The engine splits Qwen3-8B's eight heads of keys over eight chips. Questions, attempts and learning rates are those of
-the Mujica-MyGO paper, as with Qwen2.5-7B (`two_wiki_text_v5e.py`). The `model` section is not read with --init.
+The engine splits Qwen3-8B's eight heads of keys over the four chips of a host. Questions, attempts and learning rates
+are those of the Mujica-MyGO paper, as with Qwen2.5-7B (`two_wiki_text_v5e.py`). The `model` section is not read with
+--init.
 """
 
 import dataclasses
@@ -21,5 +22,4 @@ def get_config() -> Config:
         base,
         name="two_wiki_text_qwen3_8b_v5e",
         model=dataclasses.replace(base.model, family="qwen3"),
-        engine=dataclasses.replace(base.engine, tensor=8),
     )

@@ -23,6 +23,7 @@ import dataclasses
 import json
 import os
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from mujica_jax.config.files import from_dict, load_config, override, take_file
 from mujica_jax.config.schema import (
     AgentConfig,
     Config,
+    DistributedConfig,
     EngineConfig,
     EvalConfig,
     RemoteConfig,
@@ -41,6 +43,7 @@ from mujica_jax.config.schema import (
 from mujica_jax.errors import UserError
 from mujica_jax.methods.policies import WANTED, SavedPolicy, find_policy, init_as_checkpoint, is_run, read_object
 from mujica_jax.methods.remote import Endpoint, open_endpoint
+from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preempted, Preemption
 from mujica_jax.runtime.standard_output import run_program
@@ -71,6 +74,7 @@ class EvalArguments:
     reward: str
     seed: int
     remote: RemoteConfig
+    distributed: DistributedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,11 +89,14 @@ class Checkpoint(SavedPolicy):
     def open(self, config: Config) -> "tuple[Tokenizer, ScoredGenerator]":
         from flax import nnx
 
+        from mujica_jax.inference.engine.factory import engine_mesh
         from mujica_jax.methods.parts import make_generator, use_weights
 
-        tokenizer, decoder = self.load(config.trainer.dtype)
+        tokenizer, decoder = self.load(config.trainer.dtype, engine_mesh(config.engine))
         generator = make_generator(decoder, config, tokenizer)
-        use_weights(generator, decoder, nnx.state(decoder), config.engine.weights, self.version)
+        if config.engine.weights != "compute" or self.adapter is not None:
+            use_weights(generator, decoder, nnx.state(decoder), config.engine.weights, self.version)
+        generator.policy_version = self.version
         return tokenizer, generator
 
     def about(self) -> dict[str, Any]:
@@ -106,14 +113,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         preemption.then = "the same command evaluates again"
         try:
             given, config = command_line(sys.argv[1:] if arguments is None else arguments)
-            policy = find_checkpoint(given) if given.remote.base_url is None else find_endpoint(given)
-            evaluate(config, policy, preemption)
+            distributed.start(given.distributed, preemption.on_notice)
+            find = find_checkpoint if given.remote.base_url is None else find_endpoint
+            evaluate(config, distributed.primary_first("the policy", lambda: find(given)), preemption)
+            distributed.finish()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
+            distributed.abort(str(error), 2)
             return 2
         except Preempted as ended:
             print(f"\n{ended}", file=sys.stderr)
+            distributed.abort(str(ended), preemption.status)
             return preemption.status
+        except Exception:
+            distributed.abort_with_traceback()
+            raise
     return 0
 
 
@@ -176,11 +190,12 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     from mujica_jax.methods.evaluation import score_policy
     from mujica_jax.methods.parts import make_agent, statistics_of
     from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
-    from mujica_jax.report.progress import Progress
+    from mujica_jax.methods.shares import gather
+    from mujica_jax.report.progress import NoConsole, Progress
     from mujica_jax.report.results import score_table
     from mujica_jax.rewards import find_reward
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
-    from mujica_jax.storage.run_directory import atomic_write
+    from mujica_jax.storage.run_directory import RunDirectory, atomic_write
 
     _require_writable(policy.out)
     require_packages(config)
@@ -189,7 +204,8 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     task = build_task(config)
     tokenizer, generator = policy.open(config)
     live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
-    progress = Progress()
+    progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
+    parts = policy.out / f".parts-{distributed.broadcast('parts', lambda: uuid.uuid4().hex[:8])}"
     progress.line(f"{policy.name} from {policy.place}, {task.name} ({task.environment_kind}), {config.eval.split}")
     scores = score_policy(
         policy.name,
@@ -202,7 +218,12 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
         concurrency=policy.concurrency(config),
         live=live,
         preemption=preemption,
+        gather=lambda kind, own: gather(RunDirectory(parts), kind, own),
     )
+    if not distributed.is_primary():
+        return
+    if distributed.processes() > 1:
+        RunDirectory(parts).remove_folder("")
     summary = scores.summary()
     file = policy.out / f"{task.name}-{task.environment_kind}-{config.eval.split}.json"
     about = {

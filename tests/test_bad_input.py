@@ -300,7 +300,7 @@ def test_an_engine_that_cannot_be_is_refused_before_the_run_is_begun(refused, tm
 
 def test_heads_that_the_engines_devices_cannot_share_are_refused(refused, tmp_path, monkeypatch):
     devices = np.array(jax.devices() * 3)
-    monkeypatch.setattr(engines, "_mesh", lambda engine: Mesh(devices.reshape(1, 1, 3), MESH_AXES))
+    monkeypatch.setattr(engines, "engine_mesh", lambda engine: Mesh(devices.reshape(1, 1, 3), MESH_AXES))
     message = refused(train, SMOKE, "--run", "run", "--engine.tensor", "3")
     assert "key and value heads cannot be split over engine.tensor 3: use a divisor of" in message
     assert written(tmp_path) == []

@@ -230,7 +230,7 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
             self.options = options
 
     monkeypatch.setattr(engines, "ContiguousEngine", Told)
-    monkeypatch.setattr(engines, "_mesh", lambda engine: engine.tensor)
+    monkeypatch.setattr(engines, "engine_mesh", lambda engine: engine.tensor)
     monkeypatch.setattr(parts, "BatchedGenerator", lambda engine, **options: (engine.options, options))
     tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,), token_bytes=None)
     values = {
@@ -249,27 +249,29 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
 
 def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
     policy: Any = types.SimpleNamespace(
-        policy=lambda state: nnx.state(decoder), _initial=decoder, trainer=None, generator=None, clock=StageClock()
+        policy=lambda state: nnx.state(decoder), _decoder=decoder, trainer=None, generator=None, clock=StageClock()
     )
     policy.trainer = policy
 
     def seen(config: Config) -> str:
         given: list[nnx.State] = []
         policy.config = config
-        policy.generator = types.SimpleNamespace(set_weights=lambda weights, version: given.append(weights))
-        run.Run.use_policy(policy, state=None, version=1)
+        policy.generator = types.SimpleNamespace(
+            set_weights=lambda weights, version: given.append(weights), release_weights=lambda: None
+        )
+        run.Run.use_policy(policy, state=lambda: None, version=1)  # pyright: ignore[reportArgumentType]
         return str(jax.tree.map(lambda array: array.dtype, given))
 
     plain = {seen(changed(smoke, "engine", weights=storage)) for storage in ("compute", "int8", "fp8")}
     assert len(plain) == 3
 
 
-def test_the_run_draws_adapters_by_its_seed():
+def test_the_run_draws_adapters_by_its_seed(smoke):
     seeds = []
-    policy: Any = types.SimpleNamespace(config=types.SimpleNamespace(seed=5, adapter=None), _initial=None)
+    policy: Any = types.SimpleNamespace(config=smoke, _load=lambda: None)
     policy.trainer = types.SimpleNamespace(initial_state=lambda decoder, seed: seeds.append(seed))
     run.Run.initial_state(policy)
-    assert seeds == [5]
+    assert seeds == [smoke.seed]
 
 
 def test_every_field_of_the_optimiser_changes_its_updates(smoke):
@@ -297,6 +299,8 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
 
     monkeypatch.setattr(run, "Checkpoints", asked)
     own: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
+    own._learnt = functools.partial(run.Run._learnt, own)
+    own.generator = types.SimpleNamespace(release_weights=lambda: None)
     with pytest.raises(Asked, match="7"):
         run.Run.learn(own, "warm-up", None, None, steps=1, peak=1.0, end_value=0.0)  # pyright: ignore
 
@@ -417,10 +421,11 @@ class RecordedRun:
     def fitting(self, *arguments: Any) -> list[Conversation]:
         return run.Run.fitting(self, *arguments)  # pyright: ignore[reportArgumentType]
 
-    def learn(self, name: str, start, rows, **options: Any) -> None:
+    def learn(self, name: str, start, rows, **options: Any):
         start()
         packed = rows()
         self.asked.append((name, packed.num_rows, packed.trained_tokens, options))
+        return lambda: None
 
     def finish_phase(self, phase: run.Phase, state: object, *, began: float, **counts: int) -> run.PhaseResult:
         self.asked.append((phase, counts))
@@ -458,7 +463,7 @@ def asked(tmp_path):
 
 def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
     def rounds(config: Config) -> list:
-        return asked(config, lambda run: mygo._run_rounds(run, None, run.rows))
+        return asked(config, lambda run: mygo._run_rounds(run, run.initial_state, run.rows))
 
     values = {
         "rounds": 3,

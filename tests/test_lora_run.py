@@ -75,7 +75,7 @@ def learn(run: Run):
 def test_the_policy_that_is_written_is_the_merged_one(run, learnt, config, tmp_path):
     run.commit_policy(learnt, 0)
     written = load_checkpoint(run.store.policy_path(0) / "model")
-    merged = nnx.state(run.trainer.decoder(learnt))
+    merged = nnx.state(run.trainer.decoder(learnt()))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(written), merged)
     before = load_checkpoint(config.init)
     np.testing.assert_array_equal(written.embedding[...], before.embedding[...])
@@ -87,7 +87,7 @@ def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_config
     adapter = run.store.policy_path(0) / "adapter"
     policy = nnx.state(with_adapter(load_checkpoint(config.init), adapter))
     close = functools.partial(np.testing.assert_allclose, atol=1e-3)  # float16
-    jax.tree.map(close, policy, nnx.state(run.trainer.decoder(learnt)))
+    jax.tree.map(close, policy, nnx.state(run.trainer.decoder(learnt())))
     arguments = ["--init", config.init, "--adapter", str(adapter), "--out", str(tmp_path), "--eval.split", "dev"]
     given, found = command_line(arguments)
     assert found.agent == config.agent and found.trainer.lora_rank == 4 and found.eval.split == "dev"
@@ -118,7 +118,7 @@ def test_another_run_goes_on_from_the_adapter(run, learnt, config, tmp_path, mon
 
 
 def test_a_started_again_phase_gives_the_same_state(run, learnt):
-    jax.tree.map(np.testing.assert_array_equal, learn(run), learnt)
+    jax.tree.map(np.testing.assert_array_equal, learn(run)(), learnt())
 
 
 def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, monkeypatch):
@@ -128,7 +128,7 @@ def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, 
         run.generator, "set_weights", lambda weights, version: given.append(weights) or set_weights(weights, version)
     )
     run.use_policy(learnt, 3)
-    model = run.trainer.decoder(learnt)
+    model = run.trainer.decoder(learnt())
     expected = engine_weights(nnx.state(model), model.config, "int8", jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, given[0], expected)
     (question, *_) = run.task.questions("train")

@@ -20,9 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILER = ROOT / ".venv" / "tpu"
 CONFIGS = {  # of every configuration that needs more than one device: its checkpoint and its topology
     "two_wiki_text_v5e": ("qwen2.5-7b", "v5e:4x8"),
+    "two_wiki_kg_v5e": ("qwen2.5-7b", "v5e:4x8"),
     "two_wiki_text_qwen3_8b_v5e": ("qwen3-8b", "v5e:4x8"),
     "two_wiki_text_llama_8b_v5e": ("llama-3.1-8b", "v5e:4x8"),
 }
+HOST = "v5e:2x2"  # of these topologies: where an engine lies
 COMPUTE_BYTES, PARAMETER_BYTES = 2, 4  # of a number that is multiplied, and of one that is added up
 LANES = 128  # columns of a TPU's tile: parts that are narrower are summed whole and cut afterwards
 ROWS_BYTES = 1e6  # token ids, segments and positions of a batch are less
@@ -40,6 +42,25 @@ pytestmark = [
 def test_the_training_step_of_a_configuration_compiles_and_fits(config):
     topology = CONFIGS[config][1]
     assert trained(config)["bytes"] < memory_bytes(topology)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_phase_of_a_configuration_fits(config):
+    """What docs/memory.md says, with an engine over chips of one host."""
+    found = memory(config)
+    assert found["chips_a_host"] % found["tensor"] == 0
+    documented = {
+        cells[2]: cells[3:]
+        for line in (ROOT / "docs" / "memory.md").read_text().splitlines()
+        if len(cells := [cell.strip(" `") for cell in line.split("|")]) > 3 and cells[1] == f"{config}.py"
+    }
+    assert documented.keys() == found["phases"].keys()
+    for phase, parts in found["phases"].items():
+        total = sum(parts.values())
+        assert total < memory_bytes(CONFIGS[config][1])
+        assert [float(cell) for cell in documented[phase] if cell] == pytest.approx(
+            [total / 1e9, *(size / 1e9 for size in parts.values())], rel=0.02, abs=0.05
+        )
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -131,6 +152,15 @@ def trained(config: str, *lora_rank: str) -> dict:
     found = compiled("train", model, topology, f"configs/{config}.py", *lora_rank)
     assert found["splash"] and found["kernels"] >= 3, "forward, and the gradients of queries and of keys and values"
     return found
+
+
+def memory(config: str) -> dict:
+    """Bytes of each phase by part, with the temporaries of the programs that are compiled for it."""
+    (model, topology), file = CONFIGS[config], f"configs/{config}.py"
+    asked = compiled("plan", model, topology, file, "0", "0")
+    programs = compiled("engine", model, HOST, str(asked["tensor"]), asked["cache"])
+    calls = max(programs[kind]["temporaries"] for kind in ("decode", "prefill"))
+    return compiled("plan", model, topology, file, str(trained(config)["temporaries"]), str(calls))
 
 
 def compiled(*arguments: str) -> dict:

@@ -3,6 +3,8 @@
 python tests/tpu_programs.py train MODEL TOPOLOGY CONFIG [LORA_RANK]
 python tests/tpu_programs.py engine MODEL TOPOLOGY TENSOR GIGABYTES [CACHE_DTYPE [WEIGHTS [FILTERED]]]
     with so much memory for keys and values on each chip
+python tests/tpu_programs.py plan MODEL TOPOLOGY CONFIG STEP CALLS
+    bytes by phase and part, where the step and the engine's programs have so many bytes of temporaries
 python tests/tpu_programs.py search ROWS DIMENSION TOPOLOGY STORAGE [RECALL_TARGET]
     of a corpus's embeddings, split over all chips
 """
@@ -31,6 +33,7 @@ from mujica_jax.inference.engine.base import SlotState, page_bytes
 from mujica_jax.inference.engine.factory import CACHE_DTYPES
 from mujica_jax.inference.engine.kv_quantization import calibrate_scales
 from mujica_jax.learning.trainer import Trainer
+from mujica_jax.methods.memory import phases
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import from_hugging_face
 from mujica_jax.models.layers import projections
@@ -41,6 +44,7 @@ from mujica_jax.retrieval.text.exact import MAX_QUERIES, ROWS, layout, rows_mesh
 PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
 
 
+EMBEDDER_BYTES = 670_000_000  # bge-large-en-v1.5, 335 million numbers in bfloat16; on every chip
 SLOTS, POSITIONS, PAGE_TOKENS, PREFILL_TOKENS, DECODE_STEPS = 128, 4096, 32, 4096, 16
 
 
@@ -52,7 +56,7 @@ def train(name: str, topology: str, config: str, lora_rank: str = "0") -> dict:
     lowered = trainer.lower_step()
     text, compiled = lowered.as_text(), lowered.compile()
     return {
-        "bytes": sizes(compiled)["bytes"],
+        **sizes(compiled),
         "splash": "splash" in text,
         "kernels": text.count("tpu_custom_call"),
         "fsdp": configured.fsdp,
@@ -114,6 +118,19 @@ def engine(
     return found
 
 
+def plan(name: str, topology: str, config: str, step: str, calls: str) -> dict:
+    configured, model, devices = load_config(config), from_hugging_face(PUBLISHED[name]), devices_of(topology)
+    trainer = Trainer(model, configured.trainer, devices=devices)
+    found = phases(configured, model, trainer, step=int(step), calls=int(calls), retrieval=EMBEDDER_BYTES)
+    hosts = {device.process_index for device in devices}
+    return {
+        "phases": {phase.name: dict(phase.parts) for phase in found},
+        "chips_a_host": len(devices) // len(hosts),
+        "tensor": configured.engine.tensor,
+        "cache": str(configured.engine.cache_gigabytes),
+    }
+
+
 def search(rows: str, dimension: str, topology: str, storage: str, recall_target: str = "") -> dict:
     mesh = rows_mesh(devices_of(topology))
     block, padded = layout(int(rows), mesh.size)
@@ -142,4 +159,4 @@ def sizes(compiled: Any) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"train": train, "engine": engine, "search": search}[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps({"train": train, "engine": engine, "plan": plan, "search": search}[sys.argv[1]](*sys.argv[2:])))

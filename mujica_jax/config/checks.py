@@ -41,6 +41,7 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "trainer.accumulation_steps": 1,
     "trainer.z_loss": 0,
     "trainer.keep_checkpoints": 1,
+    "trainer.save_seconds": 0,
     "trainer.lora_rank": 0,
     "trainer.data": 1,
     "trainer.fsdp": 1,
@@ -68,6 +69,7 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "metrics.compared_conversations": 0,
     "metrics.port": 0,
     "seed": 0,
+    "keep_policies": 0,
 }
 ABOVE_ZERO = (
     "model.rope_theta",

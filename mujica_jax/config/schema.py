@@ -140,6 +140,7 @@ class TrainerConfig:
     accumulation_steps: int = 1
     z_loss: float = 0.0  # weight of the squared log-normaliser in the loss; 1e-4 is usual where bfloat16 logits drift
     keep_checkpoints: int = 1  # newest checkpoints of a phase that stay
+    save_seconds: float = 0.0  # of training between two checkpoints; 0: such that saving takes at most 5% of it
     # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init` (needs the extra
     # `qwix`).
     lora_rank: int = 0
@@ -287,4 +288,5 @@ class Config:
     init: str | None = None
     adapter: str | None = None  # folder of a LoRA adapter on top of `init` that training goes on from
     seed: int = 0
+    keep_policies: int = 0  # newest policies that stay in the run directory; 0: all
     run: str | None = None  # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)

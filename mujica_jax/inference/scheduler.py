@@ -101,6 +101,10 @@ class BatchedGenerator:
         self._engine.set_weights(weights)
         self.policy_version = policy_version
 
+    def release_weights(self) -> None:
+        """Give the policy's memory back while nothing runs; `set_weights` brings the next one."""
+        self._engine.release_weights()
+
     @property
     def capacity(self) -> int:
         """Requests that can run and wait at a time before a stream is refused."""

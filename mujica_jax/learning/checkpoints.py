@@ -67,6 +67,7 @@ class Checkpoints:
         self.io_statistics = IoStatistics() if io_statistics is None else io_statistics
         self._saving: int | None = None
         self._began = 0.0
+        self.seconds_a_save = 0.0  # what the last one took, beside the steps
         logging.getLogger("absl").addFilter(_is_not_raised_by_finish)
         if distributed.is_primary():
             self._remove_torn()
@@ -164,7 +165,8 @@ class Checkpoints:
         """Called in Orbax's thread when all files are written, before older checkpoints are removed."""
         if distributed.is_primary() and self._saving is not None:
             size_bytes = _commit(self._folder(self._saving))
-            self.io_statistics.add("write", time.monotonic() - self._began, size_bytes)
+            self.seconds_a_save = time.monotonic() - self._began
+            self.io_statistics.add("write", self.seconds_a_save, size_bytes)
 
     def _remove_torn(self) -> None:
         """What killed saves left; what else lies in the directory stays."""

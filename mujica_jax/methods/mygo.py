@@ -40,8 +40,8 @@ import numpy as np
 
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig
-from mujica_jax.learning.trainer import TrainState, steps_of_epochs
-from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, Phase, PhaseResult, Run, tokens_of
+from mujica_jax.learning.trainer import steps_of_epochs
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, Phase, PhaseResult, PhaseState, Run, tokens_of
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import run_control, warm_up
 from mujica_jax.records import Conversation, Question, Trajectory
@@ -69,7 +69,7 @@ def _config(run: Run) -> MygoConfig:
     return run.config.method
 
 
-def _run_rounds(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -> list[PhaseResult]:
+def _run_rounds(run: Run, state: PhaseState, rewarded: Sequence[Conversation]) -> list[PhaseResult]:
     """From the warmed-up state. `rewarded`: rows of the warm-up with the best reward, for the replay."""
     config = _config(run)
     k = 0.0
@@ -89,7 +89,7 @@ def _run_rounds(run: Run, state: TrainState, rewarded: Sequence[Conversation]) -
         if steps:
             state = run.learn(
                 phase.name,
-                lambda state=state: state,
+                state,
                 lambda packed=packed: packed,
                 steps=steps,
                 peak=config.learning_rate,
@@ -137,7 +137,7 @@ def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversati
     return pack([*rows, *older], row_tokens=run.config.trainer.row_tokens, seed=run.config.seed + number)
 
 
-def _sample_round(run: Run, state: TrainState, number: int, previous_k: float) -> tuple[list[Trajectory], float]:
+def _sample_round(run: Run, state: PhaseState, number: int, previous_k: float) -> tuple[list[Trajectory], float]:
     """All trajectories of a round and its threshold. The first half of its shards holds first attempts."""
     earlier = distributed.primary_first(f"round {number} is read", lambda: _finished_round(run, number))
     if earlier is not None:

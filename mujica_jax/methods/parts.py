@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 from flax import nnx
 
@@ -18,6 +17,7 @@ from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
+from mujica_jax.storage.run_directory import local_folder
 from mujica_jax.tasks.task import Task
 
 
@@ -34,12 +34,14 @@ def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatist
     return total
 
 
-def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer) -> BatchedGenerator:
+def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer, reserved_bytes: int = 0) -> BatchedGenerator:
+    """`reserved_bytes`: see `make_engine`."""
     engine = make_engine(
         decoder,
         config.engine,
         positions=config.agent.max_trajectory_tokens,
         stop_token_ids=tokenizer.stop_token_ids,
+        reserved_bytes=reserved_bytes,
     )
     return BatchedGenerator(
         engine,
@@ -53,7 +55,7 @@ def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
     """What training goes on from, if the configuration names an adapter: it has to be of the rank that is trained."""
     if config.adapter is None:
         return None
-    adapter, trainer = read_adapter(decoder, Path(config.adapter)), config.trainer
+    adapter, trainer = read_adapter(decoder, local_folder(config.adapter)), config.trainer
     if (adapter.rank, adapter.alpha) != (trainer.lora_rank, trainer.lora_alpha):
         raise UserError(
             f"{config.adapter} has rank {adapter.rank} and alpha {adapter.alpha:g}, and trainer.lora_rank is "

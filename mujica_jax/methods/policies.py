@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.gguf import checkpoint_folder, is_converted
-from mujica_jax.storage.run_directory import run_path
+from mujica_jax.storage.run_directory import local_folder, run_path
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from mujica_jax.models.decoder import Decoder
     from mujica_jax.models.tokenizer import Tokenizer
     from mujica_jax.storage.run_directory import RunPath
@@ -33,12 +35,15 @@ class SavedPolicy:
     run: "RunPath | None"  # the directory of the run that made it
     adapter: Path | None = None
 
-    def load(self, dtype: str) -> "tuple[Tokenizer, Decoder]":
-        from mujica_jax.methods.setup import load_model
+    def load(self, dtype: str, mesh: "Mesh | None" = None) -> "tuple[Tokenizer, Decoder]":
+        """In the type it computes in, over `mesh`. An adapter is added in float32."""
+        from mujica_jax.methods.setup import open_model
         from mujica_jax.models.adapters import with_adapter
 
-        tokenizer, decoder = load_model(self.model, dtype)
-        return tokenizer, decoder if self.adapter is None else with_adapter(decoder, self.adapter)
+        tokenizer, _, load = open_model(self.model, dtype)
+        if self.adapter is None:
+            return tokenizer, load(mesh, dtype)
+        return tokenizer, with_adapter(load(mesh), self.adapter)
 
 
 def init_as_checkpoint(words: Sequence[str]) -> list[str]:
@@ -57,11 +62,10 @@ def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> 
     if not is_run(folder):
         if policy is not None:
             raise UserError(f"--policy is {policy} and {folder} is no run directory: leave --policy out")
-        if not isinstance(folder, Path):
-            raise UserError(f"{folder} is no run directory, and models are read from local disk: copy it here")
-        of_adapter = Path(adapter) if adapter else None
-        name = checkpoint if of_adapter is None else f"{checkpoint} with {of_adapter}"
-        return SavedPolicy(name=name, model=folder, place=str(folder), version=0, run=None, adapter=of_adapter)
+        of_adapter = local_folder(adapter) if adapter else None
+        name = checkpoint if of_adapter is None else f"{checkpoint} with {adapter}"
+        model = local_folder(folder)
+        return SavedPolicy(name=name, model=model, place=str(folder), version=0, run=None, adapter=of_adapter)
     if adapter is not None:
         raise UserError(
             f"--adapter is {adapter} and {folder} is a run, whose policies have theirs merged in: give --init "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+from flax import nnx
 
 from mujica_jax import metrics as scores_of_answers
 from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
@@ -41,7 +41,7 @@ from mujica_jax.models.adapters import (
 )
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
+from mujica_jax.models.weights import gather_checkpoint, open_checkpoint, save_checkpoint
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
 from mujica_jax.report.progress import Progress
@@ -56,9 +56,8 @@ from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.store import CONFIG, ShardEntry, Store, shard_name
 
-SAVE_EVERY_SECONDS = 15.0  # of training: what a kill may cost; a save takes about 60 ms for the tiny models
-# A state so many times as large is saved as many times less often: copying, writing and checksums cost what it weighs.
-SAVED_OFTEN_BYTES, MOST_TIMES = 120e6, 40.0
+SAVE_EVERY_SECONDS = 15.0  # of training, at least; a save takes about 60 ms for the tiny models
+SAVING_SHARE = 0.05  # of training that saves may take, where `trainer.save_seconds` does not say how often they come
 KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
 
 # Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
@@ -75,6 +74,9 @@ class Phase:
     prefix: str = ""  # before the names of these lines, for a phase beside the others
 
 
+WARM_UP = Phase(name="warm-up", step=0)  # its trajectories are round 0 of the run directory
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseResult:
     """What a phase left: its row of the table, and what it computed, so that the control can be given as much."""
@@ -82,6 +84,26 @@ class PhaseResult:
     row: PhaseRow
     forward_tokens: int  # tokens that went through the model once, while sampling
     trained_slots: int  # row slots that went forward and backward
+
+
+class PhaseState:
+    """The state that a phase ends with: trained, or restored, when it is first called for.
+
+    Training that goes on from it reuses its buffers; called again after that, it is restored from its checkpoint.
+    """
+
+    def __init__(self, make: Callable[[], TrainState]) -> None:
+        self._make = make
+        self._state: TrainState | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self._state is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+
+    def __call__(self) -> TrainState:
+        if self._state is None or not self.is_here:
+            self._state = self._make()
+        return self._state
 
 
 class Run:
@@ -95,56 +117,93 @@ class Run:
         task: Task,
         tokenizer: Tokenizer,
         decoder: Decoder,
+        load: Callable[[], Decoder],
         progress: Progress,
         metrics: MetricsLog | NoMetrics,
         preemption: Preemption,
+        reserved_bytes: int = 0,
     ) -> None:
+        """`decoder` is what the run starts from, without its arrays; `load` brings them, and nothing here keeps
+        them. `reserved_bytes` of each chip are for all but keys and values."""
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
         self.progress, self.metrics, self.preemption = progress, metrics, preemption
         self.agent = make_agent(config.agent, tokenizer)
         self.reward = find_reward(config.reward, task.rule)
         self.clock = StageClock(compiled=lambda: compile_counter().seconds)
         self.trainer = Trainer(decoder.config, config.trainer)
-        self.generator = make_generator(decoder, config, tokenizer)
+        self.generator = make_generator(decoder, config, tokenizer, reserved_bytes)
         self.counters = LiveCounters(lambda: self.generator.statistics)
         self.profile = ProfileWindow(config.profile, store.root, progress.line)
-        self._initial = decoder
+        self._decoder, self._load = decoder, load
+        self._base = ""  # fingerprint of what adapters are trained on
+        self._newest = ""  # phase whose checkpoint the run would go on from
 
     def initial_state(self) -> TrainState:
-        state = self.trainer.initial_state(self._initial, seed=self.config.seed)
-        adapter = open_adapter(self.config, self._initial)
+        decoder = self._load()
+        state = self.trainer.initial_state(decoder, seed=self.config.seed)
+        adapter = open_adapter(self.config, decoder)
+        if self.config.trainer.lora_rank:
+            self._base = fingerprint(decoder)
         return state if adapter is None else state._replace(params=with_trained_adapters(state.params, adapter))
 
-    def use_policy(self, state: TrainState, version: int) -> None:
+    def use_policy(self, state: Callable[[], TrainState], version: int) -> None:
+        """Sample from this state, which the policy of this version is. One that would have to be restored stays where
+        it is: its policy is read."""
+        absent = isinstance(state, PhaseState) and not state.is_here
         with self.clock.stage("weight_sync"):
-            use_weights(self.generator, self._initial, self.trainer.policy(state), self.config.engine.weights, version)
+            self.generator.release_weights()
+            if absent and self._is_committed(version):
+                folder = distributed.primary_first("a policy is read", lambda: self.store.policy_path(version))
+                _, load = open_checkpoint(folder / "model", dtype=self.config.trainer.dtype)
+                weights = nnx.state(load(self.trainer.mesh, self.config.trainer.dtype))
+            else:
+                weights = self.trainer.policy(state())
+            use_weights(self.generator, self._decoder, weights, self.config.engine.weights, version)
 
-    def commit_policy(self, state: TrainState, version: int) -> None:
-        """Write the policy as a Hugging Face directory, and beside it what of it is an adapter, with the configuration.
-        The first process writes; the others help to gather it."""
+    def _is_committed(self, version: int) -> bool:
+        return distributed.broadcast(f"policy {version}", lambda: version in self.store.policies())
+
+    def commit_policy(self, state: Callable[[], TrainState], version: int) -> None:
+        """Write the policy in the compute type as a Hugging Face directory, and beside it what of it is an adapter,
+        with the configuration. The first process writes; the others help to gather it. Checkpoints of the phases
+        before leave, and so do policies beyond `keep_policies`."""
         self.preemption.enter(f"committing policy {version}")
         name = f"policy {version}"
-        if distributed.broadcast(name, lambda: version in self.store.policies()):
+        if distributed.broadcast(name, lambda: version <= max(self.store.policies(), default=-1)):
             return
         rank, alpha = self.config.trainer.lora_rank, self.config.trainer.lora_alpha
-        layers = trained_adapters(state.params) if rank else {}
-        adapters = adapter_tensors(self._initial, layers) if rank else {}
-        base = fingerprint(self._initial) if rank else ""
+        dtype = self.config.trainer.dtype
+        decoder = nnx.merge(nnx.graphdef(self._decoder), self.trainer.policy(state()))
+        adapters = adapter_tensors(decoder, trained_adapters(state().params)) if rank else {}
+        if rank and not self._base:  # the state came from a checkpoint
+            self._base = fingerprint(self._load())
         if not distributed.is_primary():
-            gather_checkpoint(self.trainer.decoder(state))
+            gather_checkpoint(decoder)
             distributed.barrier(name)
             return
 
         def write(directory: Path) -> None:
-            save_checkpoint(self.trainer.decoder(state), directory / "model", tokenizer=self.tokenizer)
+            save_checkpoint(decoder, directory / "model", tokenizer=self.tokenizer, dtype=dtype)
             if rank:
                 config = json.dumps({"config": dataclasses.asdict(self.config)}, indent=2)
-                save_adapter(adapters, directory / "adapter", alpha=alpha, base=base, name=str(self.config.init))
+                save_adapter(adapters, directory / "adapter", alpha=alpha, base=self._base, name=str(self.config.init))
                 (directory / "adapter" / CONFIG).write_text(config + "\n")
 
         with self.clock.stage("saving"):
             self.store.commit_policy(version, write)
+            self._remove_what_is_past()
         distributed.barrier(name)
+
+    def _remove_what_is_past(self) -> None:
+        """After a policy is committed: checkpoints of the phases before it (the control begins with the warm-up's), and
+        the policies that nobody wants to keep."""
+        kept = {self._newest, WARM_UP.name} if self.config.eval.control else {self._newest}
+        folders = {_folder(name) for name in kept}
+        for name in sorted({"/".join(file.split("/")[:2]) for file in self.store.names(f"{LEARNING}/")} - folders):
+            self.store.remove_folder(name)
+        if self.config.keep_policies:
+            for version in self.store.policies()[: -self.config.keep_policies]:
+                self.store.remove_policy(version)
 
     @contextlib.contextmanager
     def counted(self, kind: str, step: int) -> Iterator[None]:
@@ -154,15 +213,16 @@ class Run:
             yield
         self.metrics.write(kind, step, between(before, self.generator.statistics))
 
-    def compare(self, state: TrainState, trajectories: Sequence[Trajectory], round_number: int) -> None:
+    def compare(self, state: Callable[[], TrainState], trajectories: Sequence[Trajectory], round_number: int) -> None:
         """Write how far the engine's log-probabilities are from the trainer's; `state` is what was sampled from."""
         conversations = self.config.metrics.compared_conversations
         written = distributed.broadcast(MISMATCH, lambda: self.metrics.has(MISMATCH, round_number))
         if not conversations or written:
             return
         with self.clock.stage("scoring"):
+            self.generator.release_weights()
             found = compared(
-                self.trainer, state, trajectories, conversations=conversations, seed=self.config.seed + round_number
+                self.trainer, state(), trajectories, conversations=conversations, seed=self.config.seed + round_number
             )
         if found:
             self.metrics.write(MISMATCH, round_number, found)
@@ -279,23 +339,48 @@ class Run:
         stretch: tuple[float, float] = (0.0, 1.0),
         loss: Loss | None = None,
         config: TrainerConfig | None = None,
-    ) -> TrainState:
-        """Train for `steps` updates from `start()`, or go on from the last checkpoint of this phase.
+    ) -> PhaseState:
+        """Train for `steps` updates from `start()`, whose buffers are reused, or go on from the last checkpoint of this
+        phase. Of a phase that is written down, nothing is read before its state is called for.
 
         The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine that several phases
         share. `loss` is one of `learning.losses`, whose columns `rows` carry; None is maximum likelihood. `config` has
         this phase's own rows. A preemption saves the step it comes at.
         """
-        folder = self.store.root / "learning" / name.replace(" ", "-")
+        file = _phase_file(name)
+        is_past = distributed.broadcast(f"{name} is over", lambda: self.store.exists(file))
+        state = PhaseState(
+            lambda: self._learnt(
+                name, start, rows, steps, peak, end_value, warmup_steps, stretch, loss, config or self.config.trainer
+            )
+        )
+        if not is_past:
+            state()
+        return state
+
+    def _learnt(
+        self,
+        name: str,
+        start: Callable[[], TrainState],
+        rows: Callable[[], PackedRows],
+        steps: int,
+        peak: float,
+        end_value: float,
+        warmup_steps: int,
+        stretch: tuple[float, float],
+        loss: Loss | None,
+        config: TrainerConfig,
+    ) -> TrainState:
+        self.generator.release_weights()
         checkpoints = Checkpoints(
-            folder, keep=self.config.trainer.keep_checkpoints, io_statistics=self.store.io_statistics
+            self.store.root / _folder(name), keep=config.keep_checkpoints, io_statistics=self.store.io_statistics
         )
         trainer = self.trainer
-        if loss or config:
-            trainer = Trainer(self.trainer.model, config or self.config.trainer, loss)
+        if loss or config != self.config.trainer:
+            trainer = Trainer(self.trainer.model, config, loss)
         found = checkpoints.restore_latest(trainer.abstract_state())
-        # A step reuses its state's buffers; what `start` returns stays whole for others that begin from it.
-        state = trainer.next_phase(jax.tree.map(jnp.copy, start())) if found is None else found[0]
+        state = trainer.next_phase(start()) if found is None else found[0]
+        self._newest = name  # set here: `start` may be a phase, too
         input_state = None if found is None else found[1].get("input")
         rates = schedule(peak=peak, end_value=end_value, total_steps=steps, warmup_steps=warmup_steps, stretch=stretch)
         done = int(state.step)
@@ -306,8 +391,6 @@ class Run:
             packed = rows()
         figures = Throughput(trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
         last_save, saved = time.monotonic(), done
-        times_as_large = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / SAVED_OFTEN_BYTES
-        every = SAVE_EVERY_SECONDS * min(max(times_as_large, 1.0), MOST_TIMES)
 
         with (
             checkpoints,  # a save goes on beside the steps and is finished before the phase ends, however it ends
@@ -340,6 +423,7 @@ class Run:
                     )
                 state, done, input_state = result.state, result.steps, result.input_state
                 self.profile.after(done, state)
+                every = config.save_seconds or max(SAVE_EVERY_SECONDS, checkpoints.seconds_a_save / SAVING_SHARE)
                 due = result.stopped or done == steps or time.monotonic() - last_save > every
                 if distributed.broadcast(f"{name}: save", lambda due=due: due) and done > saved:
                     with self.clock.stage("saving"):
@@ -356,7 +440,7 @@ class Run:
     def finish_phase(
         self,
         phase: Phase,
-        state: TrainState,
+        state: Callable[[], TrainState],
         *,
         began: float,
         trajectories: int = 0,
@@ -366,7 +450,7 @@ class Run:
     ) -> PhaseResult:
         """Evaluate greedily and sampled on the held-out questions and write the phase down, or read it back."""
         name, step = phase.name, phase.step
-        file = f"phases/{name.replace(' ', '-')}.json"
+        file = _phase_file(name)
         if not distributed.broadcast(file, lambda: self.store.exists(file)):
             self.use_policy(state, step)
             with self.counted(f"{phase.prefix}{EVALUATING}", step):
@@ -442,6 +526,15 @@ class Run:
             return None
         chosen = max(solved, key=lambda trajectory: len(trajectory.searches))
         return questions[chosen.question_id], chosen
+
+
+def _phase_file(name: str) -> str:
+    return f"phases/{name.replace(' ', '-')}.json"
+
+
+def _folder(name: str) -> str:
+    """Of the checkpoints of a phase."""
+    return f"{LEARNING}/{name.replace(' ', '-')}"
 
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:

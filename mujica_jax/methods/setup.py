@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from mujica_jax.config.schema import Config, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
+from mujica_jax.learning.trainer import Trainer
+from mujica_jax.methods import memory
 from mujica_jax.methods.parts import make_agent, open_adapter
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import from_scratch
@@ -30,12 +32,13 @@ from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
 from mujica_jax.models.lora import check_rank
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.models.weights import load_checkpoint
+from mujica_jax.models.weights import open_checkpoint
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
 from mujica_jax.report.progress import NoConsole, Progress
 from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed
+from mujica_jax.runtime.chips import chip_of
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.extras import import_extra
 from mujica_jax.runtime.preemption import Preemption
@@ -63,22 +66,24 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     task = build_task(config)
     find_reward(config.reward, task.rule)
     _check_start(config, task)
-    loaded = load_model(config.init, config.trainer.dtype, mesh if mesh.size > 1 else None) if config.init else None
-    if loaded:
-        _check_prompts(config, loaded[0], task)
-        open_adapter(config, loaded[1])
-    size = loaded[1].config if loaded else decoder_config(config, config.model.vocab_tokens, ())
+    opened = open_model(config.init, config.trainer.dtype) if config.init else None
+    if opened:
+        _check_prompts(config, opened[0], task)
+        if config.adapter:
+            open_adapter(config, opened[2](None))
+    size = opened[1].config if opened else decoder_config(config, config.model.vocab_tokens, ())
     if mesh.size > 1:  # the model can be split over it
         shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
     check_rank(size, config.trainer.lora_rank)
     check_engine(
         size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
     )
+    reserved = _check_memory(config, size)
     about = dataclasses.asdict(config)
     store = distributed.primary_first("the run", lambda: _open_shared(directory, about))
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
-    tokenizer, decoder = loaded or _new_model(config, task, store)
+    tokenizer, decoder, load = opened or _new_model(config, task, store)
     with (
         MetricsLog(store.root, store.io_statistics, config.metrics, about)
         if distributed.is_primary()
@@ -90,13 +95,29 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
             task=task,
             tokenizer=tokenizer,
             decoder=decoder,
+            load=lambda: load(mesh if mesh.size > 1 else None),
             progress=progress,
             metrics=metrics,
             preemption=preemption,
+            reserved_bytes=reserved,
         )
         with _served(run):
             yield run
         run.profile.close()
+
+
+def _check_memory(config: Config, size: DecoderConfig) -> int:
+    """What the run keeps on each chip beside keys and values, in bytes. Raises UserError where it exceeds a chip; for
+    devices whose memory nobody has published it is 0. The step is compiled for it, and found in the cache later."""
+    chip = chip_of(jax.devices()[0].device_kind)
+    if chip is None:
+        return 0
+    trainer = Trainer(size, config.trainer)
+    step = trainer.lower_step().compile().memory_analysis()
+    used = (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0)  # the task's embedder and index
+    found = memory.phases(config, size, trainer, step=step.temp_size_in_bytes if step else 0, retrieval=used)
+    memory.check_memory(config, found, chip)
+    return max(phase.bytes - phase.parts[memory.CACHE] for phase in found) - used
 
 
 def _check_start(config: Config, task: Task) -> None:
@@ -151,7 +172,7 @@ def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
             f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has "
             "begun: give a --run directory that all hosts share"
         )
-    return open_run(directory, about, ignore=("run", "metrics", "profile", "distributed"))
+    return open_run(directory, about, ignore=("run", "keep_policies", "metrics", "profile", "distributed"))
 
 
 @contextlib.contextmanager
@@ -181,9 +202,9 @@ def build_task(config: Config) -> Task:
     return task
 
 
-def load_model(directory_or_file: str | Path, dtype: str, mesh: Mesh | None = None) -> tuple[Tokenizer, Decoder]:
-    """A Hugging Face checkpoint or a GGUF file, laid out over `mesh`. Its vocabulary must hold every id of the
-    tokenizer.
+def open_model(directory_or_file: str | Path, dtype: str) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:
+    """A Hugging Face checkpoint or a GGUF file: its tokenizer, the decoder without its arrays, and what reads them
+    (`weights.open_checkpoint`). Its vocabulary must hold every id of the tokenizer.
     """
     directory = distributed.primary_first("the checkpoint", lambda: checkpoint_folder(directory_or_file))
     if not Path(directory).is_dir():
@@ -191,13 +212,13 @@ def load_model(directory_or_file: str | Path, dtype: str, mesh: Mesh | None = No
             f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, with config.json, "
             f"tokenizer.json and *.safetensors, a GGUF file, or {SMOLLM2}"
         )
-    tokenizer, decoder = Tokenizer.load(directory), load_checkpoint(directory, dtype=dtype, mesh=mesh)
+    tokenizer, (decoder, load) = Tokenizer.load(directory), open_checkpoint(directory, dtype=dtype)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise UserError(
             f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} and the model embeds "
             f"{decoder.config.vocab_size}: take both from the same checkpoint"
         )
-    return tokenizer, decoder
+    return tokenizer, decoder, load
 
 
 def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int]) -> DecoderConfig:
@@ -267,10 +288,11 @@ def _mesh(config: Config) -> Mesh:
     return make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
 
 
-def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder]:
-    """A randomly initialised decoder of the configured size, and the run's tokenizer."""
+def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:
+    """The run's tokenizer, a decoder of the configured size without its arrays, and what draws them at random."""
     tokenizer = distributed.primary_first("the tokenizer", lambda: _trained_tokenizer(config, task, store))
-    return tokenizer, new_decoder(config, decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids))
+    size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
+    return tokenizer, nnx.eval_shape(lambda: new_decoder(config, size)), lambda mesh: new_decoder(config, size)
 
 
 def new_decoder(config: Config, size: DecoderConfig) -> Decoder:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from mujica_jax.records import Trajectory
 from mujica_jax.report.progress import Progress
 from mujica_jax.runtime import distributed
+from mujica_jax.storage.run_directory import RunDirectory
 from mujica_jax.trajectories import shards
-from mujica_jax.trajectories.store import Store
 
 Unit = Callable[[Callable[[Trajectory], None]], object]  # plays its episodes, passes each on and leaves a shard
 
@@ -28,7 +28,7 @@ def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
     distributed.barrier(name)
 
 
-def gather(store: Store, name: str, own: Sequence[Trajectory]) -> Sequence[Trajectory]:
+def gather(store: RunDirectory, name: str, own: Sequence[Trajectory]) -> Sequence[Trajectory]:
     """The trajectories of all processes, in the order in which `distributed.shard_for_process` dealt them out."""
     if distributed.processes() == 1:
         return own

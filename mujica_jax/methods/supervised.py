@@ -24,7 +24,7 @@ from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
 from mujica_jax.methods.parts import make_agent
-from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, Phase, PhaseResult, Run, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState, Run, tokens_of
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Conversation, Question, Trajectory, Turn
 from mujica_jax.runtime import distributed
@@ -33,7 +33,6 @@ from mujica_jax.tasks.task import FromScratchTask, Task
 from mujica_jax.trajectories.packing import pack
 from mujica_jax.trajectories.select import accepts, training_rows
 
-WARM_UP = Phase(name="warm-up", step=0)  # its trajectories are round 0 of the run directory
 PRETRAINING = "pretraining"
 CONTROL = "control"
 FORWARD_AND_BACKWARD = 3
@@ -47,7 +46,7 @@ class Demonstrations:
     rewarded: list[Conversation]  # the rows of those trajectories that earned the best reward
 
 
-def warm_up(run: Run) -> tuple[TrainState, PhaseResult, Demonstrations]:
+def warm_up(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     """The warmed-up state, its phase, and what it was trained on."""
     began = time.monotonic()
     config = run.config.warmup
@@ -88,7 +87,7 @@ def warm_up(run: Run) -> tuple[TrainState, PhaseResult, Demonstrations]:
 
 def run_control(
     run: Run,
-    state: TrainState,
+    state: PhaseState,
     demonstrations: Sequence[Conversation],
     phases: Sequence[PhaseResult],
     *,
@@ -102,7 +101,7 @@ def run_control(
     steps = max(1, round(spent / (FORWARD_AND_BACKWARD * slots)))
     trained = run.learn(
         CONTROL,
-        lambda: state,
+        state,
         lambda: pack(list(demonstrations), row_tokens=run.config.trainer.row_tokens, seed=run.config.seed),
         steps=steps,
         peak=peak,
@@ -175,7 +174,7 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     """Sample with worked examples in the prompt until enough trajectories are right, then take the examples out."""
     config = run.config
     run.preemption.enter(f"{WARM_UP.name}: sampling with worked examples", kept=KEPT_SHARDS)
-    run.use_policy(run.initial_state(), WARM_UP.step)
+    run.use_policy(run.initial_state, WARM_UP.step)
     few_shot = make_agent(dataclasses.replace(config.agent, prompt="few_shot"), run.tokenizer)
     questions = run.task.questions("train")
     wanted = config.warmup.few_shot_trajectories
@@ -252,7 +251,7 @@ def _pretrain(run: Run) -> TrainState:
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
         warmup_steps=min(50, config.steps),
-    )
+    )()
 
 
 def _document_rows(run: Run, row_tokens: int) -> list[Conversation]:

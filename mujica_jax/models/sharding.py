@@ -85,7 +85,7 @@ def partition_spec(
     return PartitionSpec(*spec)
 
 
-def shardings_of(tree: Any, mesh: Mesh) -> Any:
+def shardings_of(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """A NamedSharding for every array of a decoder, an optimiser, or any state made from one (abstract state,
     gradients).
 

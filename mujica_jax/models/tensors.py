@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
@@ -115,15 +117,17 @@ class Tensors:
             values = stored[index if len(shape) == len(index) else _flattened(index, weight.shape)]
         return values.astype(np.float32, copy=False).reshape([of.stop - of.start for of in index])
 
-    def load(self, mesh: Mesh | None) -> dict[str, Any]:
+    def load(self, mesh: Mesh | None, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
         """All weights as a module of this table has them, on the default device or each part on the devices of the mesh
-        that hold it. A host holds one part of a weight at a time, and one layer of that part."""
+        that hold it. A host holds one part of a weight at a time in `dtype`, and one layer of that part in float32."""
 
         def placed(weight: Weight, names: Sequence[str], leading: int) -> jax.Array:
             shape, axes = (len(names), *weight.shape)[1 - leading :], (self.table.stacked, *weight.axes)[1 - leading :]
 
             def part(index: Index) -> np.ndarray:
-                values = _aligned(tuple(len(range(size)[of]) for size, of in zip(shape, index, strict=True)))
+                values = _aligned(
+                    tuple(len(range(size)[of]) for size, of in zip(shape, index, strict=True)), jnp.dtype(dtype)
+                )
                 stacked = values if leading else values[None]
                 for place, name in enumerate(names[index[0]] if leading else names):
                     stacked[place] = self.read(weight, name, index[leading:])
@@ -170,12 +174,12 @@ def _placed(
     return jax.make_array_from_single_device_arrays(shape, sharding, [arrays[device] for device in indexes])
 
 
-def _aligned(shape: tuple[int, ...]) -> Float[np.ndarray, "*shape"]:
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> Float[np.ndarray, "*shape"]:
     """Memory that a CPU device takes over as it is: a copy would double what an import needs."""
     size = math.prod(shape)
-    spare = ALIGNMENT // 4
-    buffer = np.empty(size + spare, np.float32)
-    start = -(buffer.ctypes.data // 4) % spare
+    spare = ALIGNMENT // dtype.itemsize
+    buffer = np.empty(size + spare, dtype)
+    start = -(buffer.ctypes.data // dtype.itemsize) % spare
     return buffer[start : start + size].reshape(shape)
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -45,9 +46,17 @@ def load_checkpoint(
     directory: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> Decoder:
     """A decoder with float32 parameters that computes in `dtype`, laid out over `mesh` if one is given."""
+    return open_checkpoint(directory, dtype=dtype)[1](mesh)
+
+
+def open_checkpoint(
+    directory: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32
+) -> tuple[Decoder, Callable[..., Decoder]]:
+    """The decoder without its arrays, and what reads them: `load(mesh, parameter_dtype)`. What the files lack is
+    refused here, before the first tensor is read."""
     folder = pathlib.Path(directory)
     config = load_config(folder)
-    decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
     tensors = Tensors(
         folder,
         _table(config),
@@ -55,12 +64,24 @@ def load_checkpoint(
         ignored=IGNORED,
         tied=("lm_head.weight", "model.embed_tokens.weight") if config.tie_word_embeddings else None,
     )
-    nnx.update(decoder, tensors.load(mesh))
-    return decoder
+
+    def load(mesh: Mesh | None = None, parameter_dtype: DTypeLike = jnp.float32) -> Decoder:
+        decoder = nnx.clone(abstract)
+        nnx.update(decoder, tensors.load(mesh, parameter_dtype))
+        return decoder
+
+    return abstract, load
 
 
-def save_checkpoint(decoder: Decoder, directory: str | os.PathLike[str], *, tokenizer: Tokenizer | None = None) -> None:
-    """Write a directory that transformers loads. It appears whole or not at all; an existing one is not overwritten.
+def save_checkpoint(
+    decoder: Decoder,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> None:
+    """Write a directory that transformers loads, its tensors in `dtype`. It appears whole or not at all; an existing
+    one is not overwritten.
 
     Where the decoder lies on the devices of several processes, the others call `gather_checkpoint` meanwhile.
     """
@@ -70,10 +91,11 @@ def save_checkpoint(decoder: Decoder, directory: str | os.PathLike[str], *, toke
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
 
     def write(folder: pathlib.Path) -> None:
-        _write_tensors(decoder, folder)
+        _write_tensors(decoder, folder, jnp.dtype(dtype))
         config = decoder.config
         generation = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids) or None}
-        for name, fields in (("config", to_hugging_face(config)), ("generation_config", generation)):
+        named = to_hugging_face(config) | {"torch_dtype": jnp.dtype(dtype).name}
+        for name, fields in (("config", named), ("generation_config", generation)):
             (folder / f"{name}.json").write_text(json.dumps(fields, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(folder)
@@ -86,10 +108,8 @@ def gather_checkpoint(decoder: Decoder) -> None:
     """What the other processes do while one saves a decoder that lies on the devices of all: they take part in
     gathering each tensor, and keep none.
     """
-    weights = dict(_table(decoder.config).names())
-    for names in _files(weights).filename_to_tensors.values():
-        for name in names:
-            _exported(decoder, weights[name], name)
+    for name, weight in _table(decoder.config).names():
+        _exported(decoder, weight, name)
 
 
 def _table(config: DecoderConfig) -> WeightTable:
@@ -102,23 +122,23 @@ def _table(config: DecoderConfig) -> WeightTable:
     )
 
 
-def _files(weights: dict[str, Weight]) -> Any:
+def _files(weights: dict[str, Weight], itemsize: int) -> Any:
     """Which tensors each safetensors file holds: one, or several where one would exceed MAX_FILE_BYTES."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     return split_state_dict_into_shards_factory(
         weights,
-        get_storage_size=lambda weight: 4 * math.prod(weight.shape),
+        get_storage_size=lambda weight: itemsize * math.prod(weight.shape),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=MAX_FILE_BYTES,
     )
 
 
-def _write_tensors(decoder: Decoder, folder: pathlib.Path) -> None:
+def _write_tensors(decoder: Decoder, folder: pathlib.Path, dtype: np.dtype) -> None:
     weights = dict(_table(decoder.config).names())
-    files = _files(weights)
+    files = _files(weights, dtype.itemsize)
     for file_name, names in files.filename_to_tensors.items():
-        tensors = {name: _exported(decoder, weights[name], name) for name in names}
+        tensors = {name: _exported(decoder, weights[name], name).astype(dtype) for name in names}
         save_file(tensors, folder / file_name, metadata={"format": "pt"})
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 import uuid
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 else:
     RunPath = PurePath  # what both are; importing the other one takes a third of a second
 
+FETCHED = ".fetched.json"  # in the cached copy of a folder: what the bucket held when it was fetched
 HELD_SECONDS = 10.0  # how long lines wait for an upload; a bucket takes about one change of an object a second
 
 
@@ -106,6 +108,16 @@ class RunDirectory:
         if isinstance(self.root, Path):
             return local.move(self.root / name, self.root / target)
         return self.root.bucket.move((self.root / name).key, (self.root / target).key)
+
+    def remove_folder(self, name: str) -> None:
+        """All objects below it, COMMITTED first: what a kill leaves is torn."""
+        folder = self.root / name
+        with as_user_error(folder):
+            (folder / COMMITTED).unlink(missing_ok=True)
+            if isinstance(folder, Path):
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                folder.rmtree()
 
     def write_json_once(self, name: str, value: Mapping[str, Any]) -> bool:
         """As `create`. Numbers must be finite: JSON has no NaN."""
@@ -192,6 +204,39 @@ def _fetch(folder: "BucketPath", expected: Mapping[str, Any], path: Path) -> Non
             fetched.replace(path)
     finally:
         fetched.unlink(missing_ok=True)
+
+
+def local_folder(name: str | PurePath) -> Path:
+    """The folder of this name; of one in a bucket a copy in the cache, brought up to date: what has changed there is
+    fetched and compared with its checksum. Raises UserError for one without objects.
+    """
+    folder = run_path(name)
+    if isinstance(folder, Path):
+        return folder
+    copy = cache_folder("buckets") / folder.bucket.name / folder.key
+    now = {key: {"bytes": info.bytes, "crc32c": info.crc32c} for key, info in folder.objects().items()}
+    if not now:
+        raise UserError(f"there is nothing in {folder}: give the name of a folder in a bucket that this machine reads")
+    try:
+        before: dict[str, Any] = json.loads((copy / FETCHED).read_text())
+    except (FileNotFoundError, ValueError):
+        before = {}
+    for key, info in now.items():
+        target = copy / key
+        if before.get(key) == info and target.is_file() and target.stat().st_size == info["bytes"]:
+            continue
+        partial = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
+        try:
+            with as_user_error(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                folder.bucket.download((folder / key).key, partial, info["bytes"])
+                partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    for key in before.keys() - now.keys():
+        (copy / key).unlink(missing_ok=True)
+    local.atomic_write(copy / FETCHED, json_bytes(now))
+    return copy
 
 
 def open_to_append(path: RunPath) -> "FileIO | AppendedObject":

@@ -180,6 +180,9 @@ class Store(RunDirectory):
         """
         return self.commit_folder(_policy_name(version), write, {"version": version})
 
+    def remove_policy(self, version: int) -> None:
+        self.remove_folder(_policy_name(version))
+
     def policy_path(self, version: int) -> Path:
         """A local directory with a committed policy, each file checked against COMMITTED. Raises StoreError."""
         name = _policy_name(version)

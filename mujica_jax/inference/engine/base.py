@@ -108,7 +108,8 @@ class Engine(abc.ABC):
         cache_dtype: DTypeLike | None = None,
     ) -> None:
         """With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys and values are kept in
-        the compute type unless `cache_dtype` says otherwise; they are computed with in the compute type.
+        the compute type unless `cache_dtype` says otherwise; they are computed with in the compute type. A decoder
+        without arrays (`nnx.eval_shape`) gives the shapes alone: `set_weights` comes before the first prompt.
         """
         if mesh is not None:
             check_heads(decoder.config, mesh)
@@ -121,7 +122,9 @@ class Engine(abc.ABC):
         self.mesh = mesh
         self._graph, weights = nnx.split(decoder)
         self._dtype = jnp.dtype(decoder.dtype if cache_dtype is None else cache_dtype)
-        self._use(weights)
+        self.release_weights()
+        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
+            self._use(weights)
         self._programs: set[tuple] = set()
 
     @property
@@ -134,14 +137,20 @@ class Engine(abc.ABC):
         return self._weights
 
     def set_weights(self, weights: nnx.State) -> None:
-        """Replace the policy and reset the cache; returns when the weights are on the engine's devices."""
+        """Replace the policy and reset the cache; returns when the weights are on the engine's devices, which never
+        hold two policies."""
+        self.release_weights()
         self._use(weights)
         jax.block_until_ready(self._weights)
         self.reset_cache()
 
+    def release_weights(self) -> None:
+        """Give their memory back; nothing runs until `set_weights`."""
+        self._weights = nnx.State({})
+        self._scales: KVScales | None = None
+
     def _use(self, weights: nnx.State) -> None:
         self._weights = sync_weights(weights, self.mesh)
-        self._scales: KVScales | None = None
         if jnp.issubdtype(self._dtype, jnp.integer):
             with self._over_mesh():
                 self._scales = calibrate_scales(self._graph, self._weights)

@@ -23,8 +23,17 @@ HOST_SHARE = 0.5
 CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 
-def make_engine(decoder: Decoder, engine: EngineConfig, *, positions: int, stop_token_ids: Sequence[int]) -> Engine:
-    """An engine for requests of up to `positions` tokens, on this platform and over `engine.tensor` devices."""
+def make_engine(
+    decoder: Decoder,
+    engine: EngineConfig,
+    *,
+    positions: int,
+    stop_token_ids: Sequence[int],
+    reserved_bytes: int = 0,
+) -> Engine:
+    """An engine for requests of up to `positions` tokens, on this platform and over `engine.tensor` devices. Where
+    `engine.cache_gigabytes` does not say what its memory may take, `reserved_bytes` of each device stay free for what
+    is still to come."""
     kind = RaggedEngine if jax.default_backend() == "tpu" else ContiguousEngine
     dtype = _cache_dtype(decoder.dtype, engine)
     return kind(
@@ -32,27 +41,27 @@ def make_engine(decoder: Decoder, engine: EngineConfig, *, positions: int, stop_
         slots=engine.slots,
         positions=positions,
         page_tokens=engine.page_tokens,
-        num_pages=_num_pages(decoder.config, engine, positions, dtype),
+        num_pages=_num_pages(decoder.config, engine, positions, dtype, reserved_bytes),
         prefill_tokens=engine.prefill_tokens,
         decode_steps=engine.decode_steps_per_call,
         stop_token_ids=stop_token_ids,
-        mesh=_mesh(engine),
+        mesh=engine_mesh(engine),
         cache_dtype=dtype,
     )
 
 
 def check_engine(model: DecoderConfig, engine: EngineConfig, *, positions: int, dtype: DTypeLike) -> None:
     """What `make_engine` would refuse of a model that computes in `dtype`, before there is one. Raises UserError."""
-    mesh, kept = _mesh(engine), _cache_dtype(dtype, engine)
+    mesh, kept = engine_mesh(engine), _cache_dtype(dtype, engine)
     if mesh is not None:
         check_heads(model, mesh)
         shardings_of(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), mesh)
     if jax.default_backend() == "tpu":
         check_tiles(model, engine.tensor, kept)
-    _num_pages(model, engine, positions, kept)
+    _num_pages(model, engine, positions, kept, reserved=0)
 
 
-def _mesh(engine: EngineConfig) -> Mesh | None:
+def engine_mesh(engine: EngineConfig) -> Mesh | None:
     """Every host has an engine of its own, over devices of its own."""
     devices = jax.local_devices()
     if engine.tensor > len(devices):
@@ -62,7 +71,7 @@ def _mesh(engine: EngineConfig) -> Mesh | None:
     return make_mesh(1, 1, engine.tensor, devices) if engine.tensor > 1 else None
 
 
-def _num_pages(model: DecoderConfig, engine: EngineConfig, positions: int, dtype: DTypeLike) -> int:
+def _num_pages(model: DecoderConfig, engine: EngineConfig, positions: int, dtype: DTypeLike, reserved: int) -> int:
     """Pages for all slots at full length, or as many as fit."""
     lanes = LANES if jax.default_backend() == "tpu" else 1
     size = page_bytes(model, engine.page_tokens, dtype, lanes) // engine.tensor  # on each device
@@ -70,7 +79,7 @@ def _num_pages(model: DecoderConfig, engine: EngineConfig, positions: int, dtype
     if engine.cache_gigabytes:
         memory, whose = engine.cache_gigabytes * 1e9, "engine.cache_gigabytes allows"
     else:
-        memory, whose = _free_bytes(), "are free"
+        memory, whose = _free_bytes() - reserved, "are free"
         if jax.default_backend() != "tpu":
             memory -= engine.slots * one * size  # the rows of running requests, beside the pages
     count = min(int(memory) // size, engine.slots * one)

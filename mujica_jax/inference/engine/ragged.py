@@ -93,7 +93,8 @@ class RaggedEngine(Engine):
 
     def reset_cache(self) -> None:
         self._tables[:] = 0
-        self._pages = self._empty_pages()
+        if self._pages.is_deleted():  # a call that took them over failed; else there is room for them once
+            self._pages = self._empty_pages()
 
     def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
         return free[0]

@@ -32,6 +32,8 @@ from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage, PassageFile
+from mujica_jax.runtime import distributed
+from mujica_jax.storage.run_directory import local_folder
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment, WithGoldPassages, WrittenPassages
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Split
@@ -189,6 +191,9 @@ def build(config: TwoWikiConfig) -> TwoWiki:
             raise UserError(f"{name} is {value}; give at least {least}")
     if not config.queries_per_second > 0:
         raise UserError(f"queries_per_second is {config.queries_per_second}; give above 0")
+    if (index := config.index) is not None and index.startswith("gs://"):
+        fetched = distributed.primary_first("the index", lambda: local_folder(index))
+        config = dataclasses.replace(config, index=str(fetched))
     records = read_questions(data_files(config.data_dir, QUESTION_FILES, "questions"))
     if config.environment == "text":
         return _text_task(config, records)
