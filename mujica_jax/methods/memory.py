@@ -99,8 +99,8 @@ def check_memory(config: Config, found: list[PhaseMemory], chip: Chip) -> None:
     largest = max(fullest.parts, key=lambda part: fullest.parts[part])
     raise UserError(
         f"{config.name} needs {_gigabytes(fullest.bytes)} GB a chip while {fullest.name} and a {chip.name} has "
-        f"{_gigabytes(chip.memory_bytes)} GB: the largest part is {_gigabytes(fullest.parts[largest])} GB of {largest}, "
-        f"so {REMEDIES[largest]}"
+        f"{_gigabytes(chip.memory_bytes)} GB: the largest part is {_gigabytes(fullest.parts[largest])} GB of "
+        f"{largest}, so {REMEDIES[largest]}"
     )
 
 
