@@ -45,6 +45,7 @@ ADAPTERS = {  # files whose whole purpose is the package; imported where they ar
     "inference/server.py": {"jetstream"},
 }
 LARGEST_FILE_BYTES = 2_000_000
+LARGEST_ADAPTER_BYTES = 6_000_000  # adapters/, where a trained policy is kept
 START_SECONDS = 3.0
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -140,9 +141,12 @@ def test_no_large_file_is_tracked():
         pytest.skip("not a git checkout")
     files = [ROOT / name for name in listing.stdout.split("\0") if name]
     large = [
-        str(file.relative_to(ROOT)) for file in files if file.is_file() and file.stat().st_size > LARGEST_FILE_BYTES
+        str(file.relative_to(ROOT))
+        for file in files
+        if file.is_file()
+        and file.stat().st_size > (LARGEST_ADAPTER_BYTES if ROOT / "adapters" in file.parents else LARGEST_FILE_BYTES)
     ]
-    assert not large, f"over {LARGEST_FILE_BYTES} bytes: {large}"
+    assert not large, f"over {LARGEST_FILE_BYTES} bytes ({LARGEST_ADAPTER_BYTES} in adapters/): {large}"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
