@@ -24,7 +24,7 @@ from mujica_jax import eval
 from mujica_jax.errors import StoreError, StoreUnavailable, UserError
 from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.storage import gcs, run_directory
-from mujica_jax.storage.run_directory import open_to_append
+from mujica_jax.storage.run_directory import local_folder, open_to_append
 from mujica_jax.trajectories.store import Store, open_run, shard_name
 
 FAULTS: tuple[Fault, ...] = get_args(Fault)
@@ -315,6 +315,45 @@ def test_a_fetched_policy_is_kept_and_compared_each_time(fake: FakeBucket, store
     )
     local.write_bytes(b"damaged")
     assert (store.policy_path(1) / "params" / "weights").read_bytes() == b"0123456789"
+
+
+def downloads(fake: FakeBucket) -> list[str]:
+    return [request.path.rpartition("%2F")[2] for request in fake.requests if request.kind == "download"]
+
+
+def test_a_checkpoint_in_a_bucket_is_fetched_once_and_follows_what_changes_there(fake: FakeBucket) -> None:
+    fake.put("bucket", "models/a/config.json", b"{}")
+    fake.put("bucket", "models/a/weights", b"0123456789")
+    copy = local_folder("gs://bucket/models/a")
+    assert (copy / "weights").read_bytes() == b"0123456789"
+    assert local_folder("gs://bucket/models/a") == copy
+    assert sorted(downloads(fake)) == ["config.json", "weights"], "nothing is fetched twice"
+    (copy / "config.json").write_bytes(b"cut")
+    fake.put("bucket", "models/a/weights", b"9876543210")
+    fake.put("bucket", "models/a/more", b"more")
+    local_folder("gs://bucket/models/a")
+    assert sorted(downloads(fake)[2:]) == ["config.json", "more", "weights"]
+    assert [(copy / name).read_bytes() for name in ("config.json", "weights")] == [b"{}", b"9876543210"]
+
+
+def test_a_checkpoint_that_was_damaged_on_its_way_is_fetched_again(fake: FakeBucket) -> None:
+    fake.put("bucket", "models/a/weights", b"right")
+    made = fake.objects["bucket", "models/a/weights"]
+    wrong = dataclasses.replace(made, content=b"wrong")
+    answers = itertools.chain([dataclasses.replace(_Lying(**vars(wrong)), says=made.crc32c)], itertools.repeat(made))
+
+    def faults(request: Request) -> None:
+        if request.kind == "download":
+            fake.objects["bucket", "models/a/weights"] = next(answers)
+
+    fake.faults = faults
+    assert (local_folder("gs://bucket/models/a") / "weights").read_bytes() == b"right"
+
+
+def test_a_bucket_without_the_checkpoint_is_one_sentence(fake: FakeBucket) -> None:
+    fake.put("bucket", "models/b/weights", b"other")
+    with pytest.raises(UserError, match="there is nothing in gs://bucket/models/a"):
+        local_folder("gs://bucket/models/a")
 
 
 # Metrics
