@@ -152,6 +152,7 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     sections = {field.name for field in dataclasses.fields(EvalArguments)} & set(shared)
     defaults = {section: shared[section] for section in sections}
     defaults["remote"] = RemoteConfig()
+    defaults["distributed"] = DistributedConfig()  # a run's own says which machines trained it
     defaults["checkpoint"] = checkpoint if remote is not None else _given_or_missing(checkpoint)
     given = override(EvalArguments(**defaults), words, prog="python -m mujica_jax.eval")
     changed = {section: getattr(given, section) for section in sections}
