@@ -90,7 +90,10 @@ def estimate(given: argparse.Namespace) -> None:
 
     _refuse_unread(given, given.kind)
     if given.kind != GRAPH:
-        found = estimate_corpus(_index_spec(given), given.passages)
+        for name in ("hosts", "devices"):
+            if (number := getattr(given, name)) is not None and number < 1:
+                raise UserError(f"--{name} is {number}: give at least 1")
+        found = estimate_corpus(_index_spec(given), given.passages, given.hosts or 1, given.devices)
     elif given.passages is None:
         found = estimate_graph(_graph_spec(given))
     else:
@@ -192,6 +195,8 @@ def _refuse_unread(given: argparse.Namespace, kind: str) -> None:
         "prefixes": dense and not taken,
         "storage": dense and not taken,
         "embeddings": dense,
+        "hosts": kind == "exact",
+        "devices": kind == "exact",
         "recall_target": kind not in ("bm25", "scann", GRAPH),
     }
     for name, is_read in read.items():
@@ -278,6 +283,8 @@ def _parser() -> argparse.ArgumentParser:
     estimated = command(estimate, "Bytes and seconds that an index will take, as one JSON line.")
     estimated.add_argument("--corpus", nargs="+", required=True, metavar="FILE")
     estimated.add_argument("--passages", type=int, help="as if it had so many (default: all are counted)")
+    estimated.add_argument("--hosts", type=int, help="of the job that searches an index of kind exact (1)")
+    estimated.add_argument("--devices", type=int, help="of each of these hosts (as many as here)")
     built = command(build, "Build an index of a corpus. A killed build goes on with the same command.")
     built.add_argument(
         "--corpus", nargs="+", metavar="FILE", help="JSON arrays, JSON Lines, Parquet, tar; .tsv and .nt for graphs"

@@ -27,7 +27,7 @@ from mujica_jax import eval as evaluation
 from mujica_jax import train
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import load_config
-from mujica_jax.config.schema import Config
+from mujica_jax.config.schema import Config, DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
 from mujica_jax.methods import setup as start
@@ -528,6 +528,14 @@ def test_eval_takes_the_latest_policy(tmp_path):
     given, _ = evaluation.command_line(["--checkpoint", "run"])
     found = evaluation.find_checkpoint(given)
     assert (found.version, found.model) == (2, Path("run/policies/000002/model"))
+
+
+def test_eval_joins_no_job_that_trained_the_run(tmp_path):
+    where = DistributedConfig(coordinator="10.0.0.2:8476", processes=4)
+    trained = dataclasses.replace(load_config(SMOKE), distributed=where)
+    open_run(tmp_path / "run", dataclasses.asdict(trained))
+    given, _ = evaluation.command_line(["--checkpoint", "run"])
+    assert given.distributed == DistributedConfig()
 
 
 def test_eval_that_may_not_write_says_so_before_it_evaluates(refused, checkpoint):

@@ -68,6 +68,18 @@ def test_what_is_imported_once_is_not_counted_for_every_passage(folder, capsys, 
     assert json.loads(capsys.readouterr().out)["seconds"]["indexing words"] < 1.5
 
 
+def test_the_rows_lie_on_the_devices_of_each_host_or_of_all_hosts(folder, capsys):
+    """21 million rows of 64 bfloat16 numbers on 4 hosts of 8 devices, with padding to blocks of 16,384 rows."""
+    job = ["--passages", "21000000", "--hosts", "4", "--devices", "8"]
+    assert index.main(["estimate", *words(folder, "exact"), *job]) == 0
+    found = json.loads(capsys.readouterr().out)["device_bytes"]
+    assert found == {"host": 161 * 16_384 * 128, "job": 41 * 16_384 * 128}
+    assert index.main(["estimate", *words(folder, "exact"), "--hosts", "0"]) == 2
+    assert "--hosts is 0: give at least 1" in capsys.readouterr().err
+    assert index.main(["estimate", *words(folder, "bm25"), "--hosts", "4"]) == 2
+    assert "--hosts is 4 and an index of kind bm25 does not read it" in capsys.readouterr().err
+
+
 PEAK = """
 import dataclasses, sys
 from pathlib import Path

@@ -60,6 +60,9 @@ class TwoWikiConfig:
     # mujica_jax.index build`; of passages also the http:// address of `index serve`, of a graph also a SPARQL endpoint
     # as sparql+https://HOST/sparql.
     index: str | None = None
+    # Where the rows of an index of kind exact lie in a job of several hosts: all of them on the devices of each host,
+    # or shared out over all devices of the job, whose hosts ask each other.
+    index_rows: Literal["host", "job"] = "host"
     # What a SPARQL endpoint is asked at most: as much as public ones allow. Raise it for one of your own.
     queries_per_second: float = 10.0
     # With retriever dense, the embedder the index was built with: a folder, minilm, or a Hugging Face name.

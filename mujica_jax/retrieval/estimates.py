@@ -41,7 +41,22 @@ GRAPH_BUILDING_BYTES = 10**9  # a chunk of lines and what the store sorts at onc
 GRAPH_SEARCHING_BYTES = 10**8  # beside what the system keeps of the files
 
 
-def estimate_corpus(spec: IndexSpec, passages: int | None = None) -> dict[str, Any]:
+def device_bytes(spec: IndexSpec, passages: int, hosts: int = 1, devices: int | None = None) -> dict[str, int]:
+    """What the rows of kind exact take on each device of a job of so many hosts with so many devices each (None: as
+    many as this one has), by `task.index_rows`.
+    """
+    from mujica_jax.retrieval.text.exact import layout, rows_mesh
+
+    assert spec.embedder is not None, "dense indexes have an embedder"
+    devices = rows_mesh().size if devices is None else devices
+    row = spec.embedder.dimension * DTYPES[spec.storage].itemsize + (FLOAT32_BYTES if spec.storage == "int8" else 0)
+    of_host = {"host": passages, "job": -(-passages // hosts)}
+    return {rows: layout(held, devices)[1] // devices * row for rows, held in of_host.items()}
+
+
+def estimate_corpus(
+    spec: IndexSpec, passages: int | None = None, hosts: int = 1, devices: int | None = None
+) -> dict[str, Any]:
     """As if the corpus had so many passages; None counts them."""
     skipped = Skipped()
     stream = stream_corpus(spec.corpus, skipped if spec.skip else None)
@@ -54,6 +69,8 @@ def estimate_corpus(spec: IndexSpec, passages: int | None = None) -> dict[str, A
             "one"
         )
     found = estimate_sample(spec, sample, passages)
+    if spec.kind == "exact":
+        found["device_bytes"] = device_bytes(spec, passages, hosts, devices)
     return {"passages": passages, **({"skipped": skipped.skipped} if spec.skip else {}), **found}
 
 

@@ -1,10 +1,11 @@
 """Several processes, usually one a host, that train as one job.
 
 A job starts before anything else of JAX is used: on a TPU pod from what the pod says of itself, elsewhere from an
-explicit coordinator (`DistributedConfig`). Then the processes run the same program and agree at three kinds of places:
+explicit coordinator (`DistributedConfig`). Then the processes run the same program and agree at four kinds of places:
 
     barrier(name)               all wait for all, at most `barrier_seconds`; a process that does not come is named
     broadcast(name, decide)     process 0 decides, all get its answer: where a clock or a disk decides for all
+    exchange(name, own)         all get what each of them has
     primary_first(name, work)   process 0 does the work first; what it created once, the others find
 
 A lost process is named within `deadline_seconds` (`heartbeat`), one that ends by itself leaves a shutdown notice
@@ -52,6 +53,7 @@ class Job:
 
     hosts: tuple[str, ...]  # names by process number
     process: int = 0
+    coordinator: str = "localhost:0"
     deadline_seconds: float = 0.0
     barrier_seconds: float = 0.0
     client: Any = None  # JAX's client of the coordination service: key-value store and barriers
@@ -95,6 +97,7 @@ def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> 
     _job = Job(
         hosts=hosts,
         process=number,
+        coordinator=coordinator,
         deadline_seconds=config.deadline_seconds,
         barrier_seconds=config.barrier_seconds,
         client=client,
@@ -112,6 +115,14 @@ def process() -> int:
 def host() -> str:
     """The name of the machine, as messages give it."""
     return _job.hosts[_job.process]
+
+
+def address() -> str:
+    """The IPv4 address of this machine in the network of the job."""
+    name, _, port = _job.coordinator.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:  # connecting a datagram socket sends nothing
+        unsent.connect((name, int(port) or 1))
+        return unsent.getsockname()[0]
 
 
 def processes() -> int:
@@ -147,6 +158,17 @@ def broadcast(name: str, decide: Callable[[], Any]) -> Any:
         _job.client.key_value_set(key, json.dumps(decide()))
     with _bounded(name, lambda: [0]):
         return json.loads(_job.client.blocking_key_value_get(key, _milliseconds(_job.barrier_seconds)))
+
+
+def exchange(name: str, own: Any) -> list[Any]:
+    """What each process has, by number: values that JSON holds."""
+    if processes() == 1:
+        return [own]
+    key = f"exchange/{_key(name)}"
+    _job.client.key_value_set(f"{key}/{_job.process}", json.dumps(own))
+    barrier(name)
+    found = dict(_job.client.key_value_dir_get(f"{key}/"))
+    return [json.loads(found[f"{key}/{number}"]) for number in range(processes())]
 
 
 def primary_first(name: str, work: Callable[[], Result]) -> Result:

@@ -20,6 +20,7 @@ from mujica_jax.retrieval.text.corpus import FILE, Hits, Passage, PassageFile, s
 from mujica_jax.retrieval.text.dense import DenseIndex
 from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.text.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
+from mujica_jax.runtime import distributed
 
 Kind = Literal["exact", "bm25", "scann"]
 
@@ -106,15 +107,25 @@ def build(folder: Path, spec: IndexSpec, reporter: Reporter) -> tuple[dict[str, 
 
 
 def open_index(
-    folder: str | Path, embedder: str | None = None, prefixes: str | None = None, recall_target: float | None = None
+    folder: str | Path,
+    embedder: str | None = None,
+    prefixes: str | None = None,
+    recall_target: float | None = None,
+    rows: Literal["host", "job"] = "host",
 ) -> Index:
     """An index, every file of it found whole. Name and prefixes of the embedder are those it was built with where none
     are given, and it is compared with that one.
 
-    `recall_target` below 1 lets the accelerator search approximately.
+    `recall_target` below 1 lets the accelerator search approximately. `rows` of kind exact lie on the devices of this
+    process, or over those of all processes of the job, each of which then opens the index here (`job_search.py`).
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
+    if rows == "job" and manifest["kind"] != "exact":
+        raise UserError(
+            f"task.index_rows is job and the index {folder} is of kind {manifest['kind']}: only rows of kind exact lie "
+            "on devices; set it to host"
+        )
     if "passages" not in manifest:
         raise UserError(f"the index {folder} is of kind {manifest['kind']} and holds no passages: give one that does")
     passages = PassageFile(folder / FILE)
@@ -140,7 +151,12 @@ def open_index(
         target = manifest["recall_target"] if recall_target is None else recall_target
         version += "" if recall_target is None else f"-{recall_target}"
         embeddings = open_embeddings(folder, len(passages), manifest["dimension"], manifest["storage"])
-        vectors = ExactSearch(embeddings, recall_target=target)
+        if rows == "job" and distributed.processes() > 1:
+            from mujica_jax.retrieval.text.job_search import JobSearch
+
+            vectors = JobSearch(embeddings, recall_target=target)
+        else:
+            vectors = ExactSearch(embeddings, recall_target=target)
     return DenseIndex(passages, found.load(), vectors, version=version)
 
 

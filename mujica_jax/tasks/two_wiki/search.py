@@ -25,6 +25,11 @@ def open_passages(config: TwoWikiConfig, records: Sequence[Record]) -> tuple[Ret
     """What is searched, and the passages in which questions have their gold ones. `records` are all questions: the
     passages they come with are the corpus where the data folder has none.
     """
+    if config.index_rows == "job" and (config.index is None or "://" in config.index):
+        raise UserError(
+            f"index_rows is job and index is {config.index}: only an index of kind exact, in a directory, has rows "
+            "that lie on devices; give one, or set index_rows to host"
+        )
     if config.index is not None and config.index.startswith(("http://", "https://")):
         return open_remote(config.index, config.retriever, config.top_k), _corpus(config, records)
     index = _index(config, records)
@@ -72,7 +77,8 @@ def _index(config: TwoWikiConfig, records: Sequence[Record]) -> Index:
             f"retriever is {config.retriever} and the index {config.index} is of kind {kind}: give --task.retriever "
             f"{'bm25' if kind == 'bm25' else 'dense'} or another index"
         )
-    index = open_index(config.index, config.embedder if config.retriever == "dense" else None)
+    embedder = config.embedder if config.retriever == "dense" else None
+    index = open_index(config.index, embedder, rows=config.index_rows)
     if config.top_k > len(index.passages):
         raise UserError(
             f"top_k is {config.top_k} and the index {config.index} holds {len(index.passages):,} passages: lower top_k"
