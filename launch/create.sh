@@ -94,7 +94,8 @@ if [ "$state" = ABSENT ]; then
     if count=$(chips); then
         say "asked for $SLICES x $ACCELERATOR_TYPE ($PROVISIONING): $count chips, about $(awk -v count="$count" -v price="$(price)" 'BEGIN { printf "%.2f", count * price }') dollars an hour from when they are there (launch/prices.tsv); launch/delete.sh ends it"
     fi
-    say "to keep old checkpoints from being billed for ever: gcloud storage buckets update $BUCKET --clear-soft-delete, and a lifecycle rule for what you do not need"
+    rule="{\"rule\": [{\"action\": {\"type\": \"Delete\"}, \"condition\": {\"age\": 30, \"matchesPrefix\": [\"runs/$RUN/learning/\"]}}]}"
+    say "checkpoints are billed for as long as they lie there; to have those of this run deleted after 30 days: echo '$rule' > rule.json; gcloud storage buckets update $BUCKET --lifecycle-file=rule.json --clear-soft-delete"
 else
     say "$TPU_NAME is there already: $state"
 fi

@@ -242,7 +242,6 @@ def test_texts_are_encoded_as_prompts_and_decoded_token_by_token():
     assert JetStreamTokenizer(None, frozenset({0})).encode("a é", is_bos=True, max_prefill_length=16)[1] == 1
 
 
-@pytest.mark.slow
 def test_jetstreams_orchestrator_gives_the_tokens_of_our_generator():
     """In a process of its own: JetStream's threads end theirs on any fault, and it takes over the logging."""
     paths = os.pathsep.join([str(PROGRAM.parent), str(PROGRAM.parent.parent)])

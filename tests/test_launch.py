@@ -104,6 +104,8 @@ def test_the_slices_are_asked_for_as_configured_and_waited_for(cloud):
         ]
     ]
     assert "4 chips, about 2.20 dollars an hour" in said  # 4 x 0.55
+    rule = json.loads(said.partition("echo '")[2].partition("'")[0])["rule"][0]
+    assert rule == {"action": {"type": "Delete"}, "condition": {"age": 30, "matchesPrefix": ["runs/first/learning/"]}}
     assert "WAITING_FOR_RESOURCES" in said and said.count("WAITING") == 1 and said.endswith("mujica: ACTIVE\n")
     again = cloud.done("create.sh")
     assert "mujica is there already: ACTIVE" in again and len(cloud.created) == 1

@@ -5,7 +5,8 @@ Each array goes by itself, and each device receives only the part that the engin
 spans hosts, the target is first seen as one mesh over all of them, (copy, data, fsdp, tensor): every host holds the
 engine's weights once on as many of its devices as its engine has, and once more on each further group of them. One
 transfer, in which all processes take part, brings an array there; then this host's engine takes its own devices' parts
-as an array of its own, without a copy. Called by `inference.engine`.
+as an array of its own, without a copy. Where groups of that size do not fill the hosts (three of four devices), the
+array comes whole to every device first. Called by `inference.engine`.
 """
 
 import math
@@ -17,7 +18,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
-from mujica_jax.errors import UserError
 from mujica_jax.models.sharding import MESH_AXES, shardings_of
 
 COPY = "copy"
@@ -39,29 +39,27 @@ def _to(array: Array, target: Sharding) -> Array:
         return array
     if array.is_fully_addressable:
         return jax.device_put(array, target)
+    by_host: dict[int, list[Any]] = {}
+    for device in sorted(array.sharding.device_set, key=lambda device: device.id):
+        by_host.setdefault(device.process_index, []).append(device)
+    counts, wanted = {len(devices) for devices in by_host.values()}, len(_devices(target))
+    if len(counts) > 1 or max(counts) % wanted:
+        assert isinstance(array.sharding, NamedSharding), "an array over several hosts lies on the trainer's mesh"
+        whole = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+        return jax.device_put(whole.addressable_shards[0].data, target)
     spec = target.spec if isinstance(target, NamedSharding) else PartitionSpec()
-    spread = jax.device_put(array, NamedSharding(_on_every_host(array, target), spec))
+    spread = jax.device_put(array, NamedSharding(_on_every_host(list(by_host.values()), target), spec))
     parts = {part.device: part.data for part in spread.addressable_shards}
     own = [parts[device] for device in _devices(target)]
     return jax.make_array_from_single_device_arrays(array.shape, target, own)
 
 
-def _on_every_host(array: Array, target: Sharding) -> Mesh:
-    """All devices of the array in groups like the target's, those of one host beside each other; the target itself is
-    one of them."""
-    by_host: dict[int, list[Any]] = {}
-    for device in sorted(array.sharding.device_set, key=lambda device: device.id):
-        by_host.setdefault(device.process_index, []).append(device)
-    counts = {len(devices) for devices in by_host.values()}
-    wanted = _devices(target)
-    if len(counts) > 1 or max(counts) % len(wanted):
-        raise UserError(
-            f"engine.tensor {len(wanted)} does not divide the {sorted(counts)} devices that each host trains with: "
-            f"use a divisor of {min(counts)}"
-        )
-    places = [device.local_hardware_id for device in wanted]
+def _on_every_host(by_host: list[list[Any]], target: Sharding) -> Mesh:
+    """All devices in groups like the target's, those of one host beside each other; the target itself is one of
+    them."""
+    places = [device.local_hardware_id for device in _devices(target)]
     shape = tuple(target.mesh.shape.values()) if isinstance(target, NamedSharding) else (1,) * len(MESH_AXES)
-    ordered = [device for devices in by_host.values() for device in _first(devices, places)]
+    ordered = [device for devices in by_host for device in _first(devices, places)]
     return Mesh(np.array(ordered).reshape(len(ordered) // math.prod(shape), *shape), (COPY, *MESH_AXES))
 
 

