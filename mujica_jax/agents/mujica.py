@@ -11,21 +11,19 @@ plain values.
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Sequence
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.agents.episode import Episode
 from mujica_jax.config.schema import MujicaConfig
-from mujica_jax.inference.requests import SamplingParams
-from mujica_jax.models.tokenizer import Tokenizer, neutralise
+from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Entity, Question, Search, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 PLANNER, WORKER = "planner", "worker"  # roles of conversations
-HALF_CHARACTER = "\ufffd"  # what a tokenizer decodes where a cut left some bytes of a character
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +57,8 @@ class Mujica:
         return protocol.system_prompt("planner" if role == PLANNER else "worker", kind, self._config.prompt)
 
 
-class _Episode:
-    """State of one episode: the planner's dialogue, the candidates numbered so far, the searches answered so far."""
+class _Episode(Episode):
+    """With the planner's dialogue and the candidates numbered so far."""
 
     def __init__(
         self,
@@ -71,17 +69,15 @@ class _Episode:
         environment: Environment,
         policy: Policy,
     ) -> None:
-        self._agent, self._tokenizer, self._config, self._attempt = agent, tokenizer, config, attempt
-        self._environment, self._policy = environment, policy
+        super().__init__(tokenizer, config, attempt, environment, policy)
+        self._agent, self._config = agent, config
         self._planner = Dialogue(tokenizer, PLANNER, agent.system_prompt(PLANNER, environment.kind))
         self._candidates = list(attempt.question.candidates) if environment.kind == "graph" else []
-        self._searches: list[Search] = []
         self._workers: list[Conversation] = []
         self._malformed_workers = 0
 
     async def play(self) -> Trajectory:
-        began = time.monotonic()
-        question = self._attempt.question
+        question = self.attempt.question
         self._planner.add_user(protocol.planner_opening(question.text, self._candidates))
         answer, reason = "", StopReason.ITERATION_LIMIT
         for iteration in range(self._config.max_iterations):
@@ -97,29 +93,27 @@ class _Episode:
             except RetrievalError:
                 reason = StopReason.RETRIEVER_FAILED
                 break
-        return Trajectory(
-            question_id=question.id,
-            attempt=self._attempt.number,
-            policy_version=self._policy.version,
-            seed=self._attempt.seed,
-            conversations=(self._planner.record(), *self._workers),
-            answer=answer,
-            counts={"malformed_workers": float(self._malformed_workers)},
-            stop_reason=reason,
-            searches=tuple(self._searches),
-            seconds=time.monotonic() - began,
-        )
+        counts = {"malformed_workers": float(self._malformed_workers)}
+        return self.trajectory((self._planner.record(), *self._workers), answer, reason, counts)
 
     async def _plan(self, iteration: int) -> protocol.PlannerAction:
         state = PlannerState(
-            question=self._attempt.question, candidates=tuple(self._candidates), searches=tuple(self._searches)
+            question=self.attempt.question, candidates=tuple(self._candidates), searches=tuple(self.searches)
         )
-        text, cut = await self._write(self._planner, state, f"{iteration}", continues=True)
-        if cut is not None:
-            return protocol.PlannerAction(refused=cut)
+        stops = protocol.stop_strings(PLANNER, self.environment.kind)
+        written = await self.write(
+            self._planner,
+            f"{iteration}",
+            state=state,
+            stop_strings=stops,
+            continues=True,
+            cut_at=protocol.OBSERVATION,
+        )
+        if written.cut is not None:
+            return protocol.PlannerAction(refused=written.cut)
         return protocol.parse_planner(
-            text,
-            self._environment.kind,
+            written.text,
+            self.environment.kind,
             candidates=len(self._candidates),
             max_searches=self._config.max_searches_per_turn,
         )
@@ -135,7 +129,7 @@ class _Episode:
         first_new = len(self._candidates)
         known = {entity.id for entity in self._candidates}
         for search, conversation, entities in found:
-            self._searches.append(search)
+            self.searches.append(search)
             if conversation is not None:
                 self._workers.append(conversation)
             for entity in entities:
@@ -150,13 +144,16 @@ class _Episode:
     ) -> tuple[Search, Conversation | None, list[Entity]]:
         """One sub-question: retrieve, let the worker read, and name the entities its selection makes searchable."""
         entity = None if call.candidate is None else self._candidates[call.candidate]
-        materials = self._fit(await self._environment.search(call.query, entity))
-        worker = Dialogue(self._tokenizer, WORKER, self._agent.system_prompt(WORKER, self._environment.kind))
+        materials = self.fit(await self.environment.search(call.query, entity))
+        worker = Dialogue(self.tokenizer, WORKER, self._agent.system_prompt(WORKER, self.environment.kind))
         shown = [material.parts for material in materials]
-        worker.add_user(protocol.worker_opening(call.query, shown, self._environment.kind, self._config.prompt))
+        worker.add_user(protocol.worker_opening(call.query, shown, self.environment.kind, self._config.prompt))
         state = WorkerState(query=call.query, entity=entity, materials=materials)
-        text, cut = await self._write(worker, state, f"{iteration}.{number}", continues=False)
-        reply = protocol.parse_worker(text if cut is None else "", materials=len(materials))
+        stops = protocol.stop_strings(WORKER, self.environment.kind)
+        written = await self.write(
+            worker, f"{iteration}.{number}", state=state, stop_strings=stops, cut_at=protocol.OBSERVATION
+        )
+        reply = protocol.parse_worker(written.text if written.cut is None else "", materials=len(materials))
         self._malformed_workers += not reply.well_formed
         search = Search(
             iteration=iteration,
@@ -170,44 +167,3 @@ class _Episode:
         entities = [entity for index in reply.selected for entity in materials[index].entities]
         conversation = worker.record()
         return search, conversation if conversation.turns[-1].role == "model" else None, entities
-
-    async def _write(
-        self, dialogue: Dialogue, state: PlannerState | WorkerState, place: str, *, continues: bool
-    ) -> tuple[str, StopReason | None]:
-        """Let the policy write one turn. Returns its text and, where a limit cut it, which."""
-        room = self._config.max_trajectory_tokens - len(dialogue.token_ids)
-        if room < 1:
-            return "", StopReason.TRAJECTORY_LENGTH
-        attempt, role = self._attempt, PLANNER if isinstance(state, PlannerState) else WORKER
-        params = SamplingParams(
-            max_new_tokens=min(room, self._config.max_turn_tokens),
-            temperature=attempt.temperature,
-            seed=attempt.turn_seed(place),
-            stop_strings=protocol.stop_strings(role, self._environment.kind),
-        )
-        completion = await self._policy.generate(dialogue.token_ids, params, state=state, continues=continues)
-        text = dialogue.add_model(completion, cut_at=protocol.OBSERVATION)
-        if completion.finish_reason != "length":
-            return text, None
-        limited_by_room = room < self._config.max_turn_tokens
-        return text, StopReason.TRAJECTORY_LENGTH if limited_by_room else StopReason.TURN_LENGTH
-
-    def _fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
-        """The first materials that fit max_observation_tokens; the first one is cut to fit rather than left out."""
-        limit = self._config.max_observation_tokens
-        sizes_bytes = [len(neutralise(material.text).encode()) for material in materials]
-        kept: list[Material] = []
-        used = 0
-        for place, material in enumerate(materials):
-            # A byte-level token covers at least one byte, so what is short needs no tokenising to be known to fit.
-            if used + sum(sizes_bytes[place:]) <= limit:
-                return (*kept, *materials[place:])
-            ids = self._tokenizer.encode_plain(material.text)
-            used += len(ids)
-            if used > limit:
-                if not kept:
-                    cut = self._tokenizer.decode(ids[:limit]).rstrip(HALF_CHARACTER)
-                    kept.append(dataclasses.replace(material, text=cut))
-                break
-            kept.append(material)
-        return tuple(kept)

@@ -29,7 +29,8 @@ CHATML_TEMPLATE = (
 )
 # Llama-3.1 templates print the date of the call unless they are told one: a run would not repeat on another day.
 TEMPLATE_DATE = "26 Jul 2024"
-TAG_PATTERN = re.compile(rf"<(\s*/?\s*(?:{'|'.join(PROTOCOL_TAGS)})\s*/?\s*)>", re.IGNORECASE)
+UNTRUSTED_TAGS = (*PROTOCOL_TAGS, "reflect")  # neutralised in what comes from outside; the last one is no token
+TAG_PATTERN = re.compile(rf"<(\s*/?\s*(?:{'|'.join(UNTRUSTED_TAGS)})\s*/?\s*)>", re.IGNORECASE)
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 

@@ -1,0 +1,114 @@
+"""What episodes of all agents share: a turn within its limits, a search whose materials fit, the record at the end."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+from mujica_jax.agents import protocol
+from mujica_jax.agents.agent import Attempt, Policy
+from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.config.agents import AgentLimits
+from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.models.tokenizer import Tokenizer, neutralise
+from mujica_jax.records import Conversation, Search, StopReason, Trajectory
+from mujica_jax.tasks.task import Environment, Material
+
+HALF_CHARACTER = "\ufffd"  # what a tokenizer decodes where a cut left some bytes of a character
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """One turn of the model."""
+
+    text: str
+    cut: StopReason | None = None  # the limit that ended it
+    completion: Completion | None = None  # None where no room was left to write
+
+
+class Episode:
+    """State of one episode, and the ways in which an agent plays it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, limits: AgentLimits, attempt: Attempt, environment: Environment, policy: Policy
+    ) -> None:
+        self.tokenizer, self.limits, self.attempt = tokenizer, limits, attempt
+        self.environment, self.policy = environment, policy
+        self.searches: list[Search] = []
+        self._began = time.monotonic()
+
+    async def write(
+        self,
+        dialogue: Dialogue,
+        place: str,
+        *,
+        state: object,
+        stop_strings: tuple[str, ...],
+        continues: bool = False,
+        cut_at: str | None = None,
+    ) -> Written:
+        """Let the policy write one turn. `place` is unique in the episode; where the stop string `cut_at` ended the
+        turn, it is left out.
+        """
+        room = self.limits.max_trajectory_tokens - len(dialogue.token_ids)
+        if room < 1:
+            return Written(text="", cut=StopReason.TRAJECTORY_LENGTH)
+        params = SamplingParams(
+            max_new_tokens=min(room, self.limits.max_turn_tokens),
+            temperature=self.attempt.temperature,
+            seed=self.attempt.turn_seed(place),
+            stop_strings=stop_strings,
+        )
+        completion = await self.policy.generate(dialogue.token_ids, params, state=state, continues=continues)
+        text = dialogue.add_model(completion, cut_at=cut_at)
+        if completion.finish_reason != "length":
+            return Written(text=text, completion=completion)
+        limited_by_room = room < self.limits.max_turn_tokens
+        cut = StopReason.TRAJECTORY_LENGTH if limited_by_room else StopReason.TURN_LENGTH
+        return Written(text=text, cut=cut, completion=completion)
+
+    def fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
+        """The first materials that fit max_observation_tokens; the first one is cut to fit rather than left out."""
+        limit = self.limits.max_observation_tokens
+        sizes_bytes = [len(neutralise(material.text).encode()) for material in materials]
+        kept: list[Material] = []
+        used = 0
+        for place, material in enumerate(materials):
+            # A byte-level token covers at least one byte, so what is short needs no tokenising to be known to fit.
+            if used + sum(sizes_bytes[place:]) <= limit:
+                return (*kept, *materials[place:])
+            ids = self.tokenizer.encode_plain(material.text)
+            used += len(ids)
+            if used > limit:
+                if not kept:
+                    cut = self.tokenizer.decode(ids[:limit]).rstrip(HALF_CHARACTER)
+                    kept.append(dataclasses.replace(material, text=cut))
+                break
+            kept.append(material)
+        return tuple(kept)
+
+    async def search_passages(self, query: str, iteration: int) -> tuple[Material, ...]:
+        """What one search finds, recorded as one that the model reads itself. Raises RetrievalError."""
+        found = self.fit(await self.environment.search(query, None))
+        texts = tuple(protocol.one_line(material.text) for material in found)
+        self.searches.append(Search(iteration=iteration, query=query, materials=texts, found=bool(texts)))
+        return found
+
+    def trajectory(
+        self,
+        conversations: Sequence[Conversation],
+        answer: str,
+        reason: StopReason,
+        counts: Mapping[str, float] | None = None,
+    ) -> Trajectory:
+        return Trajectory(
+            question_id=self.attempt.question.id,
+            attempt=self.attempt.number,
+            policy_version=self.policy.version,
+            seed=self.attempt.seed,
+            conversations=tuple(conversations),
+            answer=answer,
+            counts=dict(counts or {}),
+            stop_reason=reason,
+            searches=tuple(self.searches),
+            seconds=time.monotonic() - self._began,
+        )
