@@ -233,7 +233,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
         "split": config.eval.split,
         "agent": config.agent.kind,
         **policy.about(),
-        "prompt": config.agent.prompt,
+        "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
         "seed": config.seed,
         "temperature": config.eval.temperature,
     }

@@ -78,14 +78,24 @@ _SENTENCE = re.compile(r"<sentence>(.*?)</sentence>", re.DOTALL)
 _INDEX = re.compile(r"\[\s*(-?\d{1,6})\s*\]")
 
 
+def without_thoughts(text: str) -> str:
+    return _THINK.sub("", text)
+
+
+def parse_answer(text: str) -> str | None:
+    """The final answer that a turn gives, outside of its thoughts."""
+    answer = _ANSWER.search(without_thoughts(text))
+    return None if answer is None else one_line(answer[1])
+
+
 def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int) -> PlannerAction:
     """Read one planner turn. `candidates` is how many are numbered so far; thoughts are not read.
 
     An answer ends the episode even where the turn also searches: searching on after an answer has no meaning.
     """
-    said = _THINK.sub("", text)
-    if answer := _ANSWER.search(said):
-        return PlannerAction(answer=one_line(answer[1]))
+    said = without_thoughts(text)
+    if (answer := parse_answer(text)) is not None:
+        return PlannerAction(answer=answer)
     if kind == "graph":
         calls = [
             SearchCall(query=one_line(query), candidate=int(number))
@@ -106,7 +116,7 @@ def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_sear
 
 def parse_worker(text: str, *, materials: int) -> WorkerReply:
     """Read one worker turn. Indexes of materials that were not shown are dropped; [-1] selects nothing."""
-    said = _THINK.sub("", text)
+    said = without_thoughts(text)
     select, sentence = _SELECT.search(said), _SENTENCE.search(said)
     if select is None or sentence is None or not one_line(sentence[1]):
         return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=False)

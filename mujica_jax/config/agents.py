@@ -6,9 +6,8 @@ from typing import ClassVar, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AgentLimits:
-    """Prompt and limits, each with its unit."""
+    """Each with its unit."""
 
-    prompt: Literal["brief", "zero_shot", "few_shot"]  # brief: one line, for models that were trained on the format
     max_turn_tokens: int  # tokens one model turn may generate
     max_trajectory_tokens: int  # tokens a conversation may hold, context included
     max_observation_tokens: int  # tokens of materials shown to a model at once; further materials are left out
@@ -20,7 +19,14 @@ class AgentLimits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MujicaConfig(AgentLimits):
+class PromptedAgent(AgentLimits):
+    """With a choice of prompts."""
+
+    prompt: Literal["brief", "zero_shot", "few_shot"]  # brief: one line, for models that were trained on the format
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MujicaConfig(PromptedAgent):
     """Planner and workers."""
 
     kind: Literal["mujica"] = "mujica"
@@ -31,3 +37,73 @@ class MujicaConfig(AgentLimits):
     @property
     def max_turns_at_once(self) -> int:
         return self.max_searches_per_turn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SingleConfig(PromptedAgent):
+    """One model that searches and reads in one conversation."""
+
+    kind: Literal["single"] = "single"
+    implementation: ClassVar[str] = "mujica_jax.agents.single:Single"
+    style: Literal["reflect", "search_r1"] = "reflect"  # the tags of its turns
+    max_searches: int = 4  # before the episode ends without an answer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaselineConfig(AgentLimits):
+    """Prompt-only baselines, one a kind; `agents/baselines.py` says what each does."""
+
+    kind: str
+    implementation: ClassVar[str] = "mujica_jax.agents.baselines:Baseline"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DirectConfig(BaselineConfig):
+    kind: Literal["direct"] = "direct"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChainOfThoughtConfig(BaselineConfig):
+    kind: Literal["chain_of_thought"] = "chain_of_thought"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RagConfig(BaselineConfig):
+    kind: Literal["rag"] = "rag"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SkrConfig(BaselineConfig):
+    kind: Literal["skr"] = "skr"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IterRetGenConfig(BaselineConfig):
+    kind: Literal["iter_retgen"] = "iter_retgen"
+    max_searches: int = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IrcotConfig(BaselineConfig):
+    kind: Literal["ircot"] = "ircot"
+    max_searches: int = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchO1Config(BaselineConfig):
+    kind: Literal["search_o1"] = "search_o1"
+    max_searches: int = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReactConfig(BaselineConfig):
+    kind: Literal["react"] = "react"
+    max_searches: int = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlareConfig(BaselineConfig):
+    kind: Literal["flare"] = "flare"
+    max_searches: int = 4
+    max_sentences: int = 8
+    min_probability: float = 0.4  # of a token; a sentence with a less likely one is searched for

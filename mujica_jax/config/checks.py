@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from mujica_jax.config.agents import PromptedAgent
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
+ON_GRAPHS = ("mujica", "direct", "chain_of_thought")  # agents that search a graph, or nothing
 MIN: Mapping[str, int | float] = {  # smallest value of a field, where the section has it
     "model.hidden_size": 1,
     "model.intermediate_size": 1,
@@ -23,6 +25,8 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "model.head_dim": 2,
     "agent.max_iterations": 1,
     "agent.max_searches_per_turn": 1,
+    "agent.max_searches": 1,
+    "agent.max_sentences": 1,
     "agent.max_turn_tokens": 1,
     "agent.max_trajectory_tokens": 1,
     "agent.max_observation_tokens": 1,
@@ -111,6 +115,7 @@ def check(config: Config) -> None:
         )
     check_engine(config)
     check_limits(config.agent)
+    check_agent(config)
     check_rows(config.trainer)
     check_distributed(config.distributed)
 
@@ -119,6 +124,26 @@ def check_engine(config: Any) -> None:
     """The section `engine` of a configuration, or of other arguments that have one."""
     _check_least(config, {name: least for name, least in MIN.items() if name.startswith("engine.")})
     _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
+
+
+def check_agent(config: Config) -> None:
+    """What an agent reads and learns from is there."""
+    kind, warmup = config.agent.kind, config.warmup
+    if getattr(config.task, "environment", None) == "graph" and kind not in ON_GRAPHS:
+        raise UserError(
+            f"agent.kind is {kind}, which reads passages, and task.environment is graph: add --task.environment text, "
+            f"or choose {' or '.join(ON_GRAPHS)}"
+        )
+    if warmup.steps and warmup.source == "scripted" and kind != "mujica":
+        raise UserError(
+            f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica for {warmup.steps} steps: give "
+            "--warmup.steps 0 with a checkpoint that knows the format, or choose mujica"
+        )
+    if warmup.steps and warmup.source == "few_shot" and not isinstance(config.agent, PromptedAgent):
+        raise UserError(
+            f"agent.kind is {kind}, which has no worked examples, and warmup.source is few_shot: choose "
+            "mujica or single"
+        )
 
 
 def check_limits(agent: AgentConfig) -> None:

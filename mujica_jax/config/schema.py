@@ -12,7 +12,19 @@ for a method. A new kind is a dataclass, in this file or its own, and its name i
 import dataclasses
 from typing import ClassVar, Literal
 
-from mujica_jax.config.agents import MujicaConfig
+from mujica_jax.config.agents import (
+    ChainOfThoughtConfig,
+    DirectConfig,
+    FlareConfig,
+    IrcotConfig,
+    IterRetGenConfig,
+    MujicaConfig,
+    RagConfig,
+    ReactConfig,
+    SearchO1Config,
+    SingleConfig,
+    SkrConfig,
+)
 
 DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 
@@ -23,6 +35,8 @@ class TinyWorldConfig:
 
     kind: Literal["tiny_world"] = "tiny_world"
     implementation: ClassVar[str] = "mujica_jax.tasks.tiny_world.world:build"
+    environment: Literal["graph", "text"] = "graph"  # triples of an entity, or a passage of each entity's facts
+    top_k: int = 3  # of passages: how many a search shows
     train_questions: int  # questions MyGO may sample
     demonstrations: int  # fixed scripted demonstrations for the warm-up
     dev_questions: int  # held-out questions over entities never seen in training, for choices
@@ -90,7 +104,19 @@ class ModelConfig:
     embedding_range: float = 0.05
 
 
-AgentConfig = MujicaConfig
+AgentConfig = (
+    MujicaConfig
+    | SingleConfig
+    | DirectConfig
+    | ChainOfThoughtConfig
+    | RagConfig
+    | SkrConfig
+    | IterRetGenConfig
+    | IrcotConfig
+    | SearchO1Config
+    | ReactConfig
+    | FlareConfig
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ def job(
     return ended
 
 
-def numbers(directory: Path) -> dict:
+def numbers(directory: Path, evaluations: int = 4) -> dict:
     """The outcome, with what was said in the evaluations: their log-probabilities are rounded as the questions are
     dealt out.
     """
@@ -100,7 +100,7 @@ def numbers(directory: Path) -> dict:
     del found["evaluations"]
     files = sorted((directory / "eval").glob("*.parquet"))
     said = [[c for t in shards.decode(f.read_bytes(), f.name) for c in t.conversations] for f in files]
-    assert len(said) == 4
+    assert len(said) == evaluations
     return found | {"said": [[[turn.token_ids for turn in c.turns] for c in spoken] for spoken in said]}
 
 
@@ -178,9 +178,9 @@ def test_a_mistake_is_told_once_by_each_process(tmp_path):
 
 CUT_LAYERS = 2
 INIT = """
-    --pretraining.documents 0 --pretraining.steps 0 --warmup.pretraining-share 0 --warmup.steps 8
-    --warmup.learning-rate 1e-3 --warmup.end-learning-rate 1e-4 --method.rounds 1 --method.learning-rate 3e-4
-    --method.end-learning-rate 3e-5 --trainer.rows-per-step 8 --engine.tensor 3
+    --pretraining.documents 0 --pretraining.steps 0 --warmup.pretraining-share 0 --warmup.steps 40
+    --warmup.learning-rate 3e-3 --warmup.end-learning-rate 3e-4 --sampling.temperature 0.3 --method.rounds 1
+    --method.learning-rate 3e-4 --method.end-learning-rate 3e-5 --trainer.rows-per-step 8 --engine.tensor 3
 """.split()
 
 
@@ -211,16 +211,16 @@ def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_sm
         assert {process.status for process in ended} == {0}, [process.messages for process in ended]
         runs[processes] = directory
         score(directory, processes, devices=8)
-    alone, both = (numbers(directory) for directory in runs.values())
+    alone, both = (numbers(directory, evaluations=3) for directory in runs.values())
     assert both["said"] == alone["said"]
     assert both["shards"].keys() == alone["shards"].keys() and both["thresholds"] == alone["thresholds"]
     losses = [[line["loss"] for line in json_lines(of / "metrics.jsonl") if "loss" in line] for of in runs.values()]
-    assert len(losses[0]) > 8 and losses[1] == pytest.approx(losses[0], rel=0, abs=1e-4)
+    assert len(losses[0]) > 2 and losses[1] == pytest.approx(losses[0], rel=0, abs=1e-4)
     for policy in ("000000", "000001"):
         first, second = (load_file(of / "policies" / policy / "model" / "model.safetensors") for of in runs.values())
         assert max(float(np.abs(first[name] - second[name]).max()) for name in first) < 1e-4
-    scores = [json.loads((of / "scores" / "tiny_world-text-test.json").read_text()) for of in runs.values()]
-    assert scores[0]["greedy"]["questions"] == 16
+    scores = [json.loads((of / "scores" / "tiny_world-graph-dev.json").read_text()) for of in runs.values()]
+    assert scores[0]["greedy"]["questions"] == 12
     kept = [{kind: {**of[kind], "seconds": 0} for kind in ("greedy", "sampled")} for of in scores]
     assert kept[0] == kept[1]
 

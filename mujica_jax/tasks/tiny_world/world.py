@@ -10,12 +10,15 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import cast
 
 from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Evidence, GoldPassage, Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
+from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material, Split
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
@@ -29,6 +32,7 @@ LIMITS = {  # inclusive bounds of the configuration
     "dev_questions": (1, 100_000),
     "test_questions": (1, 100_000),
     "augmented_copies": (0, 100),
+    "top_k": (1, 100),
     "facts_per_entity": (4, 13),  # a city has 4 facts, a person at most 13
     "distractor_names": (0.0, 1.0),
     "missing_facts": (0.0, 1.0),
@@ -88,10 +92,10 @@ class TinyGraph:
 class TinyWorld:
     name = "tiny_world"
     rule: Rule = "two_wiki"
-    environment_kind: EnvironmentKind = "graph"
 
     def __init__(self, config: TinyWorldConfig) -> None:
         self.config = config
+        self.environment_kind: EnvironmentKind = config.environment
         self.graph = TinyGraph(self)
         self._sizes: dict[Part, int] = {
             "train": config.train_questions,
@@ -102,18 +106,33 @@ class TinyWorld:
         self._part = cache(lambda part, copy=0: WorldPart(part, config, self._sizes[part], copy))
         self._plans = cache(lambda part: draw_plans(self._part(part), config, self._sizes[part]))
         self._list = cache(self._written_out)
+        self._passages = cache(self._searched_passages)
 
     def questions(self, split: Split) -> list[Question]:
         return self._list(split)
 
     def environment(self, question: Question) -> Environment:
-        del question  # all are answered in the one graph
-        return self.graph
+        """The one graph, or the passages of the question's part."""
+        if self.config.environment == "graph":
+            return self.graph
+        part, _, rest = question.id.removeprefix("tiny-").partition("-")
+        return self._passages(cast(Part, part), int(rest.partition("-")[2] or 0))
 
     def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
         """The originals, then copy after copy."""
         for copy in range(1 + self.config.augmented_copies):
-            yield from ((question, self.graph) for question in self._list("demonstration", copy))
+            yield from ((question, self.environment(question)) for question in self._list("demonstration", copy))
+
+    def _searched_passages(self, part: Part, copy: int) -> Environment:
+        from mujica_jax.retrieval.retriever import IndexRetriever
+        from mujica_jax.retrieval.text.bm25 import Bm25Index
+
+        owner = self._part(part, copy)
+        passages = [
+            Passage(id=_key(owner, number), title=label, text=_passage_text(owner, number))
+            for number, label in enumerate(owner.labels)
+        ]
+        return TextEnvironment(IndexRetriever(Bm25Index(passages, "default"), inline=True), self.config.top_k)
 
     def _written_out(self, part: Part, copy: int = 0) -> list[Question]:
         owner = self._part(part, copy)
@@ -172,7 +191,7 @@ def _question(part: WorldPart, place: int, plan: Plan) -> Question:
         id=f"tiny-{part.part}-{place:06d}" + (f"-{part.copy}" if part.copy else ""),
         text=wording.format(**dict(zip("ab", topics, strict=False))),
         answers=(template.answer(topics, [_label(part, chain[-1]) for chain in plan.chains]),),
-        candidates=tuple(_entity(part, topic) for topic in plan.topics),
+        candidates=tuple(_entity(part, topic) for topic in plan.topics),  # read by graphs alone
         gold_passages=_gold_passages(part, evidences),
         evidences=evidences,
         kind=template.kind,

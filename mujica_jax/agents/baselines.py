@@ -1,0 +1,279 @@
+"""Prompt-only baselines: published ways of answering with and without retrieval, on the same records and environments.
+
+    direct            the question alone
+    chain_of_thought  the question alone, reasoning first (Wei et al., 2022)
+    rag               one search for the question, then the answer
+    iter_retgen       searches with the question and the last answer's reasoning, a few times (Shao et al., 2023)
+    ircot             each sentence of the reasoning is the next query (Trivedi et al., 2023)
+    search_o1         searches within the reasoning; a second prompt reduces what was found to what helps (Li et al.,
+                      2025)
+    react             Thought, Action: Search[...] or Finish[...], Observation (Yao et al., 2023)
+    flare             a sentence with an unlikely token is written again after a search for its likely ones (Jiang et
+                      al., 2023)
+    skr               the model says whether it needs a search (the prompt of Wang et al., 2023)
+
+The wording of the prompts is ours, and all but ReAct close with <answer>. Each call of the model is a turn of a
+conversation of its own, the one that gave the answer first, except in Search-o1 and ReAct, which go on with theirs.
+Only what the model generated is parsed.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from mujica_jax.agents import protocol
+from mujica_jax.agents.agent import Attempt, Policy
+from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.agents.episode import Episode, Written
+from mujica_jax.agents.single import INFORMATION, information
+from mujica_jax.agents.single import parse as parse_search
+from mujica_jax.config.agents import BaselineConfig
+from mujica_jax.errors import UserError
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.records import Conversation, StopReason, Trajectory
+from mujica_jax.retrieval.errors import RetrievalError
+from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
+
+ANSWERS, READER = "answers", "reader"  # roles of conversations
+_ANSWER = "Write only the final answer, as short as possible, inside <answer> ... </answer>."
+_REASON = "Reason step by step inside <think> ... </think>, then answer.\n"
+_PASSAGES = "You answer a question from the passages that are shown, and from what you know.\n"
+PROMPTS = {
+    "direct": f"You answer questions from what you know.\n{_ANSWER}",
+    "chain_of_thought": f"You answer questions from what you know.\n{_REASON}{_ANSWER}",
+    "rag": _PASSAGES + _ANSWER,
+    "iter_retgen": _PASSAGES + _REASON + _ANSWER,
+    "ircot": (
+        f"{_PASSAGES}You are shown the reasoning so far. Write its next sentence, on one line, which names the fact "
+        f"that comes next; each sentence is used to search for more passages.\nWhen nothing is missing: {_ANSWER}"
+    ),
+    "search_o1": (
+        "You answer questions by reasoning, and may search while you do.\n"
+        "Where a fact is missing, write a query inside <search> ... </search>; you then receive what was found inside "
+        f"<information> ... </information>, and reason on.\n{_ANSWER}"
+    ),
+    "react": (
+        "You answer questions by turns of thought and action. Each turn is two lines:\n"
+        "Thought: what is known and what is missing\n"
+        "Action: Search[a query], or Finish[the final answer, as short as possible]\n"
+        "After a search you receive an observation."
+    ),
+    "flare": (
+        f"{_PASSAGES}You are shown the reasoning so far. Write its next sentence, on one line.\n"
+        f"When nothing is missing: {_ANSWER}"
+    ),
+    "skr": ("Do you need to look something up to answer the question? Write Yes or No inside <answer> ... </answer>."),
+}
+READ_DOCUMENTS = (
+    "You are shown the reasoning about a question so far, the query that it led to, and the passages found. Write what "
+    "the passages say that helps, in one or two sentences, inside <sentence> ... </sentence>. If nothing helps, the "
+    f"sentence is: {protocol.NOTHING_FOUND}"
+)
+_ANSWERED = ("</answer>",)
+_SENTENCE = re.compile(r"<sentence>(.*?)</sentence>", re.DOTALL)
+_REACT = re.compile(r"Action:\s*(Search|Finish)\[(.*?)\]", re.DOTALL)
+OBSERVATION = "Observation:"
+
+
+class Baseline:
+    """Implements `Agent`: the kind that the configuration names."""
+
+    def __init__(self, tokenizer: Tokenizer, config: BaselineConfig) -> None:
+        self._tokenizer, self._config = tokenizer, config
+
+    def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
+        del kind
+        return READ_DOCUMENTS if role == READER else PROMPTS[self._config.kind]
+
+    async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
+        playing = _Playing(self._tokenizer, self._config, attempt, environment, policy)
+        try:
+            answer, reason = await getattr(playing, self._config.kind)()
+        except _Cut as cut:
+            answer, reason = "", cut.reason
+        except RetrievalError:
+            answer, reason = "", StopReason.RETRIEVER_FAILED
+        return playing.trajectory(playing.conversations[::-1], answer, reason)
+
+
+class _Cut(Exception):
+    """A turn that a limit ended."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+Outcome = tuple[str, StopReason]
+
+
+class _Playing(Episode):
+    """One method a kind; each returns the answer and why the episode ended."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, config: BaselineConfig, attempt: Attempt, environment: Environment, policy: Policy
+    ) -> None:
+        super().__init__(tokenizer, config, attempt, environment, policy)
+        self._config: Any = config  # of the kind whose method is played
+        self._question = protocol.one_line(attempt.question.text)
+        self._asked = 0
+        self.conversations: list[Conversation] = []  # as they ended
+
+    async def direct(self) -> Outcome:
+        return _outcome(await self._ask("direct", self._opening()))
+
+    async def chain_of_thought(self) -> Outcome:
+        return _outcome(await self._ask("chain_of_thought", self._opening()))
+
+    async def rag(self) -> Outcome:
+        return _outcome(await self._ask("rag", self._opening(await self.search_passages(self._question, 0))))
+
+    async def iter_retgen(self) -> Outcome:
+        said = ""
+        for iteration in range(self._config.max_searches):
+            query = protocol.one_line(f"{self._question} {_untagged(said)}")
+            said = await self._ask("iter_retgen", self._opening(await self.search_passages(query, iteration)))
+        return _outcome(said)
+
+    async def ircot(self) -> Outcome:
+        sentences: list[str] = []
+        passages = list(await self.search_passages(self._question, 0))
+        for iteration in range(1, self._config.max_searches + 1):
+            said = await self._next_sentence("ircot", passages, sentences)
+            if protocol.parse_answer(said) is not None or iteration == self._config.max_searches:
+                return _outcome(said)
+            if not (sentence := protocol.one_line(_untagged(said))):
+                return "", StopReason.NO_ACTION
+            sentences.append(sentence)
+            known = {material.text for material in passages}
+            found = await self.search_passages(sentence, iteration)
+            # what came last is what the next sentence needs most
+            passages = [material for material in found if material.text not in known] + passages
+        return "", StopReason.ITERATION_LIMIT
+
+    async def flare(self) -> Outcome:
+        sentences: list[str] = []
+        passages: list[Material] = []
+        for iteration in range(self._config.max_sentences):
+            written = await self._next("flare", passages, sentences)
+            if (query := self._likely(written)) and len(self.searches) < self._config.max_searches:
+                passages = list(await self.search_passages(query, iteration))
+                written = await self._next("flare", passages, sentences)
+            if protocol.parse_answer(written.text) is not None:
+                return _outcome(written.text)
+            if not (sentence := protocol.one_line(_untagged(written.text))):
+                return "", StopReason.NO_ACTION
+            sentences.append(sentence)
+        return "", StopReason.ITERATION_LIMIT
+
+    async def skr(self) -> Outcome:
+        said = protocol.parse_answer(await self._ask("skr", self._opening()))
+        if said is None:
+            return "", StopReason.NO_ACTION
+        return await (self.direct() if said.casefold().startswith("no") else self.rag())
+
+    async def search_o1(self) -> Outcome:
+        dialogue = Dialogue(self.tokenizer, ANSWERS, PROMPTS["search_o1"])
+        dialogue.add_user(self._opening())
+        try:
+            for turn in range(self._config.max_searches + 1):
+                said = await self._turn(dialogue, ("</search>", "</answer>", INFORMATION), INFORMATION)
+                answer, query = parse_search(said)
+                if answer is not None or query is None:
+                    return _outcome(said)
+                if turn < self._config.max_searches:
+                    dialogue.add_user(f"Found:\n{await self._reduced(dialogue, query, turn)}")
+            return "", StopReason.ITERATION_LIMIT
+        finally:
+            self.conversations.append(dialogue.record())
+
+    async def react(self) -> Outcome:
+        dialogue = Dialogue(self.tokenizer, ANSWERS, PROMPTS["react"])
+        dialogue.add_user(self._opening())
+        try:
+            for turn in range(self._config.max_searches + 1):
+                action = _REACT.search(await self._turn(dialogue, ("]", OBSERVATION), OBSERVATION))
+                if action is None or not (said := protocol.one_line(action[2])):
+                    return "", StopReason.NO_ACTION
+                if action[1] == "Finish":
+                    return said, StopReason.ANSWERED
+                if turn < self._config.max_searches:
+                    dialogue.add_user(f"{OBSERVATION} {information(await self.search_passages(said, turn))}")
+            return "", StopReason.ITERATION_LIMIT
+        finally:
+            self.conversations.append(dialogue.record())
+
+    async def _reduced(self, dialogue: Dialogue, query: str, iteration: int) -> str:
+        """Reason-in-documents: a conversation of its own that reads the passages for the one that reasons."""
+        found = await self.search_passages(query, iteration)
+        reasoning = " ".join(turn.text for turn in dialogue.record().turns if turn.role == "model")
+        lines = [self._opening(), f"Reasoning: {protocol.one_line(reasoning)}", f"Query: {query}", information(found)]
+        said = await self._ask(READER, "\n".join(lines), ("</sentence>",))
+        sentence = _SENTENCE.search(protocol.without_thoughts(said))
+        return protocol.NOTHING_FOUND if sentence is None else protocol.one_line(sentence[1])
+
+    def _opening(self, passages: Sequence[Material] = (), sentences: Sequence[str] = ()) -> str:
+        lines = [information(self.fit(passages))] if passages else []
+        lines.append(f"Question: {self._question}")
+        if sentences:
+            lines.append(f"Reasoning so far: {' '.join(sentences)}")
+        return "\n".join(lines)
+
+    async def _ask(self, prompt: str, text: str, stop_strings: tuple[str, ...] = _ANSWERED) -> str:
+        """A conversation of one turn. Raises _Cut."""
+        return (await self._ask_for_turn(prompt, text, stop_strings)).text
+
+    async def _ask_for_turn(self, prompt: str, text: str, stop_strings: tuple[str, ...]) -> Written:
+        role = READER if prompt == READER else ANSWERS
+        dialogue = Dialogue(self.tokenizer, role, READ_DOCUMENTS if role == READER else PROMPTS[prompt])
+        dialogue.add_user(text)
+        try:
+            return await self._written(dialogue, stop_strings, continues=False)
+        finally:
+            self.conversations.append(dialogue.record())
+
+    async def _turn(self, dialogue: Dialogue, stop_strings: tuple[str, ...], cut_at: str) -> str:
+        return (await self._written(dialogue, stop_strings, continues=True, cut_at=cut_at)).text
+
+    async def _written(
+        self, dialogue: Dialogue, stop_strings: tuple[str, ...], *, continues: bool, cut_at: str | None = None
+    ) -> Written:
+        place, self._asked = str(self._asked), self._asked + 1
+        written = await self.write(
+            dialogue, place, state=None, stop_strings=stop_strings, continues=continues, cut_at=cut_at
+        )
+        if written.cut is not None:
+            raise _Cut(written.cut)
+        return written
+
+    async def _next(self, prompt: str, passages: Sequence[Material], sentences: Sequence[str]) -> Written:
+        return await self._ask_for_turn(prompt, self._opening(passages, sentences), ("\n", "</answer>"))
+
+    async def _next_sentence(self, prompt: str, passages: Sequence[Material], sentences: Sequence[str]) -> str:
+        return (await self._next(prompt, passages, sentences)).text
+
+    def _likely(self, written: Written) -> str:
+        """The sentence without its unlikely tokens, where it has some; the question where nothing else is left."""
+        assert written.completion is not None, "a turn that is not cut was written"
+        ids, logprobs = written.completion.token_ids, written.completion.logprobs
+        if logprobs is None:
+            raise UserError("agent.kind is flare, which reads log-probabilities, and the endpoint gives none")
+        words = len(ids) - (written.completion.finish_reason == "stop")  # without the stop token
+        least = math.log(self._config.min_probability)
+        kept = [id for id, of in zip(ids[:words], logprobs, strict=False) if of >= least]
+        if len(kept) == words:
+            return ""
+        return protocol.one_line(_untagged(self.tokenizer.decode(kept))) or self._question
+
+
+def _outcome(said: str) -> Outcome:
+    answer = protocol.parse_answer(said)
+    return ("", StopReason.NO_ACTION) if answer is None else (answer, StopReason.ANSWERED)
+
+
+_TAG = re.compile(r"</?[a-z]+>|<\|[a-z_]+\|>")
+
+
+def _untagged(text: str) -> str:
+    return _TAG.sub(" ", text)
