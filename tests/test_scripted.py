@@ -1,6 +1,7 @@
 """Scripted demonstrations are right, follow the gold chain, and are read by the parser as they were meant."""
 
 import asyncio
+import dataclasses
 
 import pytest
 from little_agent import CONFIG, LittleWorld, agent, attempt, rewarded, tokenizer
@@ -51,6 +52,16 @@ def play_all(world: TinyWorld, policy: ScriptedPolicy | None = None, **limits) -
 @pytest.fixture(scope="module")
 def played(world) -> list[tuple[Question, Trajectory]]:
     return play_all(world, **WIDE)
+
+
+def test_over_passages_of_the_same_facts_every_demonstration_earns_it_too(world):
+    passages = tiny_world.build(dataclasses.replace(world.config, environment="text"))
+    played = play_all(passages, **WIDE)
+    assert len(played) == 200 and {trajectory.reward for _, trajectory in played} == {1.0}
+    assert all(search.entity == "" for _, trajectory in played for search in trajectory.searches)
+    question = passages.questions("test")[0]
+    found = asyncio.run(passages.environment(question).search(question.gold_passages[0].title, None))
+    assert found[0].text == f"{question.gold_passages[0].title}: {question.gold_passages[0].text}" and len(found) <= 3
 
 
 def test_every_demonstration_of_every_kind_earns_the_full_reward(played):
