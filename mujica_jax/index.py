@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mujica_jax.config.schema import DEFAULT_EMBEDDER
+from mujica_jax.config.tasks import DEFAULT_EMBEDDER
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.runtime.standard_output import run_program
 

@@ -23,6 +23,7 @@ from mujica_jax.config import schema as config_module
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import CONFIG_FOLDER, command_line, from_dict, load_config
 from mujica_jax.config.schema import (
+    AgentConfig,
     Config,
     DistributedConfig,
     EngineConfig,
@@ -31,10 +32,12 @@ from mujica_jax.config.schema import (
     ModelConfig,
     MujicaConfig,
     MygoConfig,
+    PassageSearch,
     PretrainingConfig,
     ProfileConfig,
     RemoteConfig,
     SamplingConfig,
+    TaskConfig,
     TinyWorldConfig,
     TrainerConfig,
     TwoWikiConfig,
@@ -79,6 +82,12 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     MetricsConfig: ("metrics", "config"),
     ProfileConfig: ("profile", "config"),
     RemoteConfig: ("remote",),
+    PassageSearch: ("config",),
+}
+SECTIONS |= {
+    kind: ("config", "_config", "limits", "agent")
+    for kind in (*AgentConfig.__args__, *TaskConfig.__args__)
+    if kind not in SECTIONS
 }
 FIELDS = [  # `kind` says which section it is
     (kind, field.name) for kind in SECTIONS for field in dataclasses.fields(kind) if field.name != "kind"

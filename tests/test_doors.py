@@ -48,7 +48,7 @@ def test_another_kind_asks_for_the_fields_that_are_missing(capsys):
         command_line(["--task.kind", "two_wiki", "--task.environment", "text"], default="tiny_world")
     assert ended.value.code == 2
     said = capsys.readouterr()
-    for flag in ("data-dir", "hold-out-percent", "top-k"):
+    for flag in ("data-dir", "hold-out-percent"):
         assert f"--task.{flag}" in said.out + said.err
     assert "--task.dev-questions" not in said.out + said.err
 

@@ -25,8 +25,16 @@ from mujica_jax.config.agents import (
     SingleConfig,
     SkrConfig,
 )
-
-DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
+from mujica_jax.config.tasks import (
+    AmbigQaConfig,
+    BamboogleConfig,
+    HotpotConfig,
+    MusiqueConfig,
+    NaturalQuestionsConfig,
+    PassageSearch,
+    PopQaConfig,
+    TriviaQaConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,7 @@ class TinyWorldConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoWikiConfig:
+class TwoWikiConfig(PassageSearch):
     """Real 2WikiMultihopQA in its official record formats."""
 
     kind: Literal["two_wiki"] = "two_wiki"
@@ -61,29 +69,28 @@ class TwoWikiConfig:
     hold_out_percent: int  # share of question ids (by hash) that are kept out of training: half of them dev, half test
     dev_questions: int  # how many there are at most, first by hash
     test_questions: int
-    top_k: int  # materials shown to the worker
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
     # Of passages: share of the searches of a demonstration that miss a gold passage and are given it all the same.
     gold_share: float = 0.5
     # Of passages: demonstrations, at most, of training questions whose gold passages no file has, over passages that
     # are written of the triples which such questions use.
     triple_demonstrations: int = 0
-    # Of passages, and of a crowded entity's triples: by their words, or by embeddings.
-    retriever: Literal["bm25", "dense"] = "bm25"
-    # What is searched instead of data_dir's own corpus (by BM25, in memory) or graph: a directory made by `python -m
-    # mujica_jax.index build`; of passages also the http:// address of `index serve`, of a graph also a SPARQL endpoint
-    # as sparql+https://HOST/sparql.
-    index: str | None = None
-    # Where the rows of an index of kind exact lie in a job of several hosts: all of them on the devices of each host,
-    # or shared out over all devices of the job, whose hosts ask each other.
-    index_rows: Literal["host", "job"] = "host"
+    # `index` may also be a graph: a directory, or a SPARQL endpoint as sparql+https://HOST/sparql.
     # What a SPARQL endpoint is asked at most: as much as public ones allow. Raise it for one of your own.
     queries_per_second: float = 10.0
-    # With retriever dense, the embedder the index was built with: a folder, minilm, or a Hugging Face name.
-    embedder: str = DEFAULT_EMBEDDER
 
 
-TaskConfig = TinyWorldConfig | TwoWikiConfig
+TaskConfig = (
+    TinyWorldConfig
+    | TwoWikiConfig
+    | HotpotConfig
+    | MusiqueConfig
+    | NaturalQuestionsConfig
+    | TriviaQaConfig
+    | PopQaConfig
+    | AmbigQaConfig
+    | BamboogleConfig
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,9 +32,8 @@ from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage, PassageFile
-from mujica_jax.runtime import distributed
-from mujica_jax.storage.run_directory import local_folder
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment, WithGoldPassages, WrittenPassages
+from mujica_jax.tasks.passages import fetched_index, open_passages
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Split
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
@@ -52,7 +51,7 @@ from mujica_jax.tasks.two_wiki.records import (
     read_questions,
     with_known_ids,
 )
-from mujica_jax.tasks.two_wiki.search import open_knowledge_graph, open_passages, ranking
+from mujica_jax.tasks.two_wiki.search import corpus_of, open_knowledge_graph, ranking
 
 PRETRAINING_COPIES = 4  # of each training question
 PRETRAINING_FACTS = 5  # most facts a document lists
@@ -191,9 +190,7 @@ def build(config: TwoWikiConfig) -> TwoWiki:
             raise UserError(f"{name} is {value}; give at least {least}")
     if not config.queries_per_second > 0:
         raise UserError(f"queries_per_second is {config.queries_per_second}; give above 0")
-    if (index := config.index) is not None and index.startswith("gs://"):
-        fetched = distributed.primary_first("the index", lambda: local_folder(index))
-        config = dataclasses.replace(config, index=str(fetched))
+    config = dataclasses.replace(config, index=fetched_index(config.index))
     records = read_questions(data_files(config.data_dir, QUESTION_FILES, "questions"))
     if config.environment == "text":
         return _text_task(config, records)
@@ -249,7 +246,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
             f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set "
             "augmented_copies to 0 or environment to graph"
         )
-    retriever, passages = open_passages(config, records)
+    retriever, passages = open_passages(config, lambda: corpus_of(config, records))
     gold = _titled(passages, {title for record in records for title in record.titles})
     texts = {passage.title: passage.text for passage in gold}
     of_corpus = data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False)

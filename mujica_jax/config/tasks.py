@@ -1,0 +1,80 @@
+"""Sections of tasks over passages; each joins the union in `schema.py`."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassageSearch:
+    """What is searched, and how."""
+
+    top_k: int  # materials shown to the worker
+    # Of passages, and of a graph's crowded entity's triples: by their words, or by embeddings.
+    retriever: Literal["bm25", "dense"] = "bm25"
+    # What is searched instead of the passages that data_dir holds (by BM25, in memory): a directory made by `python -m
+    # mujica_jax.index build`, or the http:// address of `index serve`.
+    index: str | None = None
+    # Where the rows of an index of kind exact lie in a job of several hosts: all of them on the devices of each host,
+    # or shared out over all devices of the job, whose hosts ask each other.
+    index_rows: Literal["host", "job"] = "host"
+    # With retriever dense, the embedder the index was built with: a folder, minilm, or a Hugging Face name.
+    embedder: str = DEFAULT_EMBEDDER
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenDomainConfig(PassageSearch):
+    """Questions of an official file, answered from passages. Training questions are those of files with `train` in
+    their name; of all others `dev_percent` (by the hash of their ids) are for choices and the rest for reports.
+    """
+
+    kind: str
+    environment: ClassVar[Literal["text"]] = "text"
+    implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.task:build"
+    data_dir: str  # folder with the official files, plain or .gz
+    dev_percent: int = 30
+    max_questions: int | None = None  # of each split, the first by the hash of their ids
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHopConfig(OpenDomainConfig):
+    """With passages given for each question, some of them gold."""
+
+    # open: one index of all (`index`, or the passages of all questions); distractor: a question's own passages alone
+    setting: Literal["open", "distractor"] = "open"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HotpotConfig(MultiHopConfig):
+    kind: Literal["hotpotqa"] = "hotpotqa"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MusiqueConfig(MultiHopConfig):
+    kind: Literal["musique"] = "musique"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NaturalQuestionsConfig(OpenDomainConfig):
+    kind: Literal["nq"] = "nq"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TriviaQaConfig(OpenDomainConfig):
+    kind: Literal["triviaqa"] = "triviaqa"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PopQaConfig(OpenDomainConfig):
+    kind: Literal["popqa"] = "popqa"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AmbigQaConfig(OpenDomainConfig):
+    kind: Literal["ambigqa"] = "ambigqa"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BamboogleConfig(OpenDomainConfig):
+    kind: Literal["bamboogle"] = "bamboogle"

@@ -1,0 +1,142 @@
+"""Open-domain and multi-hop questions over passages: of one index for all, or of those given with each question."""
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from mujica_jax.config.tasks import MultiHopConfig, OpenDomainConfig
+from mujica_jax.errors import UserError
+from mujica_jax.metrics import Rule
+from mujica_jax.records import GoldPassage, Question
+from mujica_jax.retrieval.retriever import IndexRetriever
+from mujica_jax.retrieval.text.bm25 import Bm25Index
+from mujica_jax.retrieval.text.corpus import Passage, PassageFile
+from mujica_jax.tasks.environment import TextEnvironment
+from mujica_jax.tasks.open_domain.records import OpenRecord, question_files, read_open_records
+from mujica_jax.tasks.passages import fetched_index, open_passages
+from mujica_jax.tasks.task import Environment, EnvironmentKind, Split
+
+RULES: Mapping[str, Rule] = {
+    "hotpotqa": "hotpot",
+    "musique": "musique",
+    "nq": "musique",  # SQuAD's normalisation and plain token F1, as open-domain papers score them
+    "triviaqa": "triviaqa",
+    "popqa": "cover_em",
+    "ambigqa": "musique",
+    "bamboogle": "musique",
+}
+
+
+class OpenDomain:
+    """Implements `Task`. There are no demonstrations: a run starts from a checkpoint."""
+
+    environment_kind: EnvironmentKind = "text"
+
+    def __init__(
+        self,
+        config: OpenDomainConfig,
+        questions: Mapping[Split, Sequence[Question]],
+        environment: Environment | None,
+        contexts: Mapping[str, Sequence[Passage]],
+    ) -> None:
+        """`environment` is that of all questions; None: each has the passages of `contexts`, by id."""
+        self.name, self.rule = config.kind, RULES[config.kind]
+        self._config, self._questions = config, questions
+        self._environment, self._contexts = environment, contexts
+        self._own: dict[str, Environment] = {}
+
+    def questions(self, split: Split) -> Sequence[Question]:
+        """In the order of the hash of their ids, so that a prefix is a random sample."""
+        return self._questions[split]
+
+    def environment(self, question: Question) -> Environment:
+        if self._environment is not None:
+            return self._environment
+        if question.id not in self._own:
+            index = Bm25Index(self._contexts[question.id], "default")
+            self._own[question.id] = TextEnvironment(IndexRetriever(index, inline=True), self._config.top_k)
+        return self._own[question.id]
+
+
+def build(config: OpenDomainConfig) -> OpenDomain:
+    _check(config)
+    by_split: dict[Split, dict[str, OpenRecord]] = {"train": {}, "dev": {}, "test": {}}
+    for file in question_files(Path(config.data_dir), config.kind):
+        for record in read_open_records(file, config.kind):
+            by_split[_split_of(file, record, config.dev_percent)].setdefault(record.id, record)
+    for split in ("dev", "test"):  # a file that was given twice under two names does not train on what it tests
+        for id in by_split["train"].keys() & by_split[split].keys():
+            del by_split["train"][id]
+    chosen: dict[Split, list[OpenRecord]] = {
+        split: sorted(records.values(), key=lambda record: _hash(record.id))[: config.max_questions]
+        for split, records in by_split.items()
+    }
+    records = [record for of_split in chosen.values() for record in of_split]
+    if not records:
+        raise UserError(f"task.data_dir {config.data_dir} has no question with an answer: give the official files")
+    if isinstance(config, MultiHopConfig) and config.setting == "distractor":
+        contexts = {record.id: _passages(record.context) for record in records}
+        environment, texts = None, {}
+    else:
+        given = [passage for record in records for passage in record.context]
+        index = fetched_index(config.index)
+        if index is None and not given:
+            raise UserError(
+                f"task.kind {config.kind} has questions without passages and index is None: give --task.index with an "
+                "index of Wikipedia, as docs/retrieval.md builds one"
+            )
+        retriever, passages = open_passages(config, lambda: _passages(dict.fromkeys(given)))
+        contexts, environment = {}, TextEnvironment(retriever, config.top_k)
+        texts = {passage.title: passage.text for passage in _titled(passages, {t for r in records for t in r.titles})}
+    questions: dict[Split, Sequence[Question]] = {
+        split: [_question(record, texts) for record in of_split] for split, of_split in chosen.items()
+    }
+    return OpenDomain(config, questions, environment, contexts)
+
+
+def _check(config: OpenDomainConfig) -> None:
+    if not 0 <= config.dev_percent <= 100:
+        raise UserError(f"task.dev_percent is {config.dev_percent}: give 0 to 100")
+    for name, value in (("top_k", config.top_k), ("max_questions", config.max_questions)):
+        if value is not None and value < 1:
+            raise UserError(f"task.{name} is {value}: give at least 1")
+    if isinstance(config, MultiHopConfig) and config.setting == "distractor" and config.index is not None:
+        raise UserError(
+            f"task.setting is distractor, where each question has its own passages, and task.index is {config.index}: "
+            "leave one of them out"
+        )
+    if isinstance(config, MultiHopConfig) and config.setting == "distractor" and config.retriever == "dense":
+        raise UserError("task.setting is distractor, which is searched by words, and task.retriever is dense: use bm25")
+
+
+def _split_of(file: Path, record: OpenRecord, dev_percent: int) -> Split:
+    if "train" in file.name.lower():
+        return "train"
+    return "dev" if _hash(record.id) % 100 < dev_percent else "test"
+
+
+def _question(record: OpenRecord, texts: Mapping[str, str]) -> Question:
+    given = {passage.title: passage.text for passage in record.context}
+    return Question(
+        id=record.id,
+        text=record.text,
+        answers=record.answers,
+        gold_passages=tuple(
+            GoldPassage(title=title, text=texts.get(title, given.get(title, ""))) for title in record.titles
+        ),
+        kind=record.kind,
+    )
+
+
+def _passages(given: Collection[GoldPassage]) -> list[Passage]:
+    return [Passage(id=str(number), title=of.title, text=of.text) for number, of in enumerate(given)]
+
+
+def _titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:
+    if isinstance(passages, PassageFile):
+        return passages.titled(titles)
+    return [passage for passage in passages if passage.title in titles]
+
+
+def _hash(question_id: str) -> int:
+    return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)

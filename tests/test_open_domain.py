@@ -1,0 +1,207 @@
+"""Official question sets are read as their files hold them, split by their ids, and answered over passages."""
+
+import asyncio
+import csv
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from shared_data import DATA, needs_data
+
+from mujica_jax.config.files import load_config, override
+from mujica_jax.config.schema import TaskConfig
+from mujica_jax.errors import UserError
+from mujica_jax.records import Question
+from mujica_jax.tasks.open_domain.records import read_open_records
+from mujica_jax.tasks.open_domain.task import OpenDomain, build
+
+KINDS = {member.kind: member for member in TaskConfig.__args__ if member.kind not in ("tiny_world", "two_wiki")}
+
+
+def task(kind: str, folder: Path, **changes) -> OpenDomain:
+    return build(KINDS[kind](**{"data_dir": str(folder), "top_k": 3, **changes}))
+
+
+def found(of: OpenDomain, question: Question, query: str) -> list[str]:
+    return [material.title for material in asyncio.run(of.environment(question).search(query, None))]
+
+
+@needs_data
+def test_hotpotqa_as_it_comes():
+    of = task("hotpotqa", DATA / "hotpotqa")
+    assert len(of.questions("train")) == 100 and len(of.questions("dev")) + len(of.questions("test")) == 338
+    assert 70 < len(of.questions("dev")) < 135, "about 30%"
+    assert (of.name, of.rule, of.environment_kind) == ("hotpotqa", "hotpot", "text")
+    by_id = {question.id: question for split in ("dev", "test") for question in of.questions(split)}
+    viva = by_id["5a7613c15542994ccc9186bf"]
+    assert viva.text == "VIVA Media AG changed it's name in 2004. What does their new acronym stand for?"
+    assert viva.answers == ("Gesellschaft mit beschränkter Haftung",) and viva.kind == "bridge"
+    assert [passage.title for passage in viva.gold_passages] == ["VIVA Media", "Gesellschaft mit beschränkter Haftung"]
+    assert [bool(passage.text) for passage in viva.gold_passages] == [True, False], "the file lacks the second one"
+    assert len(found(of, viva, viva.text)) == 3
+    own = task("hotpotqa", DATA / "hotpotqa", setting="distractor", top_k=20)
+    titles = found(own, viva, viva.text)
+    assert len(titles) == 10 and {"VIVA Media", "VIVA Poland", "WWE One Night Stand"} <= set(titles)
+
+
+@needs_data
+def test_musique_as_it_comes():
+    of = task("musique", DATA / "musique", setting="distractor", top_k=30)
+    assert len(of.questions("train")) == 100 and len(of.questions("dev")) + len(of.questions("test")) == 74
+    assert Counter(question.kind[:4] for question in of.questions("test")).keys() <= {"2hop", "3hop", "4hop"}
+    by_id = {question.id: question for split in ("dev", "test") for question in of.questions(split)}
+    common = by_id["2hop__269766_43945"]
+    first = "crystallized the rebellious demand for independence from Great Britain"
+    assert common.answers == (first, "Great Britain") and of.rule == "musique"
+    assert [passage.title for passage in common.gold_passages] == ["The Age of Reason", "Thomas Paine"]
+    records = (record for file in (DATA / "musique").glob("dev*") for record in read_open_records(file, "musique"))
+    given = {record.id: record.context for record in records}
+    assert {len(passages) for passages in given.values()} == {20}
+    titles = found(of, common, "the independence of Great Britain, a father and a mother of this island")
+    assert titles[0] == "Common sense" and set(titles) <= {passage.title for passage in given["2hop__269766_43945"]}
+
+
+@needs_data
+def test_natural_questions_need_an_index():
+    with pytest.raises(UserError, match="nq has questions without passages and index is None"):
+        task("nq", DATA / "nq_open")
+    records = [record for file in (DATA / "nq_open").iterdir() for record in read_open_records(file, "nq")]
+    moon = next(record for record in records if record.text == "when was the last time anyone was on the moon")
+    assert len(records) == 500 and moon.answers == ("14 December 1972 UTC", "December 1972")
+
+
+OTHERS = {  # a record in its official form, question, answers
+    "triviaqa": (
+        "unfiltered-web-dev.json",
+        json.dumps(
+            {
+                "Data": [
+                    {
+                        "QuestionId": "tc_3",
+                        "Question": "Where was she born?",
+                        "Answer": {"Value": "Ghent", "Aliases": ["Gent"]},
+                    }
+                ],
+                "Version": 1.0,
+            }
+        ),
+        ("Where was she born?", ("Ghent", "Gent")),
+    ),
+    "popqa": (
+        "popQA.tsv",
+        'id\tprop\tquestion\tpossible_answers\n42\tcapital\tWhat is its capital?\t"[""Ghent"", ""Gent""]"\n',
+        ("What is its capital?", ("Ghent", "Gent")),
+    ),
+    "ambigqa": (
+        "dev_light.json",
+        json.dumps(
+            [
+                {
+                    "id": "-4469503464110108318",
+                    "question": "When did it open?",
+                    "annotations": [
+                        {
+                            "type": "multipleQAs",
+                            "qaPairs": [
+                                {"question": "In Ghent?", "answer": ["1961", "In 1961"]},
+                                {"question": "In Bruges?", "answer": ["1972"]},
+                            ],
+                        },
+                        {"type": "singleAnswer", "answer": ["1961"]},
+                    ],
+                }
+            ]
+        ),
+        ("When did it open?", ("1961", "In 1961", "1972")),
+    ),
+    "bamboogle": (
+        "Bamboogle Prerelease.csv",
+        "Question,Answer\nWho came first?,James Madison\n",
+        ("Who came first?", ("James Madison",)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_other_sets_as_they_come(kind, packed, tmp_path):
+    name, content, (text, answers) = OTHERS[kind]
+    file = tmp_path / (name + ".gz" * packed)
+    file.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
+    (record,) = read_open_records(file, kind)
+    assert (record.text, record.answers) == (text, answers)
+    if kind == "ambigqa":
+        assert record.answer_sets == ((("1961", "In 1961"), ("1972",)), (("1961",),))
+
+
+def test_what_is_no_record_is_named_with_its_place(tmp_path):
+    file = tmp_path / "dev.jsonl"
+    file.write_text('{"question": "Who?", "answer": ["Ann"]}\n{"question": "Who?", "answer": "Ann"}\n')
+    with pytest.raises(UserError, match=r"dev\.jsonl, line 2: this is no record of nq \(TypeError: answer is a text"):
+        list(read_open_records(file, "nq"))
+    file.write_text('{"question": " ", "answer": ["Ann"]}\n')
+    with pytest.raises(UserError, match=r"line 1: question '' and answers \['Ann'\]; both must be texts"):
+        list(read_open_records(file, "nq"))
+    file.write_text('["no object"]\n')
+    with pytest.raises(UserError, match=r"line 1: this is no record of hotpotqa \(TypeError"):
+        list(read_open_records(file, "hotpotqa"))
+    trivia = tmp_path / "dev.json"
+    trivia.write_text('{\n"Version": 1}')
+    with pytest.raises(UserError, match="neither a list of records nor has it a field Data"):
+        list(read_open_records(trivia, "triviaqa"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("hotpotqa", {"data_dir": "nowhere"}, "data_dir nowhere does not exist: put hotpot_train_v1.1.json and"),
+        ("popqa", {}, "has no file of questions: put popQA.tsv from AlexTMallen/adaptive-retrieval there"),
+        ("musique", {"dev_percent": 101}, "task.dev_percent is 101: give 0 to 100"),
+        ("musique", {"max_questions": 0}, "task.max_questions is 0: give at least 1"),
+        ("musique", {"setting": "distractor", "index": "here"}, "task.setting is distractor, where each"),
+        ("musique", {"setting": "distractor", "retriever": "dense"}, "task.retriever is dense: use bm25"),
+    ],
+)
+def test_what_a_task_lacks_is_said(tmp_path, kind, changes, said):
+    with pytest.raises(UserError, match=said):
+        task(kind, tmp_path, **changes)
+
+
+@needs_data
+def test_a_subset_is_the_same_on_every_machine():
+    few = task("hotpotqa", DATA / "hotpotqa", max_questions=5)
+    all_of_them = task("hotpotqa", DATA / "hotpotqa")
+    for split in ("train", "dev", "test"):
+        assert [q.id for q in few.questions(split)] == [q.id for q in all_of_them.questions(split)][:5]
+    everything = task("hotpotqa", DATA / "hotpotqa", dev_percent=0)
+    assert not everything.questions("dev") and len(everything.questions("test")) == 338
+
+
+def test_a_question_in_both_files_is_not_trained_on(tmp_path):
+    rows = [{"question": f"Who is {n}?", "answer": ["Ann"]} for n in range(4)]
+    (tmp_path / "NQ-open.train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "NQ-open.dev.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"title": "Ann", "text": "She is 1."}) + "\n")
+    from mujica_jax import index
+
+    assert index.main(["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(tmp_path / "index")]) == 0
+    of = task("nq", tmp_path, index=str(tmp_path / "index"), top_k=1, dev_percent=100)
+    assert [q.text for q in of.questions("dev")] == ["Who is 1?"]
+    assert sorted(q.text for q in of.questions("train")) == ["Who is 0?", "Who is 2?", "Who is 3?"]
+    assert found(of, of.questions("dev")[0], "Ann") == ["Ann"]
+
+
+def test_tasks_are_chosen_on_the_command_line():
+    flags = ["--task.kind", "musique", "--task.data-dir", "musique", "--task.setting", "distractor"]
+    chosen = override(load_config("two_wiki_text_smollm2"), flags, prog="eval").task
+    assert chosen == KINDS["musique"](data_dir="musique", setting="distractor", top_k=3)
+
+
+def test_a_csv_of_another_set_is_refused(tmp_path):
+    with (tmp_path / "test.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["Q", "A"], ["Who?", "Ann"]])
+    with pytest.raises(UserError, match=r"test\.csv, line 2: this is no record of bamboogle \(KeyError: 'Question'\)"):
+        list(read_open_records(tmp_path / "test.csv", "bamboogle"))
