@@ -14,16 +14,17 @@ questions, other limits, or the passages of a task whose graph the policy was tr
 model behind an OpenAI-compatible endpoint is evaluated under a configuration as well, with the prompts that its
 agent.prompt names (docs/endpoints.md).
 
-Results go to RUN/eval/<task>-<environment>-<split>.json (without a run ./eval, or --out), the greedy predictions beside
-it as JSON lines.
+Results go to RUN/eval/<task>-<environment>-<split>.json (without a run ./eval, or --out; an agent other than mujica
+stands in the name), the greedy predictions beside it as JSON lines and their trajectories as Parquet. The same command
+goes on where an earlier one was killed.
 """
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import sys
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,10 +51,12 @@ from mujica_jax.runtime.standard_output import run_program
 from mujica_jax.storage.run_directory import run_path
 
 if TYPE_CHECKING:
-    from mujica_jax.methods.evaluation import ScoredGenerator
+    from mujica_jax.methods.evaluation import Play, ScoredGenerator
     from mujica_jax.models.tokenizer import Tokenizer
-    from mujica_jax.storage.run_directory import RunPath
+    from mujica_jax.records import Trajectory
+    from mujica_jax.storage.run_directory import RunDirectory, RunPath
 
+LEAST_PART = 64  # questions that are kept together: what a kill may cost
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
 
 
@@ -108,9 +111,9 @@ class Checkpoint(SavedPolicy):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, or ended by SIGTERM with nothing written; 2 a mistake of the user's; 130 interrupted."""
-    with Preemption(kept="nothing was written") as preemption:
-        preemption.then = "the same command evaluates again"
+    """Exit status: 0 done, or ended by SIGTERM, its parts kept; 2 a mistake of the user's; 130 interrupted."""
+    with Preemption(kept="what was evaluated is kept") as preemption:
+        preemption.then = "the same command goes on"
         try:
             given, config = command_line(sys.argv[1:] if arguments is None else arguments)
             distributed.start(given.distributed, preemption.on_notice)
@@ -197,6 +200,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     from mujica_jax.rewards import find_reward
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
     from mujica_jax.storage.run_directory import RunDirectory, atomic_write
+    from mujica_jax.trajectories import shards
 
     _require_writable(policy.out)
     require_packages(config)
@@ -206,7 +210,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     tokenizer, generator = policy.open(config)
     live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
-    parts = policy.out / f".parts-{distributed.broadcast('parts', lambda: uuid.uuid4().hex[:8])}"
+    parts = policy.out / f".parts-{_identity(config, policy)}"
     progress.line(f"{policy.name} from {policy.place}, {task.name} ({task.environment_kind}), {config.eval.split}")
     scores = score_policy(
         policy.name,
@@ -220,13 +224,15 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
         live=live,
         preemption=preemption,
         gather=lambda kind, own: gather(RunDirectory(parts), kind, own),
+        part_questions=max(LEAST_PART, 2 * policy.concurrency(config)),
+        keep=lambda name, play: _kept(RunDirectory(parts), f"{name}.parquet", play),
     )
     if not distributed.is_primary():
         return
-    if distributed.processes() > 1:
-        RunDirectory(parts).remove_folder("")
+    RunDirectory(parts).remove_folder("")
     summary = scores.summary()
-    file = policy.out / f"{task.name}-{task.environment_kind}-{config.eval.split}.json"
+    which = "" if config.agent.kind == "mujica" else f"-{config.agent.kind}"
+    file = policy.out / f"{task.name}-{task.environment_kind}{which}-{config.eval.split}.json"
     about = {
         "task": task.name,
         "environment": task.environment_kind,
@@ -238,6 +244,7 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
         "temperature": config.eval.temperature,
     }
     atomic_write(file.with_suffix(".predictions.jsonl"), scores.predictions())
+    atomic_write(file.with_suffix(".parquet"), shards.encode(scores.greedy.trajectories))
     atomic_write(file, (json.dumps(about | summary, indent=2, allow_nan=False) + "\n").encode())
     progress.show(score_table(summary["greedy"], summary["sampled"]))
     for kind, found in summary.items():
@@ -247,6 +254,28 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
     for line in policy.closing_lines():
         progress.line(line)
     progress.line(f"results and predictions: {file}")
+
+
+def _identity(config: Config, policy: Checkpoint | Endpoint) -> str:
+    """What a part that an earlier start has played must agree in."""
+    read = (config.task, config.agent, config.engine, config.eval, config.trainer.dtype)
+    weights = []
+    for folder in (getattr(policy, "model", None), getattr(policy, "adapter", None)):
+        for path in sorted(folder.rglob("*")) if folder is not None else ():
+            found = path.stat()
+            weights.append((path.name, found.st_size, found.st_mtime_ns))
+    said = [repr(read), config.reward, config.seed, policy.place, policy.name, weights, distributed.processes()]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
+
+
+def _kept(parts: "RunDirectory", name: str, play: "Play") -> "Sequence[Trajectory]":
+    from mujica_jax.trajectories import shards
+
+    if parts.exists(name):
+        return shards.decode(parts.read(name), name)
+    played = play()
+    parts.create(name, shards.encode(played))
+    return played
 
 
 def _require_writable(folder: "RunPath") -> None:

@@ -13,12 +13,14 @@ from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Generator
 from mujica_jax.metrics import Rule
-from mujica_jax.records import Question, Trajectory
+from mujica_jax.records import Question, Trajectory, generated_tokens
 from mujica_jax.report.progress import Figure, Progress
 from mujica_jax.rewards import RewardFunction
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
+
+Play = Callable[[], Sequence[Trajectory]]
 
 
 class ScoredGenerator(Generator, Protocol):
@@ -36,6 +38,7 @@ class KindScore:
     em: float
     em_interval: tuple[float, float]  # 95% bootstrap interval
     f1: float
+    f1_interval: tuple[float, float]
     questions: int
 
     def rounded(self) -> dict[str, Any]:
@@ -43,6 +46,7 @@ class KindScore:
             "em": round(self.em, 2),
             "em_interval": [round(bound, 2) for bound in self.em_interval],
             "f1": round(self.f1, 2),
+            "f1_interval": [round(bound, 2) for bound in self.f1_interval],
             "questions": self.questions,
         }
 
@@ -62,6 +66,8 @@ class Evaluation:
         return {
             **self.score.rounded(),
             "searches": round(self.searches, 3),
+            "tokens": round(generated_tokens(self.trajectories) / len(self.trajectories), 1),
+            "seconds": round(sum(t.seconds for t in self.trajectories) / len(self.trajectories), 3),
             "stop_reasons": self.stop_reasons,
             "by_kind": {kind: score.rounded() for kind, score in self.by_kind.items()},
         }
@@ -115,10 +121,13 @@ def score_policy(
     preemption: Preemption,
     live: Callable[[], Mapping[str, Figure]] = dict,
     gather: Callable[[str, Sequence[Trajectory]], Sequence[Trajectory]] = lambda kind, own: own,
+    part_questions: int | None = None,
+    keep: Callable[[str, Play], Sequence[Trajectory]] = lambda name, play: play(),
 ) -> Scores:
     """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the
     progress. Several processes share the questions, and `gather(kind, own trajectories)` brings together what they
-    played.
+    played. Each process plays `part_questions` at a time (None: all at once): `keep(name of the part, play)` gives what
+    an earlier start has played of a part, or plays it.
     """
     questions = held_out_questions(task, config)
     if not (own := distributed.shard_for_process(questions)):
@@ -134,7 +143,6 @@ def score_policy(
     def evaluated(temperature: float) -> Evaluation:
         kind = "greedy" if temperature == 0 else "sampled"
         preemption.enter(f"{name}: evaluating, {kind}")
-        generator.reset_cache()  # so that a score does not depend on what was decoded before
         golds = {question.id: question.answers for question in own}
         attempts = [Attempt(question=asked, number=0, seed=config.seed, temperature=temperature) for asked in own]
         done, correct = 0, 0.0
@@ -146,17 +154,30 @@ def score_policy(
                 correct += metrics.score(trajectory.final_answer, golds[trajectory.question_id], task.rule).em
                 stage.update(done, em=100 * correct / done)
 
-            episodes = run_episodes(
-                agent,
-                attempts,
-                task.environment,
-                EnginePolicy(generator),
-                reward=reward,
-                concurrency=concurrency,
-                on_episode=on_episode,
-                poll=preemption.check,
-            )
-            played: Sequence[Trajectory] = asyncio.run(episodes)
+            played: Sequence[Trajectory] = []
+            for start in range(0, len(own), part_questions or len(own)):
+                before = done
+                part = attempts[start : start + (part_questions or len(own))]
+
+                def play(part: Sequence[Attempt] = part) -> Sequence[Trajectory]:
+                    generator.reset_cache()  # so that a score does not depend on what was decoded before
+                    episodes = run_episodes(
+                        agent,
+                        part,
+                        task.environment,
+                        EnginePolicy(generator),
+                        reward=reward,
+                        concurrency=concurrency,
+                        on_episode=on_episode,
+                        poll=preemption.check,
+                    )
+                    return asyncio.run(episodes)
+
+                found = keep(f"{kind}-{distributed.process()}-of-{distributed.processes()}-{start}", play)
+                if done == before:  # an earlier start has played them
+                    for trajectory in found:
+                        on_episode(trajectory)
+                played = [*played, *found]
         if distributed.processes() > 1:
             played = gather(kind, played)
         return summarise(questions, played, task.rule)
@@ -193,5 +214,6 @@ def _mean(scores: Sequence[metrics.Score]) -> KindScore:
         em=100 * sum(score.em for score in scores) / len(scores),
         em_interval=metrics.bootstrap_interval([score.em for score in scores]),
         f1=100 * sum(score.f1 for score in scores) / len(scores),
+        f1_interval=metrics.bootstrap_interval([score.f1 for score in scores]),
         questions=len(scores),
     )

@@ -1,14 +1,16 @@
 """SIGTERM in any phase: the run saves, says how to go on, exits 0 in time, and ends as if it had not been preempted."""
 
+import json
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from phases import PHASES, next_phase
-from whole_runs import CONFIG, ENVIRONMENT, EVAL, ROOT, SECONDS, Ended, disturbed, json_lines, outcome, rest
+from whole_runs import CONFIG, ENVIRONMENT, EVAL, ROOT, SECONDS, Ended, disturbed, finished, json_lines, outcome, rest
 
 MOST_SECONDS = 30.0  # from the signal to the end of the process
 # What the default tests look at.
@@ -77,7 +79,7 @@ def test_killed_while_it_obeys_it_ends_as_if_it_had_not_been(undisturbed, tmp_pa
 
 
 @pytest.mark.slow
-def test_eval_that_is_asked_to_end_writes_nothing(undisturbed, tmp_path):
+def test_eval_that_is_asked_to_end_writes_no_result(undisturbed, tmp_path):
     command = [*EVAL, "--checkpoint", str(undisturbed.directory), "--out", str(tmp_path / "results")]
     command += ["--eval.questions", "16"]
     evaluating = subprocess.Popen(
@@ -90,5 +92,35 @@ def test_eval_that_is_asked_to_end_writes_nothing(undisturbed, tmp_path):
     finally:
         evaluating.kill()
     assert evaluating.returncode == 0, messages
-    assert "preempted" in messages and messages.strip().endswith("the same command evaluates again")
-    assert list((tmp_path / "results").iterdir()) == []
+    assert "preempted" in messages and messages.strip().endswith("the same command goes on")
+    assert not [file for file in (tmp_path / "results").iterdir() if not file.name.startswith(".parts-")]
+
+
+@pytest.mark.slow
+def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_path):
+    """After each of the first three of four parts: greedy and sampled, 64 and 36 questions."""
+    asked = ["--eval.questions", "100", "--task.dev-questions", "100"]
+    command = [*EVAL, "--checkpoint", str(undisturbed.directory), *asked, "--out"]
+    finished([*command, str(tmp_path / "whole")])
+    for kept in (1, 2, 3):
+        evaluating = subprocess.Popen(
+            [*command, str(tmp_path / "killed")], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+        )
+        until = time.monotonic() + SECONDS
+        while len(list((tmp_path / "killed").glob(".parts-*/*.parquet"))) < kept and time.monotonic() < until:
+            assert evaluating.poll() is None, "it ended before it was killed"
+            time.sleep(0.01)
+        evaluating.kill()
+        assert evaluating.wait() == -signal.SIGKILL
+    said = finished([*command, str(tmp_path / "killed")])
+    assert "sampled: 100/100 episodes" in said
+    results = [
+        {file.name: file.read_bytes() for file in (tmp_path / folder).iterdir() if file.suffix in (".json", ".jsonl")}
+        for folder in ("whole", "killed")
+    ]
+    (name,) = [name for name in results[0] if name.endswith(".json")]
+    scores = [json.loads(of.pop(name)) for of in results]
+    for of in scores:
+        del of["greedy"]["seconds"], of["sampled"]["seconds"]
+    assert scores[0] == scores[1] and results[0] == results[1]
+    assert not list((tmp_path / "killed").glob(".parts-*")), "what is done is not kept twice"
