@@ -10,9 +10,10 @@ RUN is a run directory: its config.json is the configuration and its latest poli
 directory needs the name of a configuration, as `train` takes it; given with a run, that one replaces the run's own.
 `--init` is another name of `--checkpoint`, for models that are no run; an adapter that a run wrote
 (RUN/policies/N/adapter) brings the configuration of its run. Flags change what is evaluated: another seed, more
-questions, other limits, or the passages of a task whose graph the policy was trained on (`--task.environment text`). A
-model behind an OpenAI-compatible endpoint is evaluated under a configuration as well, with the prompts that its
-agent.prompt names (docs/endpoints.md).
+questions, other limits, or the passages of a task whose graph the policy was trained on (`--task.environment text`).
+With `--agents direct rag` and `--tasks CONFIG` other agents and tasks are evaluated as well, and compared with the
+first agent by a paired bootstrap. A model behind an OpenAI-compatible endpoint is evaluated under a configuration as
+well, with the prompts that its agent.prompt names (docs/endpoints.md).
 
 Results go to RUN/eval/<task>-<environment>-<split>.json (without a run ./eval, or --out; an agent other than mujica
 stands in the name), the greedy predictions beside it as JSON lines and their trajectories as Parquet. The same command
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax.config.checks import check, check_remote
-from mujica_jax.config.files import from_dict, load_config, override, take_file
+from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file
 from mujica_jax.config.schema import (
     AgentConfig,
     Config,
@@ -54,7 +55,10 @@ if TYPE_CHECKING:
     from mujica_jax.methods.evaluation import Play, ScoredGenerator
     from mujica_jax.models.tokenizer import Tokenizer
     from mujica_jax.records import Trajectory
+    from mujica_jax.report.comparison import Compared
+    from mujica_jax.report.progress import Progress
     from mujica_jax.storage.run_directory import RunDirectory, RunPath
+    from mujica_jax.tasks.task import Task
 
 LEAST_PART = 64  # questions that are kept together: what a kill may cost
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
@@ -70,6 +74,9 @@ class EvalArguments:
     adapter: str | None = None  # folder of a LoRA adapter (PEFT's format) on top of a checkpoint that is no run
     policy: int | None = None  # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
+    agents: tuple[str, ...] = ()  # further kinds, with the limits of `agent`: all are compared in one table
+    tasks: tuple[str, ...] = ()  # configurations whose tasks are evaluated as well, by the same agents
+    plot: bool = False  # a picture of the table too (extra `plots`)
     task: TaskConfig
     agent: AgentConfig
     engine: EngineConfig
@@ -118,7 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given, config = command_line(sys.argv[1:] if arguments is None else arguments)
             distributed.start(given.distributed, preemption.on_notice)
             find = find_checkpoint if given.remote.base_url is None else find_endpoint
-            evaluate(config, distributed.primary_first("the policy", lambda: find(given)), preemption)
+            configs = all_configs(given, config)
+            policy = distributed.primary_first("the policy", lambda: find(given))
+            evaluate(configs, policy, preemption, plot=given.plot)
             distributed.finish()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -132,6 +141,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             distributed.abort_with_traceback()
             raise
     return 0
+
+
+def all_configs(given: EvalArguments, config: Config) -> list[Config]:
+    """Of every task and agent that is asked for. Raises UserError before anything is loaded."""
+    if given.plot and not (given.agents or given.tasks):
+        raise UserError("--plot is True and there is nothing to compare: add --agents or --tasks")
+    tasks = [config.task, *(load_config(name).task for name in given.tasks)]
+    agents = [config.agent, *(of_kind(config, "agent", kind).agent for kind in given.agents)]
+    found = [dataclasses.replace(config, task=task, agent=agent) for task in tasks for agent in agents]
+    for one in found:
+        check(one)
+    named = [(one.task.kind, one.task.environment, one.agent.kind) for one in found]
+    if twice := [" ".join(name) for name in named if named.count(name) > 1]:
+        raise UserError(f"{twice[0]} is asked for twice and would be written into one file: name each once")
+    return found
 
 
 def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
@@ -186,32 +210,73 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
     return Checkpoint(**vars(found), out=folder)
 
 
-def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preemption) -> None:
-    """Score, print, and write the two files."""
+def evaluate(
+    configs: Sequence[Config], policy: Checkpoint | Endpoint, preemption: Preemption, *, plot: bool = False
+) -> None:
+    """Score, print, and write the results; of several configurations, which differ in task and agent, a table too."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.inference.counters import LiveCounters
     from mujica_jax.inference.scheduler import BatchedGenerator
+    from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
+    from mujica_jax.report import comparison
+    from mujica_jax.report.progress import NoConsole, Progress
+    from mujica_jax.runtime.compilation_cache import use_compilation_cache
+    from mujica_jax.runtime.extras import import_extra
+    from mujica_jax.storage.run_directory import atomic_write
+
+    first = configs[0]
+    if plot:
+        import_extra("matplotlib", "--plot", extra="plots")
+    _require_writable(policy.out)
+    require_packages(first)
+    check_dtypes(first)
+    use_compilation_cache()
+    tasks = {config.task: build_task(config) for config in configs}
+    tokenizer, generator = policy.open(first)
+    live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
+    progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
+    compared = [
+        _evaluate_one(config, tasks[config.task], policy, tokenizer, generator, progress, live, preemption)
+        for config in configs
+    ]
+    if not distributed.is_primary():
+        return
+    if len(compared) > 1:
+        found = comparison.rows(compared)
+        file = policy.out / f"comparison-{first.eval.split}.json"
+        atomic_write(file, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
+        atomic_write(file.with_suffix(".md"), comparison.markdown(found).encode())
+        if plot:
+            atomic_write(file.with_suffix(".png"), comparison.draw(found))
+        progress.show(comparison.table(found))
+        progress.line(f"comparison: {file}")
+    for line in policy.closing_lines():
+        progress.line(line)
+
+
+def _evaluate_one(
+    config: Config,
+    task: "Task",
+    policy: Checkpoint | Endpoint,
+    tokenizer: "Tokenizer",
+    generator: "ScoredGenerator",
+    progress: "Progress",
+    live: Any,
+    preemption: Preemption,
+) -> "Compared":
     from mujica_jax.methods.evaluation import score_policy
     from mujica_jax.methods.parts import make_agent, statistics_of
-    from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
     from mujica_jax.methods.shares import gather
-    from mujica_jax.report.progress import NoConsole, Progress
+    from mujica_jax.report.comparison import Compared
     from mujica_jax.report.results import score_table
     from mujica_jax.rewards import find_reward
-    from mujica_jax.runtime.compilation_cache import use_compilation_cache
     from mujica_jax.storage.run_directory import RunDirectory, atomic_write
     from mujica_jax.trajectories import shards
 
-    _require_writable(policy.out)
-    require_packages(config)
-    check_dtypes(config)
-    use_compilation_cache()
-    task = build_task(config)
-    tokenizer, generator = policy.open(config)
-    live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
-    progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     parts = policy.out / f".parts-{_identity(config, policy)}"
-    progress.line(f"{policy.name} from {policy.place}, {task.name} ({task.environment_kind}), {config.eval.split}")
+    agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
+    where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
+    progress.line(f"{policy.name} from {policy.place}, {where}")
     scores = score_policy(
         policy.name,
         agent=make_agent(config.agent, tokenizer),
@@ -227,10 +292,16 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
         part_questions=max(LEAST_PART, 2 * policy.concurrency(config)),
         keep=lambda name, play: _kept(RunDirectory(parts), f"{name}.parquet", play),
     )
-    if not distributed.is_primary():
-        return
-    RunDirectory(parts).remove_folder("")
     summary = scores.summary()
+    compared = Compared(
+        task=f"{task.name} {task.environment_kind}",
+        agent=config.agent.kind,
+        summary=summary["greedy"],
+        em=scores.exact_matches(),
+    )
+    if not distributed.is_primary():
+        return compared
+    RunDirectory(parts).remove_folder("")
     which = "" if config.agent.kind == "mujica" else f"-{config.agent.kind}"
     file = policy.out / f"{task.name}-{task.environment_kind}{which}-{config.eval.split}.json"
     about = {
@@ -251,9 +322,8 @@ def evaluate(config: Config, policy: Checkpoint | Endpoint, preemption: Preempti
         reasons = ", ".join(f"{reason} {count}" for reason, count in found["stop_reasons"].items())
         progress.line(f"{kind}: {found['searches']:.2f} searches a question; episodes ended: {reasons}")
     progress.line(f"retrieval: {statistics_of(task, scores.questions).sentence()}")
-    for line in policy.closing_lines():
-        progress.line(line)
     progress.line(f"results and predictions: {file}")
+    return compared
 
 
 def _identity(config: Config, policy: Checkpoint | Endpoint) -> str:

@@ -72,6 +72,24 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0, resamples: int = 
     return float(low), float(high)
 
 
+def paired_bootstrap(
+    first: Sequence[float], second: Sequence[float], seed: int = 0, resamples: int = 1000
+) -> tuple[float, tuple[float, float], float]:
+    """How much better the second of two systems is on the same questions, in percent: the difference of the means, its
+    95% percentile-bootstrap interval over the questions, and the share of resamples in which it is not above zero.
+    """
+    import numpy
+
+    if len(first) != len(second) or not len(first):
+        raise ValueError(f"paired_bootstrap needs two scores a question and got {len(first)} and {len(second)}")
+    differences = numpy.asarray(second, dtype=numpy.float64) - numpy.asarray(first, dtype=numpy.float64)
+    generator = numpy.random.default_rng(seed)
+    drawn = generator.integers(len(differences), size=(resamples, len(differences)))
+    means = 100 * differences[drawn].mean(axis=1)
+    low, high = numpy.percentile(means, [2.5, 97.5])
+    return float(100 * differences.mean()), (float(low), float(high)), float((means <= 0).mean())
+
+
 def normalise_squad(text: str) -> str:
     """SQuAD's normalisation, which most scripts share: lower case, no ASCII punctuation or articles, single spaces."""
     return " ".join(_articles.sub(" ", text.lower().translate(_delete_punctuation)).split())

@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 
-from mujica_jax.config.checks import check
+from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import command_line
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             config = command_line(words, default=DEFAULT_CONFIG)
             check(config)
+            check_demonstrations(config)
             distributed.start(config.distributed, preemption.on_notice)
             directory = config.run or distributed.broadcast("run directory", lambda: _new_directory(config.name))
             again = words if _names_run(words) else [*words, "--run", directory]

@@ -12,7 +12,7 @@ from test_hostile_text import ADDED, HOSTILE
 
 from mujica_jax.agents.single import is_well_formed
 from mujica_jax.config.agents import AgentLimits, SingleConfig
-from mujica_jax.config.checks import check
+from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import implementation, load_config, override
 from mujica_jax.config.schema import AgentConfig, Config
 from mujica_jax.errors import UserError
@@ -258,10 +258,11 @@ def test_agents_that_read_passages_are_not_sent_into_a_graph():
     with pytest.raises(UserError, match=r"agent\.kind is rag, which reads passages, and task.environment is graph"):
         check(of_agent("--agent.kind", "rag", "--warmup.steps", "0"))
     with pytest.raises(UserError, match=r"agent\.kind is rag, and warmup.source scripted demonstrates mujica"):
-        check(of_agent("--agent.kind", "rag", "--task.environment", "text"))
+        check_demonstrations(of_agent("--agent.kind", "rag", "--task.environment", "text"))
     with pytest.raises(UserError, match=r"agent\.kind is rag, which has no worked examples"):
-        check(of_agent("--agent.kind", "rag", "--task.environment", "text", "--warmup.source", "few_shot"))
-    check(of_agent("--agent.kind", "rag", "--task.environment", "text", "--warmup.steps", "0"))
+        few_shot = ["--warmup.source", "few_shot"]
+        check_demonstrations(of_agent("--agent.kind", "rag", "--task.environment", "text", *few_shot))
+    check_demonstrations(of_agent("--agent.kind", "rag", "--task.environment", "text", "--warmup.steps", "0"))
     with pytest.raises(UserError, match=r"--agent\.kind is ragg and there is none of this name: did you mean rag"):
         of_agent("--agent.kind", "ragg")
     assert isinstance(of_agent("--agent.kind", "single").agent, SingleConfig)

@@ -161,6 +161,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
                 preemption=nothing,
             )
             summary = scores.summary()
+            del summary["greedy"]["seconds"], summary["sampled"]["seconds"]
             lines = [*console.getvalue().splitlines(), plain(score_table(summary["greedy"], summary["sampled"]))]
         rows = [json.loads(line) for line in scores.predictions().decode().splitlines()]
         return lines, summary, rows, [row.pop("reward") for row in rows]

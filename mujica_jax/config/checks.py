@@ -128,12 +128,17 @@ def check_engine(config: Any) -> None:
 
 def check_agent(config: Config) -> None:
     """What an agent reads and learns from is there."""
-    kind, warmup = config.agent.kind, config.warmup
+    kind = config.agent.kind
     if getattr(config.task, "environment", None) == "graph" and kind not in ON_GRAPHS:
         raise UserError(
             f"agent.kind is {kind}, which reads passages, and task.environment is graph: add --task.environment text, "
             f"or choose {' or '.join(ON_GRAPHS)}"
         )
+
+
+def check_demonstrations(config: Config) -> None:
+    """For a run that begins: the warm-up has something to show this agent."""
+    kind, warmup = config.agent.kind, config.warmup
     if warmup.steps and warmup.source == "scripted" and kind != "mujica":
         raise UserError(
             f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica for {warmup.steps} steps: give "

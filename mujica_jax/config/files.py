@@ -61,6 +61,20 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
     )
 
 
+def of_kind(config: Config, section: str, kind: str) -> Config:
+    """With a section of another kind: what both kinds have keeps its value, the rest has its default."""
+    import tyro
+
+    changed = _of_kind(config, section, _sections_with_kinds(type(config))[section], [f"--{section}.kind", kind])
+    for field in dataclasses.fields(getattr(changed, section)):
+        if getattr(getattr(changed, section), field.name) is tyro.MISSING:
+            raise UserError(
+                f"{section} {kind} needs {field.name}, which {section}.kind {getattr(config, section).kind} has not: "
+                f"begin with --{section}.kind {kind}"
+            )
+    return changed
+
+
 def load_config(name: str) -> Config:
     """The Config of a file: a path, or a name in configs/ with or without `.py`."""
     known = {path.stem: path for path in sorted(CONFIG_FOLDER.glob("*.py"))}

@@ -85,6 +85,11 @@ class Scores:
     def summary(self) -> dict[str, Any]:
         return {"greedy": self.greedy.summary(), "sampled": self.sampled.summary()}
 
+    def exact_matches(self) -> tuple[float, ...]:
+        """Of each question, greedily."""
+        pairs = zip(self.questions, self.greedy.trajectories, strict=True)
+        return tuple(metrics.score(of.final_answer, asked.answers, self.rule).em for asked, of in pairs)
+
     def predictions(self) -> bytes:
         """The greedy predictions, one JSON object a line: what was asked, what came, how it scored and what its reward
         was.

@@ -1,0 +1,92 @@
+"""Agents and tasks side by side: a table for the console and as Markdown, JSON, and a picture of the scores."""
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mujica_jax import metrics
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEADINGS = ("task", "agent", "EM", "F1", "searches", "tokens", "seconds", "EM against the first")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One agent on one task, greedily."""
+
+    task: str
+    agent: str
+    summary: dict[str, Any]  # of the evaluation
+    em: tuple[float, ...]  # of each question, 0 to 1, in the task's order
+
+
+def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
+    """What is written as JSON: the summary of each, and how it differs from the first agent on the same questions."""
+    first: dict[str, Compared] = {}
+    found = []
+    for one in compared:
+        base = first.setdefault(one.task, one)
+        row = {"task": one.task, "agent": one.agent, **one.summary}
+        if base is not one:
+            difference, interval, worse = metrics.paired_bootstrap(base.em, one.em)
+            row["against"] = {
+                "agent": base.agent,
+                "em": round(difference, 2),
+                "em_interval": [round(bound, 2) for bound in interval],
+                "share_not_better": round(worse, 4),
+            }
+        found.append(row)
+    return found
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    def with_interval(value: float, interval: Sequence[float], form: str, to: str) -> str:
+        low, high = (format(bound, form) for bound in interval)
+        return f"{format(value, form)} ({low}{to}{high})"
+
+    em, f1 = (with_interval(row[name], row[f"{name}_interval"], ".1f", "-") for name in ("em", "f1"))
+    numbers = (f"{row['searches']:.2f}", f"{row['tokens']:.0f}", f"{row['seconds']:.1f}")
+    against = row.get("against")
+    difference = "" if against is None else with_interval(against["em"], against["em_interval"], "+.1f", " to ")
+    return (row["task"], row["agent"], em, f1, *numbers, difference)
+
+
+def markdown(found: Sequence[dict[str, Any]]) -> str:
+    lines = [HEADINGS, tuple("---" for _ in HEADINGS), *(cells(row) for row in found)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def table(found: Sequence[dict[str, Any]]) -> "Table":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for heading in HEADINGS:
+        shown.add_column(heading, justify="left" if heading in ("task", "agent") else "right")
+    for row in found:
+        shown.add_row(*(Text(cell) for cell in cells(row)))
+    return shown
+
+
+def draw(found: Sequence[dict[str, Any]]) -> bytes:
+    """EM of each with its interval, as PNG. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    labels = [f"{row['task']}\n{row['agent']}" for row in found]
+    figure = Figure(figsize=(1.5 + 1.1 * len(found), 4), layout="constrained")
+    axes = figure.add_subplot()
+    heights = [row["em"] for row in found]
+    errors = [
+        [row["em"] - row["em_interval"][0] for row in found],
+        [row["em_interval"][1] - row["em"] for row in found],
+    ]
+    axes.bar(labels, heights, yerr=errors, capsize=4)
+    axes.set_ylabel("EM, percent, with 95% intervals")
+    axes.tick_params(axis="x", labelrotation=45)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    return png.getvalue()

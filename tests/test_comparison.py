@@ -1,0 +1,74 @@
+"""Agents side by side: what is written and shown, and by how much one is better on the same questions."""
+
+import pytest
+from little_agent import CONFIG
+
+from mujica_jax import eval as evaluation
+from mujica_jax import metrics
+from mujica_jax.config.schema import DirectConfig
+from mujica_jax.errors import UserError
+from mujica_jax.report import comparison
+from mujica_jax.report.comparison import Compared
+
+SUMMARY = {"em": 50.0, "em_interval": [0.0, 100.0], "f1": 60.0, "f1_interval": [10.0, 100.0]}
+SUMMARY |= {"searches": 1.5, "tokens": 41.2, "seconds": 0.25, "questions": 4}
+
+
+def one(agent: str, *em: float, task: str = "musique text") -> Compared:
+    return Compared(task=task, agent=agent, summary=SUMMARY, em=em)
+
+
+def test_a_difference_is_of_the_same_questions():
+    better = metrics.paired_bootstrap([0, 0, 0, 0], [1, 1, 1, 1])
+    assert better == (100.0, (100.0, 100.0), 0.0)
+    same = metrics.paired_bootstrap([0, 1, 0, 1], [0, 1, 0, 1])
+    assert same == (0.0, (0.0, 0.0), 1.0)
+    difference, (low, high), worse = metrics.paired_bootstrap([0] * 50 + [1] * 50, [1] * 10 + [0] * 40 + [1] * 50)
+    # 10 of 100 won and none lost: a binomial of mean 10 and standard deviation 3
+    assert difference == pytest.approx(10) and 3 < low < 6 and 14 < high < 18 and worse == 0.0
+    with pytest.raises(ValueError, match="two scores a question and got 2 and 1"):
+        metrics.paired_bootstrap([0, 1], [0])
+
+
+def test_every_row_is_compared_with_the_first_agent_of_its_task():
+    compared = [one("mujica", 1, 1, 0, 0), one("rag", 0, 0, 0, 0), one("mujica", 1, task="nq text")]
+    found = comparison.rows(compared)
+    assert [("against" in row) for row in found] == [False, True, False]
+    assert found[1]["against"]["agent"] == "mujica" and found[1]["against"]["em"] == -50.0
+    assert found[1]["against"]["share_not_better"] == 1.0
+    assert comparison.markdown(found).splitlines()[2:4] == [
+        "| musique text | mujica | 50.0 (0.0-100.0) | 60.0 (10.0-100.0) | 1.50 | 41 | 0.2 |  |",
+        "| musique text | rag | 50.0 (0.0-100.0) | 60.0 (10.0-100.0) | 1.50 | 41 | 0.2 | -50.0 (-100.0 to +0.0) |",
+    ]
+    assert comparison.table(found).row_count == 3
+
+
+def test_a_picture_is_a_png():
+    pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
+    assert comparison.draw(comparison.rows([one("mujica", 1), one("rag", 0)])).startswith(b"\x89PNG")
+
+
+def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
+    flags = ["tiny_world", "--checkpoint", str(tmp_path), "--task.environment", "text"]
+    given, config = evaluation.command_line(
+        [*flags, "--agents", "direct", "single", "--tasks", "two_wiki_text_smollm2"]
+    )
+    found = evaluation.all_configs(given, config)
+    assert [(one.task.kind, one.agent.kind) for one in found] == [
+        (task, agent) for task in ("tiny_world", "two_wiki") for agent in ("mujica", "direct", "single")
+    ]
+    assert isinstance(found[1].agent, DirectConfig)
+    assert found[1].agent.max_turn_tokens == config.agent.max_turn_tokens != CONFIG.max_turn_tokens
+    for words, said in (
+        (["--agents", "drect"], "--agent.kind is drect and there is none of this name: did you mean direct"),
+        (["--agents", "mujica"], "tiny_world text mujica is asked for twice"),
+        (["--tasks", "two_wiki_texts"], "there is no configuration two_wiki_texts: did you mean"),
+        (["--task.environment", "graph", "--agents", "rag"], "agent.kind is rag, which reads passages"),
+        (
+            ["--agent.kind", "direct", "--agents", "mujica"],
+            "agent mujica needs max_iterations, which agent",
+        ),
+        (["--plot", "True"], "--plot is True and there is nothing to compare"),
+    ):
+        with pytest.raises(UserError, match=said):
+            evaluation.all_configs(*evaluation.command_line([*flags, *words]))
