@@ -66,7 +66,7 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
         (["--task.environment", "graph", "--agents", "rag"], "agent.kind is rag, which reads passages"),
         (
             ["--agent.kind", "direct", "--agents", "mujica"],
-            "agent mujica needs max_iterations, which agent",
+            "agent mujica needs prompt, which agent.kind direct",
         ),
         (["--plot", "True"], "--plot is True and there is nothing to compare"),
     ):

@@ -161,10 +161,13 @@ def score_policy(
 
             played: Sequence[Trajectory] = []
             for start in range(0, len(own), part_questions or len(own)):
-                before = done
                 part = attempts[start : start + (part_questions or len(own))]
 
+                played_now = False
+
                 def play(part: Sequence[Attempt] = part) -> Sequence[Trajectory]:
+                    nonlocal played_now
+                    played_now = True
                     generator.reset_cache()  # so that a score does not depend on what was decoded before
                     episodes = run_episodes(
                         agent,
@@ -179,9 +182,8 @@ def score_policy(
                     return asyncio.run(episodes)
 
                 found = keep(f"{kind}-{distributed.process()}-of-{distributed.processes()}-{start}", play)
-                if done == before:  # an earlier start has played them
-                    for trajectory in found:
-                        on_episode(trajectory)
+                for trajectory in () if played_now else found:  # an earlier start has played them
+                    on_episode(trajectory)
                 played = [*played, *found]
         if distributed.processes() > 1:
             played = gather(kind, played)
