@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax import metrics
+from mujica_jax.runtime.extras import import_extra
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,11 +74,11 @@ def table(found: Sequence[dict[str, Any]]) -> "Table":
 
 
 def draw(found: Sequence[dict[str, Any]]) -> bytes:
-    """EM of each with its interval, as PNG. Needs matplotlib."""
-    from matplotlib.figure import Figure
+    """EM of each with its interval, as PNG. Raises UserError where matplotlib is missing."""
+    figures = import_extra("matplotlib.figure", "--plot", extra="plots")
 
     labels = [f"{row['task']}\n{row['agent']}" for row in found]
-    figure = Figure(figsize=(1.5 + 1.1 * len(found), 4), layout="constrained")
+    figure = figures.Figure(figsize=(1.5 + 1.1 * len(found), 4), layout="constrained")
     axes = figure.add_subplot()
     heights = [row["em"] for row in found]
     errors = [
