@@ -73,6 +73,8 @@ class EvalArguments:
     checkpoint: str | None
     adapter: str | None = None  # folder of a LoRA adapter (PEFT's format) on top of a checkpoint that is no run
     policy: int | None = None  # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
+    # Another checkpoint or run that writes as mujica's worker; it has the tokenizer of the first.
+    worker: str | None = None
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
     agents: tuple[str, ...] = ()  # further kinds, with the limits of `agent`: all are compared in one table
     tasks: tuple[str, ...] = ()  # configurations whose tasks are evaluated as well, by the same agents
@@ -127,7 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             find = find_checkpoint if given.remote.base_url is None else find_endpoint
             configs = all_configs(given, config)
             policy = distributed.primary_first("the policy", lambda: find(given))
-            evaluate(configs, policy, preemption, plot=given.plot)
+            worker = None
+            if given.worker is not None:
+                named = dataclasses.replace(given, checkpoint=given.worker, policy=None, adapter=None)
+                worker = distributed.primary_first("the worker's policy", lambda: find_checkpoint(named))
+            evaluate(configs, policy, preemption, worker=worker, plot=given.plot)
             distributed.finish()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -145,6 +151,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def all_configs(given: EvalArguments, config: Config) -> list[Config]:
     """Of every task and agent that is asked for. Raises UserError before anything is loaded."""
+    if given.worker is not None and (config.agent.kind != "mujica" or given.agents):
+        raise UserError(
+            f"--worker is {given.worker}, and of {', '.join((config.agent.kind, *given.agents))} only mujica has "
+            "workers: leave it out, or evaluate mujica alone"
+        )
     if given.plot and not (given.agents or given.tasks):
         raise UserError("--plot is True and there is nothing to compare: add --agents or --tasks")
     tasks = [config.task, *(load_config(name).task for name in given.tasks)]
@@ -211,7 +222,12 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
 
 
 def evaluate(
-    configs: Sequence[Config], policy: Checkpoint | Endpoint, preemption: Preemption, *, plot: bool = False
+    configs: Sequence[Config],
+    policy: Checkpoint | Endpoint,
+    preemption: Preemption,
+    *,
+    worker: Checkpoint | None = None,
+    plot: bool = False,
 ) -> None:
     """Score, print, and write the results; of several configurations, which differ in task and agent, a table too."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
@@ -233,10 +249,13 @@ def evaluate(
     use_compilation_cache()
     tasks = {config.task: build_task(config) for config in configs}
     tokenizer, generator = policy.open(first)
+    reader = None if worker is None else _worker(worker, first, tokenizer)
     live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     compared = [
-        _evaluate_one(config, tasks[config.task], policy, tokenizer, generator, progress, live, preemption)
+        _evaluate_one(
+            config, tasks[config.task], policy, worker, tokenizer, generator, reader, progress, live, preemption
+        )
         for config in configs
     ]
     if not distributed.is_primary():
@@ -258,8 +277,10 @@ def _evaluate_one(
     config: Config,
     task: "Task",
     policy: Checkpoint | Endpoint,
+    worker: Checkpoint | None,
     tokenizer: "Tokenizer",
     generator: "ScoredGenerator",
+    reader: "ScoredGenerator | None",
     progress: "Progress",
     live: Any,
     preemption: Preemption,
@@ -273,7 +294,7 @@ def _evaluate_one(
     from mujica_jax.storage.run_directory import RunDirectory, atomic_write
     from mujica_jax.trajectories import shards
 
-    parts = policy.out / f".parts-{_identity(config, policy)}"
+    parts = policy.out / f".parts-{_identity(config, policy, worker)}"
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
     where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
     progress.line(f"{policy.name} from {policy.place}, {where}")
@@ -288,6 +309,7 @@ def _evaluate_one(
         concurrency=policy.concurrency(config),
         live=live,
         preemption=preemption,
+        worker=reader,
         gather=lambda kind, own: gather(RunDirectory(parts), kind, own),
         part_questions=max(LEAST_PART, 2 * policy.concurrency(config)),
         keep=lambda name, play: _kept(RunDirectory(parts), f"{name}.parquet", play),
@@ -310,6 +332,7 @@ def _evaluate_one(
         "split": config.eval.split,
         "agent": config.agent.kind,
         **policy.about(),
+        **({} if worker is None else {"worker": worker.place}),
         "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
         "seed": config.seed,
         "temperature": config.eval.temperature,
@@ -326,11 +349,24 @@ def _evaluate_one(
     return compared
 
 
-def _identity(config: Config, policy: Checkpoint | Endpoint) -> str:
+def _worker(worker: Checkpoint, config: Config, tokenizer: "Tokenizer") -> "ScoredGenerator":
+    """Raises UserError where its tokens are others."""
+    own, generator = worker.open(config)
+    said = "Who? <think> Ghent [1] </think> 14 März 1961"
+    if own.vocab_size != tokenizer.vocab_size or own.encode_trusted(said) != tokenizer.encode_trusted(said):
+        raise UserError(
+            f"--worker {worker.place} has {own.vocab_size:,} tokens and the planner's checkpoint "
+            f"{tokenizer.vocab_size:,}, or splits text otherwise: choose a worker with the same tokenizer"
+        )
+    return generator
+
+
+def _identity(config: Config, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> str:
     """What a part that an earlier start has played must agree in."""
     read = (config.task, config.agent, config.engine, config.eval, config.trainer.dtype)
     weights = []
-    for folder in (getattr(policy, "model", None), getattr(policy, "adapter", None)):
+    folders = (getattr(of, name, None) for of in (policy, worker) for name in ("model", "adapter"))
+    for folder in folders:
         for path in sorted(folder.rglob("*")) if folder is not None else ():
             found = path.stat()
             weights.append((path.name, found.st_size, found.st_mtime_ns))

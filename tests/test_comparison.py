@@ -68,6 +68,7 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
             ["--agent.kind", "direct", "--agents", "mujica"],
             "agent mujica needs prompt, which agent.kind direct",
         ),
+        (["--agents", "direct", "--worker", "w"], "--worker is w, and of mujica, direct only mujica has workers"),
         (["--plot", "True"], "--plot is True and there is nothing to compare"),
     ):
         with pytest.raises(UserError, match=said):

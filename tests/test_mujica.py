@@ -494,3 +494,37 @@ def test_candidates_of_a_question_are_not_shown_where_texts_are_searched():
     play(policy, LittleWorld({}, kind="text"), question)
     assert "Secret" not in tokenizer().decode(policy.requests[0].prompt)
     assert policy.requests[0].state.candidates == ()
+
+
+def test_without_split_the_planner_reads_what_was_found():
+    policy = ToldPolicy([search((0, "Who made it?")), search((1, "a"), (2, "Where was she born?")), answer("Ghent")])
+    found = play(policy, split=False)
+    assert (found.answer, len(found.conversations), found.counts["malformed_workers"]) == ("Ghent", 1, 0)
+    shown = [turn.text for turn in found.conversations[0].turns if turn.role == "context"]
+    assert shown[1] == (
+        "Obs: [0] Amber Tide, publication date, 1961 [1] Amber Tide, director, Ilse Vand\nCandidate: [2] Ilse Vand"
+    ), "all entities that were found can be searched"
+    assert "[0] Tin Orchard, director, Ilse Vand [0] Ilse Vand, place of birth, Ghent" in shown[2]
+    assert all(of.selected == () and of.found for of in found.searches)
+
+
+def test_without_parallel_one_search_a_turn_is_answered():
+    reads = {"Who?": read("[1]", "Ilse Vand made it.")}
+    policy = ToldPolicy([search((0, "Who?"), (1, "When?")), answer("Ghent")], reads)
+    found = play(policy, parallel=False)
+    assert [of.query for of in found.searches] == ["Who?"] and found.answer == "Ghent"
+    prompts = [
+        agent(prompt="few_shot", parallel=parallel).system_prompt("planner", kind)
+        for kind in ("graph", "text")
+        for parallel in (True, False)
+    ]
+    assert [prompt.count("Which film came out first") for prompt in prompts] == [1, 0, 1, 0]
+    assert ["one search a turn" in prompt for prompt in prompts] == [False, True] * 2
+
+
+def test_two_models_write_as_planner_and_worker():
+    planner = ToldPolicy([search((0, "Who?")), answer("Ghent")])
+    worker = ToldPolicy([], {"Who?": read("[1]", "Ilse Vand made it.")})
+    found = asyncio.run(agent().run(attempt(QUESTION), LittleWorld(), agents.TwoPolicies(planner, worker)))
+    assert found.answer == "Ghent" and [of.sentence for of in found.searches] == ["Ilse Vand made it."]
+    assert (len(planner.requests), len(worker.requests)) == (2, 1)

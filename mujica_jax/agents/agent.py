@@ -67,6 +67,23 @@ class EnginePolicy:
         return await self._generator.generate(prompt, params, continues=continues)
 
 
+class TwoPolicies:
+    """One model writes as worker, another one all else: an agent's state says whose turn it is by its `role`."""
+
+    def __init__(self, planner: Policy, worker: Policy) -> None:
+        self._planner, self._worker = planner, worker
+
+    @property
+    def version(self) -> int:
+        return self._planner.version
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
+        writes = self._worker if getattr(state, "role", "") == "worker" else self._planner
+        return await writes.generate(prompt, params, state=state, continues=continues)
+
+
 class Agent(Protocol):
     """Plays episodes; any number may run at once."""
 

@@ -12,6 +12,7 @@ plain values.
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
@@ -30,6 +31,7 @@ PLANNER, WORKER = "planner", "worker"  # roles of conversations
 class PlannerState:
     """What the planner knows when it writes."""
 
+    role: ClassVar = PLANNER
     question: Question
     candidates: tuple[Entity, ...]
     searches: tuple[Search, ...]
@@ -39,6 +41,7 @@ class PlannerState:
 class WorkerState:
     """What a worker knows when it writes."""
 
+    role: ClassVar = WORKER
     query: str
     entity: Entity | None
     materials: tuple[Material, ...]
@@ -54,7 +57,8 @@ class Mujica:
         return await _Episode(self, self._tokenizer, self._config, attempt, environment, policy).play()
 
     def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
-        return protocol.system_prompt("planner" if role == PLANNER else "worker", kind, self._config.prompt)
+        name = "planner" if role == PLANNER else "worker"
+        return protocol.system_prompt(name, kind, self._config.prompt, parallel=self._config.parallel)
 
 
 class _Episode(Episode):
@@ -89,7 +93,8 @@ class _Episode(Episode):
                 reason = action.refused
                 break
             try:
-                await self._search_all(action.searches, iteration)
+                asked = action.searches if self._config.parallel else action.searches[:1]
+                await self._search_all(asked, iteration)
             except RetrievalError:
                 reason = StopReason.RETRIEVER_FAILED
                 break
@@ -145,6 +150,8 @@ class _Episode(Episode):
         """One sub-question: retrieve, let the worker read, and name the entities its selection makes searchable."""
         entity = None if call.candidate is None else self._candidates[call.candidate]
         materials = self.fit(await self.environment.search(call.query, entity))
+        if not self._config.split:
+            return self._unread(call, entity, materials, iteration), None, _entities(materials)
         worker = Dialogue(self.tokenizer, WORKER, self._agent.system_prompt(WORKER, self.environment.kind))
         shown = [material.parts for material in materials]
         worker.add_user(protocol.worker_opening(call.query, shown, self.environment.kind, self._config.prompt))
@@ -164,6 +171,24 @@ class _Episode(Episode):
             sentence=reply.sentence,
             found=reply.found,
         )
-        entities = [entity for index in reply.selected for entity in materials[index].entities]
+        entities = _entities([materials[index] for index in reply.selected])
         conversation = worker.record()
         return search, conversation if conversation.turns[-1].role == "model" else None, entities
+
+    def _unread(
+        self, call: protocol.SearchCall, entity: Entity | None, materials: Sequence[Material], iteration: int
+    ) -> Search:
+        """What was found, as the planner is shown it where it reads itself."""
+        lines = tuple(protocol.one_line(material.text) for material in materials)
+        return Search(
+            iteration=iteration,
+            query=call.query,
+            entity="" if entity is None else entity.label,
+            materials=lines,
+            sentence=" ".join(f"[{number}] {line}" for number, line in enumerate(lines)) or protocol.NOTHING_FOUND,
+            found=bool(lines),
+        )
+
+
+def _entities(materials: Sequence[Material]) -> list[Entity]:
+    return [entity for material in materials for entity in material.entities]

@@ -317,11 +317,17 @@ born in Ghent. </think>
 }
 
 
-def system_prompt(role: Literal["planner", "worker"], kind: EnvironmentKind, mode: PromptMode) -> str:
-    """`brief` is one line for models trained on the format, `zero_shot` the rules, `few_shot` worked examples too."""
+def system_prompt(
+    role: Literal["planner", "worker"], kind: EnvironmentKind, mode: PromptMode, *, parallel: bool = True
+) -> str:
+    """`brief` is one line for models trained on the format, `zero_shot` the rules, `few_shot` worked examples too.
+    Without `parallel` the planner is told to search once a turn, and not shown the example that searches twice.
+    """
     key = (role, kind)
     if mode == "brief":
         return _BRIEF[key]
-    if mode == "zero_shot":
-        return _RULES[key]
-    return f"{_RULES[key]}\n\nExamples:\n\n{_EXAMPLES[key]}"
+    rules, examples = _RULES[key], _EXAMPLES[key]
+    if role == "planner" and not parallel:
+        rules += "\nWrite one search a turn: only the first one is answered."
+        examples = "Question: " + examples.partition("\n\nQuestion: ")[2]
+    return rules if mode == "zero_shot" else f"{rules}\n\nExamples:\n\n{examples}"

@@ -33,6 +33,10 @@ class MujicaConfig(PromptedAgent):
     implementation: ClassVar[str] = "mujica_jax.agents.mujica:Mujica"
     max_iterations: int  # planner turns before the episode ends without an answer
     max_searches_per_turn: int
+    # Ablations of the paper: without split the planner reads what a search found itself; without parallel it asks one
+    # sub-question a turn.
+    split: bool = True
+    parallel: bool = True
 
     @property
     def max_turns_at_once(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mujica_jax import metrics
-from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
+from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, Policy, TwoPolicies, run_episodes
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Generator
@@ -126,13 +126,14 @@ def score_policy(
     preemption: Preemption,
     live: Callable[[], Mapping[str, Figure]] = dict,
     gather: Callable[[str, Sequence[Trajectory]], Sequence[Trajectory]] = lambda kind, own: own,
+    worker: ScoredGenerator | None = None,
     part_questions: int | None = None,
     keep: Callable[[str, Play], Sequence[Trajectory]] = lambda name, play: play(),
 ) -> Scores:
     """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the
-    progress. Several processes share the questions, and `gather(kind, own trajectories)` brings together what they
-    played. Each process plays `part_questions` at a time (None: all at once): `keep(name of the part, play)` gives what
-    an earlier start has played of a part, or plays it.
+    progress. `worker` is another model for the turns of workers. Several processes share the questions, and
+    `gather(kind, own trajectories)` brings together what they played. Each process plays `part_questions` at a time
+    (None: all at once): `keep(name of the part, play)` gives what an earlier start has played of a part, or plays it.
     """
     questions = held_out_questions(task, config)
     if not (own := distributed.shard_for_process(questions)):
@@ -168,12 +169,16 @@ def score_policy(
                 def play(part: Sequence[Attempt] = part) -> Sequence[Trajectory]:
                     nonlocal played_now
                     played_now = True
+                    policy: Policy = EnginePolicy(generator)
+                    if worker is not None:
+                        policy = TwoPolicies(policy, EnginePolicy(worker))
+                        worker.reset_cache()
                     generator.reset_cache()  # so that a score does not depend on what was decoded before
                     episodes = run_episodes(
                         agent,
                         part,
                         task.environment,
-                        EnginePolicy(generator),
+                        policy,
                         reward=reward,
                         concurrency=concurrency,
                         on_episode=on_episode,
