@@ -4,6 +4,8 @@ import asyncio
 import csv
 import gzip
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from mujica_jax.records import Question
 from mujica_jax.tasks.open_domain.records import read_open_records
 from mujica_jax.tasks.open_domain.task import OpenDomain, build
 
+ROOT = Path(__file__).resolve().parents[1]
 KINDS = {member.kind: member for member in TaskConfig.__args__ if member.kind not in ("tiny_world", "two_wiki")}
 
 
@@ -205,3 +208,28 @@ def test_a_csv_of_another_set_is_refused(tmp_path):
         csv.writer(file).writerows([["Q", "A"], ["Who?", "Ann"]])
     with pytest.raises(UserError, match=r"test\.csv, line 2: this is no record of bamboogle \(KeyError: 'Question'\)"):
         list(read_open_records(tmp_path / "test.csv", "bamboogle"))
+
+
+BUILD = """
+import sys, tensorflow_datasets as tfds
+from mujica_jax.tasks.open_domain import builders
+builder = tfds.builder("mujica_musique", data_dir=sys.argv[2])
+builder.download_and_prepare(download_config=tfds.download.DownloadConfig(manual_dir=sys.argv[1]))
+print(builder.info.splits["train"].num_examples, builder.info.splits["validation"].num_examples, builder.data_dir)
+"""
+
+
+@needs_data
+@pytest.mark.slow
+def test_a_builder_of_tensorflow_datasets_gives_the_same_questions(tmp_path):
+    made = subprocess.run(
+        [sys.executable, "-c", BUILD, str(DATA / "musique"), str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert made.returncode == 0, made.stderr
+    train, validation, folder = made.stdout.split()[-3:]
+    assert (train, validation) == ("100", "74")
+    built, official = task("musique", Path(folder)), task("musique", DATA / "musique")
+    for split in ("train", "dev", "test"):
+        assert built.questions(split) == official.questions(split)
+    question = built.questions("dev")[0]
+    assert found(built, question, question.text) == found(official, question, question.text)

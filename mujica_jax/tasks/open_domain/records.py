@@ -15,15 +15,19 @@ import csv
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.text.corpus_records import open_text, read_records
 
-PATTERNS = ("*.json", "*.jsonl", "*.csv", "*.tsv", "*.parquet")
+PATTERNS = ("*.json", "*.jsonl", "*.csv", "*.tsv")
+PREPARED = "dataset_info.json"  # in a folder that `builders.py` has filled
+CACHE_FORMAT = 1  # of what is kept
 SOURCES = {  # where the official files are, as their papers name them
     "hotpotqa": "hotpot_train_v1.1.json and hotpot_dev_distractor_v1.json from HotpotQA's page",
     "musique": "musique_ans_v1.0_train.jsonl and musique_ans_v1.0_dev.jsonl from MuSiQue's repository",
@@ -44,6 +48,62 @@ class OpenRecord:
     titles: tuple[str, ...] = ()  # gold passages
     context: tuple[GoldPassage, ...] = ()  # the passages given with the question, gold and others
     kind: str = ""  # bridge, comparison, 2hop, ...
+
+
+def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
+    """All questions, each with whether it is for training: of official files, or of a folder that `builders.py` has
+    filled. They are read once and kept as Arrow's Parquet in the user's cache, by names, sizes and times of the files.
+    """
+    prepared = (folder / PREPARED).is_file()
+    files = sorted(folder.iterdir()) if prepared else question_files(folder, kind)
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.sha256(json.dumps([CACHE_FORMAT, kind, states]).encode()).hexdigest()[:16]
+    kept = cache_folder("questions") / f"{kind}-{key}.parquet"
+    if kept.is_file():
+        return _read_kept(kept)
+    if prepared:
+        from mujica_jax.tasks.open_domain.builders import read_prepared
+
+        found = list(read_prepared(folder))
+    else:
+        found = [("train" in file.name.lower(), record) for file in files for record in read_open_records(file, kind)]
+    _keep(kept, found)
+    return found
+
+
+def as_row(record: OpenRecord) -> dict[str, Any]:
+    """Texts and lists of texts: what is deeper is JSON."""
+    row = dataclasses.asdict(record)
+    return row | {"answer_sets": json.dumps(row["answer_sets"]), "context": json.dumps(row["context"])}
+
+
+def from_row(row: Mapping[str, Any]) -> OpenRecord:
+    return OpenRecord(
+        id=row["id"],
+        text=row["text"],
+        answers=tuple(row["answers"]),
+        answer_sets=tuple(tuple(tuple(of) for of in answers) for answers in json.loads(row["answer_sets"])),
+        titles=tuple(row["titles"]),
+        context=tuple(GoldPassage(**passage) for passage in json.loads(row["context"])),
+        kind=row["kind"],
+    )
+
+
+def _keep(file: Path, found: Sequence[tuple[bool, OpenRecord]]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [as_row(record) | {"train": training} for training, record in found]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
+    partial.replace(file)
+
+
+def _read_kept(file: Path) -> list[tuple[bool, OpenRecord]]:
+    from pyarrow import parquet
+
+    return [(row["train"], from_row(row)) for row in parquet.read_table(file).to_pylist()]
 
 
 def question_files(folder: Path, kind: str) -> list[Path]:

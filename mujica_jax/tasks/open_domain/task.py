@@ -12,7 +12,7 @@ from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage, PassageFile
 from mujica_jax.tasks.environment import TextEnvironment
-from mujica_jax.tasks.open_domain.records import OpenRecord, question_files, read_open_records
+from mujica_jax.tasks.open_domain.records import OpenRecord, read_set
 from mujica_jax.tasks.passages import fetched_index, open_passages
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Split
 
@@ -61,9 +61,9 @@ class OpenDomain:
 def build(config: OpenDomainConfig) -> OpenDomain:
     _check(config)
     by_split: dict[Split, dict[str, OpenRecord]] = {"train": {}, "dev": {}, "test": {}}
-    for file in question_files(Path(config.data_dir), config.kind):
-        for record in read_open_records(file, config.kind):
-            by_split[_split_of(file, record, config.dev_percent)].setdefault(record.id, record)
+    for training, record in read_set(Path(config.data_dir), config.kind):
+        held_out: Split = "dev" if _hash(record.id) % 100 < config.dev_percent else "test"
+        by_split["train" if training else held_out].setdefault(record.id, record)
     for split in ("dev", "test"):  # a file that was given twice under two names does not train on what it tests
         for id in by_split["train"].keys() & by_split[split].keys():
             del by_split["train"][id]
@@ -107,12 +107,6 @@ def _check(config: OpenDomainConfig) -> None:
         )
     if isinstance(config, MultiHopConfig) and config.setting == "distractor" and config.retriever == "dense":
         raise UserError("task.setting is distractor, which is searched by words, and task.retriever is dense: use bm25")
-
-
-def _split_of(file: Path, record: OpenRecord, dev_percent: int) -> Split:
-    if "train" in file.name.lower():
-        return "train"
-    return "dev" if _hash(record.id) % 100 < dev_percent else "test"
 
 
 def _question(record: OpenRecord, texts: Mapping[str, str]) -> Question:
