@@ -18,7 +18,7 @@ import dataclasses
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 Rule = Literal["hotpot", "two_wiki", "musique", "triviaqa", "cover_em"]
@@ -57,6 +57,40 @@ def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
         precision=max(single.precision for single in singles),
         recall=max(single.recall for single in singles),
     )
+
+
+def set_f1(prediction: str | None, answer_sets: Sequence[Sequence[Sequence[str]]]) -> float:
+    """AmbigQA's F1 of a set of answers (its `ambigqa_evaluate_script.py`): each predicted answer counts for one answer
+    that is asked for, by exact match with one of its aliases; the best annotation counts. Several answers of one
+    prediction are separated by semicolons, which is ours.
+    """
+    said = [normalise_squad(part) for part in (prediction or "").split(";")]
+    predicted = [part for part in said if part]
+    best = 0.0
+    for annotation in answer_sets:
+        asked = [{normalise_squad(alias) for alias in aliases} for aliases in annotation]
+        left = list(predicted)
+        matched = 0
+        for aliases in asked:
+            hit = next((part for part in left if part in aliases), None)
+            if hit is not None:
+                left.remove(hit)
+                matched += 1
+        if matched:
+            precision, recall = matched / len(predicted), matched / len(asked)
+            best = max(best, 2 * precision * recall / (precision + recall))
+    return best
+
+
+def supporting(found: Collection[str], gold: Collection[str]) -> Score:
+    """HotpotQA's scores of supporting facts (`update_sp` of its script), of passages by their titles. `gold` has one at
+    least.
+    """
+    right = len(set(found) & set(gold))
+    precision = right / len(set(found)) if found else 0.0
+    recall = right / len(set(gold))
+    f1 = 2 * precision * recall / (precision + recall) if right else 0.0
+    return Score(em=float(set(found) == set(gold)), f1=f1, precision=precision, recall=recall)
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0, resamples: int = 1000) -> tuple[float, float]:

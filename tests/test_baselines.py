@@ -220,7 +220,8 @@ def test_searches_are_bounded(kind):
 def test_what_shapes_a_turn_may_have(style, texts, well_formed):
     found = play("single", Told(texts), style=style)
     assert found.answer == "Ghent"
-    assert found.counts["well_formed"] == is_well_formed(found.conversations[0], style) == well_formed
+    assert found.counts["malformed_shape"] == (not well_formed)
+    assert is_well_formed(found.conversations[0], style) == well_formed
 
 
 HARMLESS = {kind: play(kind, Told(texts, unlikely=None)) for kind, (texts, _) in PLAYS.items()}

@@ -23,7 +23,7 @@ from little_agent import (
 )
 
 from mujica_jax.methods.evaluation import Evaluation, score_policy, summarise
-from mujica_jax.records import StopReason, Trajectory
+from mujica_jax.records import GoldPassage, Search, StopReason, Trajectory
 from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import score_table
 from mujica_jax.report.text import plain
@@ -172,3 +172,20 @@ def test_scores_shown_do_not_depend_on_the_reward():
     assert by_f1 == by_format and by_f1[1]["greedy"]["em"] == 33.33
     assert f1_rewards == pytest.approx([1.0, 2 / 3, 0.0])
     assert format_rewards == pytest.approx([1.0, 0.7, 0.0])
+
+
+def test_what_was_read_is_compared_with_the_gold_passages():
+    gold = (GoldPassage(title="Amber Tide"), GoldPassage(title="Ilse Vand"))
+    asked = dataclasses.replace(QUESTION, gold_passages=gold, answer_sets=((("Ghent",), ("Bruges",)),))
+    materials = ("Amber Tide: A film.", "Tin Orchard: A film.")
+    found = Search(iteration=0, query="a", materials=materials, selected=(0,))
+    more = Search(iteration=1, query="b", materials=("Ilse Vand: Born in Ghent.",), selected=())
+    told = dataclasses.replace(play(ToldPolicy([answer("Ghent")])), searches=(found, more))
+    summary = summarise([asked], [told], "two_wiki").summary()
+    # all gold ones were found; the one that was selected is one of two
+    assert (summary["gold_found"], summary["support_em"], summary["support_f1"]) == (100.0, 0.0, 66.67)
+    assert summary["set_f1"] == 66.67
+    unread = dataclasses.replace(told, searches=tuple(dataclasses.replace(of, selected=()) for of in told.searches))
+    assert summarise([asked], [unread], "two_wiki").summary()["support_f1"] == 80.0, "2 of 3 and 2 of 2"
+    graph = dataclasses.replace(told, searches=(dataclasses.replace(found, entity="Amber Tide"),))
+    assert "gold_found" not in summarise([asked], [graph], "two_wiki").summary()

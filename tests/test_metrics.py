@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shared_data import DATA, needs_data
 
+from mujica_jax import metrics
 from mujica_jax.metrics import bootstrap_interval, score
 
 RULES = ("hotpot", "two_wiki", "musique", "triviaqa", "cover_em")
@@ -92,3 +93,28 @@ def test_bootstrap_interval_depends_on_the_seed_alone():
 def test_bootstrap_interval_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one value"):
         bootstrap_interval([])
+
+
+@pytest.mark.parametrize(
+    ("prediction", "expected"),
+    [
+        ("1961", 2 / 3),  # one of two asked for: precision 1, recall a half
+        ("In 1961; 1972", 1.0),
+        ("1972; in 1961; 1980", 0.8),  # 2 of 3 and 2 of 2
+        ("1961; In 1961", 0.5),  # the second one is no other answer: 1 of 2 and 1 of 2
+        ("1980", 0.0),
+        (" ; ", 0.0),
+        (None, 0.0),
+    ],
+)
+def test_the_f1_of_a_set_of_answers(prediction, expected):
+    asked = ((("1961", "In 1961"), ("1972",)),)
+    assert metrics.set_f1(prediction, asked) == pytest.approx(expected)
+    assert metrics.set_f1("1980", (*asked, (("1980",),))) == 1.0, "the best annotation counts"
+
+
+def test_supporting_passages():
+    assert metrics.supporting({"a", "b"}, {"a", "b"}) == metrics.Score(em=1.0, f1=1.0, precision=1.0, recall=1.0)
+    some = metrics.supporting({"a", "c", "d"}, {"a", "b"})
+    assert (some.em, some.precision, some.recall) == (0.0, 1 / 3, 1 / 2) and some.f1 == pytest.approx(0.4)
+    assert metrics.supporting((), {"a"}) == metrics.Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)

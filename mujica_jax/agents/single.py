@@ -157,5 +157,5 @@ class Single:
                 break
             dialogue.add_user(information(materials))
         record = dialogue.record()
-        counts = {"well_formed": float(is_well_formed(record, config.style))}
+        counts = {"malformed_shape": float(not is_well_formed(record, config.style))}
         return episode.trajectory([record], answer, reason, counts)

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from mujica_jax import metrics
@@ -59,6 +59,7 @@ class Evaluation:
     by_kind: dict[str, KindScore]
     searches: float  # mean a question
     stop_reasons: dict[str, int]
+    further: dict[str, float]  # means in percent of what only some tasks have
     trajectories: tuple[Trajectory, ...]
 
     def summary(self) -> dict[str, Any]:
@@ -68,6 +69,7 @@ class Evaluation:
             "searches": round(self.searches, 3),
             "tokens": round(generated_tokens(self.trajectories) / len(self.trajectories), 1),
             "seconds": round(sum(t.seconds for t in self.trajectories) / len(self.trajectories), 3),
+            **{name: round(value, 2) for name, value in self.further.items()},
             "stop_reasons": self.stop_reasons,
             "by_kind": {kind: score.rounded() for kind, score in self.by_kind.items()},
         }
@@ -217,8 +219,37 @@ def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory],
         by_kind={kind: _mean(members) for kind, members in kinds.items()},
         searches=sum(len(trajectory.searches) for trajectory in trajectories) / len(trajectories),
         stop_reasons=dict(sorted(Counter(trajectory.stop_reason.value for trajectory in trajectories).items())),
+        further=_further(questions, trajectories),
         trajectories=tuple(trajectories),
     )
+
+
+def _further(questions: Sequence[Question], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`set_f1` where questions ask for several answers. Where they have gold passages and passages were searched:
+    `gold_found`, the share of them among all that was found, and `support_em` and `support_f1` of those that were read
+    for an answer: what a worker selected, or all that was found where nobody selects.
+    """
+    found: dict[str, list[float]] = {}
+    for question, trajectory in zip(questions, trajectories, strict=True):
+        if question.answer_sets:
+            f1 = metrics.set_f1(trajectory.final_answer, question.answer_sets)
+            found.setdefault("set_f1", []).append(f1)
+        gold = {passage.title for passage in question.gold_passages}
+        if not gold or any(search.entity for search in trajectory.searches):
+            continue
+        searches = trajectory.searches
+        retrieved = {_title(text, gold) for search in searches for text in search.materials}
+        chosen = {_title(search.materials[place], gold) for search in searches for place in search.selected}
+        support = metrics.supporting(chosen or retrieved, gold)
+        found.setdefault("gold_found", []).append(metrics.supporting(retrieved, gold).recall)
+        found.setdefault("support_em", []).append(support.em)
+        found.setdefault("support_f1", []).append(support.f1)
+    return {name: 100 * sum(values) / len(values) for name, values in found.items()}
+
+
+def _title(text: str, gold: Collection[str]) -> str:
+    """Of a passage as it is shown, `title: text`, where it is a gold one; of any other all of it tells it apart."""
+    return next((title for title in gold if text.startswith(f"{' '.join(title.split())}: ")), text)
 
 
 def _mean(scores: Sequence[metrics.Score]) -> KindScore:

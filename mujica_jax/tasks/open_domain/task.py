@@ -115,6 +115,7 @@ def _question(record: OpenRecord, texts: Mapping[str, str]) -> Question:
         id=record.id,
         text=record.text,
         answers=record.answers,
+        answer_sets=record.answer_sets,
         gold_passages=tuple(
             GoldPassage(title=title, text=texts.get(title, given.get(title, ""))) for title in record.titles
         ),
