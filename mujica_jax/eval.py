@@ -86,6 +86,7 @@ class EvalArguments:
     reward: str
     seed: int
     remote: RemoteConfig
+    judge: RemoteConfig  # a model behind an endpoint that says which answers mean the same as the gold ones
     distributed: DistributedConfig
 
 
@@ -133,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if given.worker is not None:
                 named = dataclasses.replace(given, checkpoint=given.worker, policy=None, adapter=None)
                 worker = distributed.primary_first("the worker's policy", lambda: find_checkpoint(named))
-            evaluate(configs, policy, preemption, worker=worker, plot=given.plot)
+            judge = None if given.judge.base_url is None else open_endpoint(given.judge, policy.out)
+            evaluate(configs, policy, preemption, worker=worker, judge=judge, plot=given.plot)
             distributed.finish()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -190,6 +192,7 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     sections = {field.name for field in dataclasses.fields(EvalArguments)} & set(shared)
     defaults = {section: shared[section] for section in sections}
     defaults["remote"] = RemoteConfig()
+    defaults["judge"] = RemoteConfig()
     defaults["distributed"] = DistributedConfig()  # a run's own says which machines trained it
     defaults["checkpoint"] = checkpoint if remote is not None else _given_or_missing(checkpoint)
     given = override(EvalArguments(**defaults), words, prog="python -m mujica_jax.eval")
@@ -199,6 +202,7 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     config = dataclasses.replace(config, **changed)
     check(config)
     check_remote(given.remote)
+    check_remote(given.judge, "judge")
     return given, config
 
 
@@ -227,6 +231,7 @@ def evaluate(
     preemption: Preemption,
     *,
     worker: Checkpoint | None = None,
+    judge: Endpoint | None = None,
     plot: bool = False,
 ) -> None:
     """Score, print, and write the results; of several configurations, which differ in task and agent, a table too."""
@@ -254,7 +259,7 @@ def evaluate(
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     compared = [
         _evaluate_one(
-            config, tasks[config.task], policy, worker, tokenizer, generator, reader, progress, live, preemption
+            config, tasks[config.task], policy, worker, judge, tokenizer, generator, reader, progress, live, preemption
         )
         for config in configs
     ]
@@ -278,6 +283,7 @@ def _evaluate_one(
     task: "Task",
     policy: Checkpoint | Endpoint,
     worker: Checkpoint | None,
+    judge: Endpoint | None,
     tokenizer: "Tokenizer",
     generator: "ScoredGenerator",
     reader: "ScoredGenerator | None",
@@ -286,6 +292,7 @@ def _evaluate_one(
     preemption: Preemption,
 ) -> "Compared":
     from mujica_jax.methods.evaluation import score_policy
+    from mujica_jax.methods.judge import Judge
     from mujica_jax.methods.parts import make_agent, statistics_of
     from mujica_jax.methods.shares import gather
     from mujica_jax.report.comparison import Compared
@@ -315,6 +322,16 @@ def _evaluate_one(
         keep=lambda name, play: _kept(RunDirectory(parts), f"{name}.parquet", play),
     )
     summary = scores.summary()
+    if judge is not None and distributed.is_primary():
+        progress.line(f"{judge.name} at {judge.place} judges {len(scores.questions)} answers")
+        judged = Judge(judge.generator, judge.tokenizer, f"{judge.place} {judge.name}")
+        judgement = judged.judge(scores.questions, scores.greedy.trajectories, task.rule).summary()
+        summary["greedy"] |= judgement | {"judged_by": judge.name}
+        progress.line(
+            f"{judge.name} says yes to {judgement['judge']}% and fails {judgement['judge_failures']} times; yes "
+            f"without an exact match {judgement['judge_yes_not_exact']} times and no with one "
+            f"{judgement['judge_no_but_exact']} times"
+        )
     compared = Compared(
         task=f"{task.name} {task.environment_kind}",
         agent=config.agent.kind,

@@ -7,7 +7,7 @@ from typing import Literal
 from mujica_jax.errors import UserError
 
 
-def cache_folder(of: Literal["searches", "compiled", "buckets", "checkpoints", "questions"]) -> Path:
+def cache_folder(of: Literal["searches", "compiled", "buckets", "checkpoints", "questions", "verdicts"]) -> Path:
     """It may not exist yet. Raises UserError where the user has no home directory and no XDG_CACHE_HOME."""
     named = os.environ.get("XDG_CACHE_HOME")  # one that is empty counts as none
     try:

@@ -226,25 +226,27 @@ def check_profile(profile: ProfileConfig) -> None:
         )
 
 
-def check_remote(remote: RemoteConfig) -> None:
+def check_remote(remote: RemoteConfig, section: str = "remote") -> None:
     """An endpoint is described wholly, or not at all."""
     if remote.base_url is None:
         for field in dataclasses.fields(remote):
             if getattr(remote, field.name) != field.default:
-                name = _flag(f"remote.{field.name}")
+                name = _flag(f"{section}.{field.name}")
                 raise UserError(
-                    f"{name} is {getattr(remote, field.name)} and there is no endpoint: give --remote.base-url too"
+                    f"{name} is {getattr(remote, field.name)} and there is no endpoint: give --{section}.base-url too"
                 )
         return
     for name in ("model", "mode", "tokenizer"):
         if not getattr(remote, name):
             raise UserError(
-                f"--remote.base-url is {remote.base_url} and --remote.{name} is not given: an endpoint needs both"
+                f"--{section}.base-url is {remote.base_url} and --{section}.{name} is not given: an endpoint needs both"
             )
     for name, least in (("concurrency", 1), ("timeout_seconds", 0), ("deadline_seconds", 0)):
         value = getattr(remote, name)
         if not (math.isfinite(value) and value >= least and value > 0):
-            raise UserError(f"{_flag(f'remote.{name}')} is {value} and must be {'at least 1' if least else 'above 0'}")
+            raise UserError(
+                f"{_flag(f'{section}.{name}')} is {value} and must be {'at least 1' if least else 'above 0'}"
+            )
 
 
 def _check_choices(config: Config) -> None:

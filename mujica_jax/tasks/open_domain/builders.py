@@ -74,8 +74,8 @@ BUILDERS = {kind: _builder(kind) for kind in SOURCES}
 def read_prepared(folder: Path) -> Iterator[tuple[bool, OpenRecord]]:
     """The questions of a prepared folder, each with whether it is for training."""
     builder = tfds.builder_from_directory(folder)
-    for split in builder.info.splits:
-        for row in tfds.as_numpy(builder.as_dataset(split=split)):
+    for split, examples in tfds.as_numpy(builder.as_dataset()).items():
+        for row in examples:
             lists = {name: [text.decode() for text in row[name]] for name in ("answers", "titles")}
             texts = {name: of.decode() for name, of in row.items() if name not in lists}
             yield split == "train", from_row(lists | texts)
