@@ -59,27 +59,44 @@ def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
     )
 
 
-def set_f1(prediction: str | None, answer_sets: Sequence[Sequence[Sequence[str]]]) -> float:
-    """AmbigQA's F1 of a set of answers (its `ambigqa_evaluate_script.py`): each predicted answer counts for one answer
-    that is asked for, by exact match with one of its aliases; the best annotation counts. Several answers of one
-    prediction are separated by semicolons, which is ours.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SetScore:
+    precision: float
+    recall: float
+    f1: float
+
+
+def score_set(prediction: str | None, answer_sets: Sequence[Sequence[Sequence[str]]]) -> SetScore:
+    """Several answers against several that are asked for, as AmbigQA scores them (`ambigqa_evaluate_script.py`): each
+    predicted answer counts for one of them, by exact match with one of its aliases; the best annotation counts. Several
+    answers of one prediction are separated by semicolons, which is ours.
     """
     said = [normalise_squad(part) for part in (prediction or "").split(";")]
     predicted = [part for part in said if part]
-    best = 0.0
+    best = SetScore(precision=0.0, recall=0.0, f1=0.0)
     for annotation in answer_sets:
-        asked = [{normalise_squad(alias) for alias in aliases} for aliases in annotation]
         left = list(predicted)
         matched = 0
-        for aliases in asked:
-            hit = next((part for part in left if part in aliases), None)
+        for aliases in annotation:
+            asked = {normalise_squad(alias) for alias in aliases}
+            hit = next((part for part in left if part in asked), None)
             if hit is not None:
                 left.remove(hit)
                 matched += 1
         if matched:
-            precision, recall = matched / len(predicted), matched / len(asked)
-            best = max(best, 2 * precision * recall / (precision + recall))
+            precision, recall = matched / len(predicted), matched / len(annotation)
+            found = SetScore(precision=precision, recall=recall, f1=2 * precision * recall / (precision + recall))
+            best = max(best, found, key=lambda score: score.f1)
     return best
+
+
+def gerbil_macro_f1(scores: Sequence[SetScore], answered: Sequence[bool]) -> float:
+    """GERBIL's Macro F1 QALD (Usbeck et al., 2019): the harmonic mean of macro precision and macro recall, where a
+    question without any answer has precision 1 and recall 0. The plain macro F1 is the mean of the questions' F1.
+    """
+    said = [score.precision if given else 1.0 for score, given in zip(scores, answered, strict=True)]
+    precision, recall = sum(said) / len(said), sum(score.recall for score in scores) / len(scores)
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
 def supporting(found: Collection[str], gold: Collection[str]) -> Score:

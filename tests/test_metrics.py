@@ -109,8 +109,8 @@ def test_bootstrap_interval_of_nothing_is_refused():
 )
 def test_the_f1_of_a_set_of_answers(prediction, expected):
     asked = ((("1961", "In 1961"), ("1972",)),)
-    assert metrics.set_f1(prediction, asked) == pytest.approx(expected)
-    assert metrics.set_f1("1980", (*asked, (("1980",),))) == 1.0, "the best annotation counts"
+    assert metrics.score_set(prediction, asked).f1 == pytest.approx(expected)
+    assert metrics.score_set("1980", (*asked, (("1980",),))).f1 == 1.0, "the best annotation counts"
 
 
 def test_supporting_passages():
@@ -118,3 +118,13 @@ def test_supporting_passages():
     some = metrics.supporting({"a", "c", "d"}, {"a", "b"})
     assert (some.em, some.precision, some.recall) == (0.0, 1 / 3, 1 / 2) and some.f1 == pytest.approx(0.4)
     assert metrics.supporting((), {"a"}) == metrics.Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
+
+
+def test_the_macro_f1_of_gerbil_and_the_plain_one():
+    """Three questions: right; one of two answers and one that is wrong; no answer."""
+    asked = [((("ant",),),), ((("bee",), ("cow",)),), ((("dog",),),)]
+    scores = [metrics.score_set(said, sets) for said, sets in zip(["ant", "bee; fox", None], asked, strict=True)]
+    assert [score.f1 for score in scores] == [1.0, 0.5, 0.0]
+    # precision (1 + 1/2 + 1) / 3 = 5/6, recall (1 + 1/2 + 0) / 3 = 1/2
+    assert metrics.gerbil_macro_f1(scores, [True, True, False]) == pytest.approx(2 * (5 / 6) * 0.5 / (5 / 6 + 0.5))
+    assert metrics.gerbil_macro_f1([scores[2]], [True]) == 0.0

@@ -20,7 +20,9 @@ from mujica_jax.tasks.open_domain.records import read_open_records
 from mujica_jax.tasks.open_domain.task import OpenDomain, build
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = {member.kind: member for member in TaskConfig.__args__ if member.kind not in ("tiny_world", "two_wiki")}
+KINDS = {
+    member.kind: member for member in TaskConfig.__args__ if member.kind not in ("tiny_world", "two_wiki", "qald10")
+}
 
 
 def task(kind: str, folder: Path, **changes) -> OpenDomain:

@@ -33,6 +33,7 @@ from mujica_jax.config.tasks import (
     NaturalQuestionsConfig,
     PassageSearch,
     PopQaConfig,
+    QaldConfig,
     TriviaQaConfig,
 )
 
@@ -90,6 +91,7 @@ TaskConfig = (
     | PopQaConfig
     | AmbigQaConfig
     | BamboogleConfig
+    | QaldConfig
 )
 
 

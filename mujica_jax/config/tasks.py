@@ -78,3 +78,20 @@ class AmbigQaConfig(OpenDomainConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BamboogleConfig(OpenDomainConfig):
     kind: Literal["bamboogle"] = "bamboogle"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QaldConfig:
+    """QALD-10 over a knowledge graph."""
+
+    kind: Literal["qald10"] = "qald10"
+    environment: ClassVar[Literal["graph"]] = "graph"
+    implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.qald:build"
+    data_dir: str  # folder with qald_10.json, plain or .gz
+    top_k: int  # triples shown to the worker
+    # The graph: a directory made by `python -m mujica_jax.index build --kind graph`, or sparql+https://HOST/sparql.
+    index: str | None = None
+    queries_per_second: float = 10.0  # what a SPARQL endpoint is asked at most
+    language: Literal["en", "de", "zh", "ru"] = "en"  # of the questions
+    dev_percent: int = 0  # the rest, by the hash of the ids, is test
+    max_questions: int | None = None

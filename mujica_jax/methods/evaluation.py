@@ -225,15 +225,18 @@ def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory],
 
 
 def _further(questions: Sequence[Question], trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`set_f1` where questions ask for several answers. Where they have gold passages and passages were searched:
-    `gold_found`, the share of them among all that was found, and `support_em` and `support_f1` of those that were read
-    for an answer: what a worker selected, or all that was found where nobody selects.
+    """`set_f1`, the plain macro F1, and `gerbil_macro_f1` where questions ask for several answers. Where they have gold
+    passages and passages were searched: `gold_found`, the share of them among all that was found, and `support_em` and
+    `support_f1` of those that were read for an answer: what a worker selected, or all that was found where nobody
+    selects.
     """
     found: dict[str, list[float]] = {}
+    sets: list[metrics.SetScore] = []
+    answered: list[bool] = []
     for question, trajectory in zip(questions, trajectories, strict=True):
         if question.answer_sets:
-            f1 = metrics.set_f1(trajectory.final_answer, question.answer_sets)
-            found.setdefault("set_f1", []).append(f1)
+            sets.append(metrics.score_set(trajectory.final_answer, question.answer_sets))
+            answered.append(bool((trajectory.final_answer or "").strip()))
         gold = {passage.title for passage in question.gold_passages}
         if not gold or any(search.entity for search in trajectory.searches):
             continue
@@ -244,7 +247,11 @@ def _further(questions: Sequence[Question], trajectories: Sequence[Trajectory]) 
         found.setdefault("gold_found", []).append(metrics.supporting(retrieved, gold).recall)
         found.setdefault("support_em", []).append(support.em)
         found.setdefault("support_f1", []).append(support.f1)
-    return {name: 100 * sum(values) / len(values) for name, values in found.items()}
+    means = {name: 100 * sum(values) / len(values) for name, values in found.items()}
+    if sets:
+        means["set_f1"] = 100 * sum(score.f1 for score in sets) / len(sets)
+        means["gerbil_macro_f1"] = 100 * metrics.gerbil_macro_f1(sets, answered)
+    return means
 
 
 def _title(text: str, gold: Collection[str]) -> str:

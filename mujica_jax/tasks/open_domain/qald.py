@@ -1,0 +1,161 @@
+"""QALD-10: questions over Wikidata whose answers are what a SPARQL query finds, answered over a knowledge graph.
+
+A question's candidates are the entities that its query names, and its answers what the query found: labels of entities,
+values as they read, yes or no. Labels come from the graph that is searched, so that an answer is called what the graph
+calls it; a question with an answer or without a candidate that the graph does not know is left out, and counted.
+"""
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mujica_jax.config.tasks import QaldConfig
+from mujica_jax.errors import UserError
+from mujica_jax.metrics import Rule
+from mujica_jax.records import Entity, Question
+from mujica_jax.retrieval.errors import RetrievalError
+from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
+from mujica_jax.retrieval.text.corpus_records import open_text
+from mujica_jax.tasks.environment import GraphEnvironment
+from mujica_jax.tasks.passages import fetched_index
+from mujica_jax.tasks.task import Environment, EnvironmentKind, Split
+from mujica_jax.tasks.two_wiki.search import open_knowledge_graph
+
+WIKIDATA = "http://www.wikidata.org/entity/"
+PATTERNS = ("qald*.json", "qald*.json.gz")
+_named = re.compile(r"\bwd:(Q\d+)\b|<http://www\.wikidata\.org/entity/(Q\d+)>")
+
+
+class Qald:
+    """Implements `Task`. There are no demonstrations: a run starts from a checkpoint."""
+
+    name = "qald10"
+    rule: Rule = "musique"
+    environment_kind: EnvironmentKind = "graph"
+
+    def __init__(
+        self, questions: Mapping[Split, Sequence[Question]], environment: Environment, left_out: int = 0
+    ) -> None:
+        self._questions, self._environment, self.left_out = questions, environment, left_out
+
+    def questions(self, split: Split) -> Sequence[Question]:
+        return self._questions[split]
+
+    def environment(self, question: Question) -> Environment:
+        del question
+        return self._environment
+
+
+def build(config: QaldConfig) -> Qald:
+    if config.index is None:
+        raise UserError(
+            "task.kind qald10 is answered over Wikidata and task.index is None: give the directory of a graph or "
+            "sparql+https://HOST/sparql (docs/graphs.md)"
+        )
+    if not 0 <= config.dev_percent <= 100 or config.top_k < 1:
+        raise UserError(
+            f"task.dev_percent is {config.dev_percent} and task.top_k {config.top_k}: give 0 to 100, and at least 1"
+        )
+    records = list(read_qald(config.data_dir, config.language))
+    graph = open_knowledge_graph(str(fetched_index(config.index)), config.queries_per_second)
+    if not isinstance(graph, KnowledgeGraph):
+        raise UserError(f"the index {config.index} is no knowledge graph: give one of kind graph")
+    try:
+        found = asyncio.run(_asked_of(graph, records[: config.max_questions]))
+    except RetrievalError as error:
+        raise UserError(f"the labels of QALD's entities could not be looked up: {error}") from error
+    questions: dict[Split, list[Question]] = {"train": [], "dev": [], "test": []}
+    for question in (question for question in found if question is not None):
+        share = int(hashlib.sha256(question.id.encode()).hexdigest(), 16) % 100
+        questions["dev" if share < config.dev_percent else "test"].append(question)
+    if not any(questions.values()):
+        raise UserError(
+            f"the graph {config.index} knows the entities of none of {len(records)} questions: give Wikidata's"
+        )
+    return Qald(questions, GraphEnvironment(graph, config.top_k), left_out=found.count(None))
+
+
+def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
+    """`id`, `text`, `entities` (Q-ids) and `answers`: (kind, value) each. Raises UserError naming file and question."""
+    folder = Path(data_dir)
+    files = [file for pattern in PATTERNS for file in sorted(folder.glob(pattern))]
+    if not files:
+        raise UserError(
+            f"task.data_dir {folder} has no file of questions: put qald_10.json from KGQA/QALD-10 there, plain or .gz"
+        )
+    for file in files:
+        try:
+            with open_text(file) as text:
+                listed = json.load(text)["questions"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{file} is no file of QALD ({type(error).__name__}: {error}): use the official format"
+            ) from error
+        for number, value in enumerate(listed):
+            try:
+                yield _record(value, language)
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                raise UserError(
+                    f"{file}, question {number}: this is no question of QALD ({type(error).__name__}: {error}); use "
+                    "the official format, and a task.language that it has"
+                ) from error
+
+
+def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
+    texts = {entry["language"]: entry["string"] for entry in value["question"]}
+    (answer,) = value["answers"]
+    if "boolean" in answer:
+        answers = [("literal", "yes" if answer["boolean"] else "no")]
+    else:
+        (name,) = answer["head"]["vars"]
+        answers = [(row[name]["type"], row[name]["value"]) for row in answer["results"]["bindings"]]
+    named = (short or long for short, long in _named.findall(value["query"]["sparql"]))
+    return {
+        "id": f"qald-{value['id']}",
+        "text": texts[language].strip(),
+        "entities": tuple(dict.fromkeys(named)),
+        "answers": tuple(answers),
+    }
+
+
+async def _asked_of(graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]]) -> list[Question | None]:
+    labels: dict[str, str | None] = {}
+
+    async def label(key: str) -> str | None:
+        if key not in labels:
+            ends = await graph.ends_of(key)
+            end = ends[0] if ends else None
+            labels[key] = None if end is None else (end.triple.object if end.as_object else end.triple.subject)
+        return labels[key]
+
+    found: list[Question | None] = []
+    for record in records:
+        answers = []
+        for kind, value in record["answers"]:
+            is_entity = kind == "uri" and value.startswith(WIKIDATA)
+            answers.append(await label(value.removeprefix(WIKIDATA)) if is_entity else _readable(value))
+        named = [(key, await label(key)) for key in record["entities"]]
+        candidates = tuple(Entity(id=key, label=known) for key, known in named if known is not None)
+        known_answers = tuple(answer for answer in answers if answer is not None)
+        if not candidates or not known_answers or len(known_answers) < len(answers):
+            found.append(None)
+            continue
+        found.append(
+            Question(
+                id=record["id"],
+                text=record["text"],
+                answers=known_answers,
+                answer_sets=(tuple((answer,) for answer in known_answers),),
+                candidates=candidates,
+            )
+        )
+    return found
+
+
+def _readable(value: str) -> str:
+    """A date without the time of day that Wikidata gives every one."""
+    return value.removesuffix("T00:00:00Z")
