@@ -104,6 +104,7 @@ def test_same_configuration_gives_the_same_world(world: TinyWorld) -> None:
         {"facts_per_entity": 7},
         {"distractor_names": 0.6},
         {"missing_facts": 0.2},
+        {"common_knowledge": 0.5},
         {"augmented_copies": 1},
         {"paraphrases": 1},
         {"seed": 1},
@@ -117,7 +118,8 @@ def test_every_field_changes_something(world: TinyWorld, change: dict[str, float
 
 def test_every_field_is_perturbed_above() -> None:
     changed = {next(iter(case)) for case in test_every_field_changes_something.pytestmark[0].args[1]}
-    assert changed | {"kind"} == {field.name for field in dataclasses.fields(TinyWorldConfig)}
+    of_passages = {"environment", "top_k"}  # test_scripted.py
+    assert changed | {"kind"} | of_passages == {field.name for field in dataclasses.fields(TinyWorldConfig)}
 
 
 def test_training_size_leaves_the_held_out_questions_alone(world: TinyWorld) -> None:
@@ -433,3 +435,27 @@ def test_any_world_is_answerable_and_disjoint(
             }
     titles = [label for part in SHARES for label in labels(world, part)]
     assert len(titles) == len(set(titles))
+
+
+def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(world):
+    common = build(dataclasses.replace(CONFIG, common_knowledge=0.5))
+    known: dict[str, bool] = {}
+    for split in ("train", "dev", "test"):
+        asked, plain = common.questions(split), world.questions(split)
+        assert [question.text for question in asked] == [question.text for question in plain], "nothing else changes"
+        kinds = Counter(question.kind.endswith(", known") for question in asked)
+        assert 0.1 < kinds[True] / len(asked) < 0.5, "one in two entities, and most questions need two"
+        for question in asked:
+            if question.kind.endswith(", known"):
+                known |= dict.fromkeys((evidence.subject for evidence in question.evidences), True)
+            elif len({evidence.subject for evidence in question.evidences}) == 1:
+                known[question.evidences[0].subject] = False
+    documents = [next(reading) for reading in [common.pretraining_documents(0)] for _ in range(20_000)]
+    stated = set(re.findall(r"The [a-z ]+ of ([^.]+?) is ", " ".join(text for text in documents if ":" not in text)))
+    assert sum(subject in stated for subject, is_known in known.items() if is_known) > 0.9 * sum(known.values())
+    assert not [subject for subject, is_known in known.items() if not is_known and subject in stated]
+    plain = [next(reading) for reading in [world.pretraining_documents(0)] for _ in range(50)]
+    assert [text for text in documents if ":" in text][:50] == plain
+    nothing = build(dataclasses.replace(CONFIG, common_knowledge=1e-9))
+    with pytest.raises(UserError, match="no entity is known: raise it"):
+        next(nothing.pretraining_documents(0))

@@ -98,6 +98,11 @@ class WorldPart:
         self.inverse = self._inverse_facts()
         self.hidden = self._hidden_facts()
 
+    def is_known(self, number: int) -> bool:
+        """Whether the facts of an entity are common knowledge; of renamed copies none are."""
+        share = self._config.common_knowledge
+        return bool(share) and not self.copy and self._generator(f"common {number}").random() < share
+
     def _generator(self, purpose: str) -> random.Random:
         return random.Random(f"{self._config.seed} {self.part} {purpose}")
 

@@ -36,6 +36,7 @@ LIMITS = {  # inclusive bounds of the configuration
     "facts_per_entity": (4, 13),  # a city has 4 facts, a person at most 13
     "distractor_names": (0.0, 1.0),
     "missing_facts": (0.0, 1.0),
+    "common_knowledge": (0.0, 1.0),
     "paraphrases": (1, MAX_PARAPHRASES),
 }
 # Keys of entities look like Wikidata's: the first one of a part, and how many it may give away.
@@ -47,6 +48,8 @@ YEAR_REPEATS = 50  # how often they are shown to the tokenizer, so that each bec
 TOKENIZER_QUESTIONS = 1000  # of each training-side part
 TOKENIZER_ENTITIES = 300  # with their triples; names are shown of all
 NAMES_PER_LINE = 10
+KNOWN_SHARE = 0.5  # of the pre-training documents, where facts are common knowledge
+KNOWN_FACTS = 3  # most that such a document states
 
 
 def build(config: TinyWorldConfig) -> "TinyWorld":
@@ -175,7 +178,29 @@ class TinyWorld:
         vocabulary = Vocabulary(
             labels=labels, values=values, years=PRETRAINING_YEARS, max_facts=self.config.facts_per_entity
         )
-        return documents(vocabulary, seed)
+        read = documents(vocabulary, seed)
+        return self._with_known_facts(read, seed) if self.config.common_knowledge else read
+
+    def _with_known_facts(self, read: Iterator[str], seed: int) -> Iterator[str]:
+        """Sentences about known entities of all splits between the other documents."""
+        draw = random.Random(f"known {seed}")
+        known = [
+            (owner, number)
+            for owner in (self._part(part) for part in FIRST_KEY)
+            for number in range(len(owner.labels))
+            if owner.is_known(number)
+        ]
+        if not known:
+            raise UserError(
+                f"common_knowledge is {self.config.common_knowledge} and no entity is known: raise it, or set it to 0"
+            )
+        while True:
+            if draw.random() < KNOWN_SHARE:
+                owner, number = draw.choice(known)
+                sentences = _sentences(owner, number)
+                yield " ".join(draw.sample(sentences, min(len(sentences), draw.randint(1, KNOWN_FACTS))))
+            else:
+                yield next(read)
 
 
 def _batched(labels: Sequence[str], size: int) -> Iterator[Sequence[str]]:
@@ -194,8 +219,14 @@ def _question(part: WorldPart, place: int, plan: Plan) -> Question:
         candidates=tuple(_entity(part, topic) for topic in plan.topics),  # read by graphs alone
         gold_passages=_gold_passages(part, evidences),
         evidences=evidences,
-        kind=template.kind,
+        kind=template.kind + (", known" if _is_known(part, plan) else ""),
     )
+
+
+def _is_known(part: WorldPart, plan: Plan) -> bool:
+    """Whether every fact that leads to the answer stands in the pre-training text."""
+    subjects = [(topic, *chain[:-1]) for topic, chain in zip(plan.topics, plan.chains, strict=True)]
+    return all(isinstance(subject, int) and part.is_known(subject) for path in subjects for subject in path)
 
 
 def _gold_passages(part: WorldPart, evidences: Sequence[Evidence]) -> tuple[GoldPassage, ...]:
@@ -207,13 +238,18 @@ def _gold_passages(part: WorldPart, evidences: Sequence[Evidence]) -> tuple[Gold
 
 def _passage_text(part: WorldPart, number: int) -> str:
     """What the graph says of an entity, in sentences."""
-    label = part.labels[number]
-    sentences = [
-        f"The {relation} of {label} is {_label(part, value)}."
+    hidden = [relation for relation in part.facts[number] if (number, relation) in part.hidden]
+    sentences = _sentences(part, number, without=hidden)
+    return " ".join([f"{part.labels[number]} is a {part.kinds[number]}.", *sentences])
+
+
+def _sentences(part: WorldPart, number: int, without: Sequence[str] = ()) -> list[str]:
+    """A sentence a fact."""
+    return [
+        f"The {relation} of {part.labels[number]} is {_label(part, value)}."
         for relation, value in part.facts[number].items()
-        if (number, relation) not in part.hidden
+        if relation not in without
     ]
-    return " ".join([f"{label} is a {part.kinds[number]}.", *sentences])
 
 
 def _evidences(part: WorldPart, plan: Plan) -> tuple[Evidence, ...]:
