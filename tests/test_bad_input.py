@@ -133,7 +133,10 @@ def test_an_unknown_choice_is_answered_with_the_choices(capsys):
         ("--task.kind two_wikki", "--task.kind is two_wikki and there is none of this name: did you mean two_wiki?"),
         ("--task.kind web", "--task.kind is web and there is none of this name: there are: tiny_world, two_wiki"),
         ("--reward f1_fromat", "there is no reward f1_fromat: did you mean f1_format?"),
-        ("--task.environment text", "--task.environment is a field of task.kind two_wiki, and task.kind is tiny_world"),
+        (
+            "--task.hold-out-percent 9",
+            "--task.hold-out-percent is a field of task.kind two_wiki, and task.kind is tiny",
+        ),
     ],
 )
 def test_names_of_kinds_and_rewards_are_answered_with_the_nearest(refused, tmp_path, flags, sentence):

@@ -532,6 +532,8 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
         "max_turn_tokens": 20,
         "max_trajectory_tokens": 100,
         "max_observation_tokens": 20,
+        "split": False,
+        "parallel": False,
     }
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MujicaConfig)}
     assert_each_changes(smoke, "agent", values, demonstrations)

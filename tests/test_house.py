@@ -43,6 +43,7 @@ HEAVY = {
 ADAPTERS = {  # files whose whole purpose is the package; imported where they are used
     "inference/jetstream.py": {"jetstream"},
     "inference/server.py": {"jetstream"},
+    "tasks/open_domain/builders.py": {"tensorflow_datasets"},
 }
 LARGEST_FILE_BYTES = 2_000_000
 LARGEST_ADAPTER_BYTES = 6_000_000  # adapters/, where a trained policy is kept

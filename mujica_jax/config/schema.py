@@ -85,10 +85,8 @@ class TwoWikiConfig(PassageSearch):
     queries_per_second: float = 10.0
 
 
-TaskConfig = (
-    TinyWorldConfig
-    | TwoWikiConfig
-    | HotpotConfig
+OpenDomain = (
+    HotpotConfig
     | MusiqueConfig
     | NaturalQuestionsConfig
     | TriviaQaConfig
@@ -97,6 +95,7 @@ TaskConfig = (
     | BamboogleConfig
     | QaldConfig
 )
+TaskConfig = TinyWorldConfig | TwoWikiConfig | OpenDomain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,10 +116,8 @@ class ModelConfig:
     embedding_range: float = 0.05
 
 
-AgentConfig = (
-    MujicaConfig
-    | SingleConfig
-    | DirectConfig
+Baseline = (
+    DirectConfig
     | ChainOfThoughtConfig
     | RagConfig
     | SkrConfig
@@ -130,6 +127,7 @@ AgentConfig = (
     | ReactConfig
     | FlareConfig
 )
+AgentConfig = MujicaConfig | SingleConfig | Baseline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
