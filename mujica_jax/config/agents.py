@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 class AgentLimits:
     """Each with its unit."""
 
+    environments: ClassVar[tuple[str, ...]] = ("graph", "text")  # what it can search
     max_turn_tokens: int  # tokens one model turn may generate
     max_trajectory_tokens: int  # tokens a conversation may hold, context included
     max_observation_tokens: int  # tokens of materials shown to a model at once; further materials are left out
@@ -49,6 +50,7 @@ class SingleConfig(PromptedAgent):
 
     kind: Literal["single"] = "single"
     implementation: ClassVar[str] = "mujica_jax.agents.single:Single"
+    environments: ClassVar[tuple[str, ...]] = ("text",)
     style: Literal["reflect", "search_r1"] = "reflect"  # the tags of its turns
     max_searches: int = 4  # before the episode ends without an answer
 
@@ -59,16 +61,19 @@ class BaselineConfig(AgentLimits):
 
     kind: str
     implementation: ClassVar[str] = "mujica_jax.agents.baselines:Baseline"
+    environments: ClassVar[tuple[str, ...]] = ("text",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DirectConfig(BaselineConfig):
     kind: Literal["direct"] = "direct"
+    environments: ClassVar[tuple[str, ...]] = ("graph", "text")  # it searches nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainOfThoughtConfig(BaselineConfig):
     kind: Literal["chain_of_thought"] = "chain_of_thought"
+    environments: ClassVar[tuple[str, ...]] = ("graph", "text")  # it searches nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

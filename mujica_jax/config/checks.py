@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mujica_jax.config.agents import PromptedAgent
+from mujica_jax.config.agents import MujicaConfig, PromptedAgent
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
-ON_GRAPHS = ("mujica", "direct", "chain_of_thought")  # agents that search a graph, or nothing
 MIN: Mapping[str, int | float] = {  # smallest value of a field, where the section has it
     "model.hidden_size": 1,
     "model.intermediate_size": 1,
@@ -128,18 +127,18 @@ def check_engine(config: Any) -> None:
 
 def check_agent(config: Config) -> None:
     """What an agent reads and learns from is there."""
-    kind = config.agent.kind
-    if getattr(config.task, "environment", None) == "graph" and kind not in ON_GRAPHS:
+    kind, environment = config.agent.kind, getattr(config.task, "environment", None)
+    if environment is not None and environment not in config.agent.environments:
         raise UserError(
-            f"agent.kind is {kind}, which reads passages, and task.environment is graph: add --task.environment text, "
-            f"or choose {' or '.join(ON_GRAPHS)}"
+            f"agent.kind is {kind}, which reads passages, and task.environment is {environment}: add "
+            "--task.environment text, or choose mujica"
         )
 
 
 def check_demonstrations(config: Config) -> None:
     """For a run that begins: the warm-up has something to show this agent."""
     kind, warmup = config.agent.kind, config.warmup
-    if warmup.steps and warmup.source == "scripted" and kind != "mujica":
+    if warmup.steps and warmup.source == "scripted" and not isinstance(config.agent, MujicaConfig):
         raise UserError(
             f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica for {warmup.steps} steps: give "
             "--warmup.steps 0 with a checkpoint that knows the format, or choose mujica"
