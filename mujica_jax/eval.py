@@ -39,6 +39,7 @@ from mujica_jax.config.schema import (
     EngineConfig,
     EvalConfig,
     RemoteConfig,
+    SingleConfig,
     TaskConfig,
     TwoWikiConfig,
 )
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from mujica_jax.storage.run_directory import RunDirectory, RunPath
     from mujica_jax.tasks.task import Task
 
-LEAST_PART = 64  # questions that are kept together: what a kill may cost
+MIN_PART_QUESTIONS = 64  # questions that are kept together: what a kill may cost
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
 
 
@@ -243,7 +244,7 @@ def evaluate(
     from mujica_jax.report.progress import NoConsole, Progress
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
     from mujica_jax.runtime.extras import import_extra
-    from mujica_jax.storage.run_directory import atomic_write
+    from mujica_jax.storage.run_directory import RunDirectory, atomic_write
 
     first = configs[0]
     if plot:
@@ -252,7 +253,10 @@ def evaluate(
     require_packages(first)
     check_dtypes(first)
     use_compilation_cache()
-    tasks = {config.task: build_task(config) for config in configs}
+    tasks: dict[TaskConfig, Task] = {}
+    for config in configs:
+        if config.task not in tasks:
+            tasks[config.task] = build_task(config, learns=False)
     tokenizer, generator = policy.open(first)
     reader = None if worker is None else _worker(worker, first, tokenizer)
     live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
@@ -263,6 +267,8 @@ def evaluate(
         )
         for config in configs
     ]
+    folders = [_parts(config, policy, worker) for config in configs]
+    distributed.barrier("all is evaluated")
     if not distributed.is_primary():
         return
     if len(compared) > 1:
@@ -274,6 +280,8 @@ def evaluate(
             atomic_write(file.with_suffix(".png"), comparison.draw(found))
         progress.show(comparison.table(found))
         progress.line(f"comparison: {file}")
+    for folder in folders:  # all that they hold is in the results
+        RunDirectory(folder).remove_folder("")
     for line in policy.closing_lines():
         progress.line(line)
 
@@ -301,10 +309,12 @@ def _evaluate_one(
     from mujica_jax.storage.run_directory import RunDirectory, atomic_write
     from mujica_jax.trajectories import shards
 
-    parts = policy.out / f".parts-{_identity(config, policy, worker)}"
+    parts = _parts(config, policy, worker)
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
     where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
     progress.line(f"{policy.name} from {policy.place}, {where}")
+    if left_out := getattr(task, "left_out", 0):
+        progress.line(f"{left_out} questions are left out: the graph does not know their entities or answers")
     scores = score_policy(
         policy.name,
         agent=make_agent(config.agent, tokenizer),
@@ -318,7 +328,7 @@ def _evaluate_one(
         preemption=preemption,
         worker=reader,
         gather=lambda kind, own: gather(RunDirectory(parts), kind, own),
-        part_questions=max(LEAST_PART, 2 * policy.concurrency(config)),
+        part_questions=max(MIN_PART_QUESTIONS, 2 * policy.concurrency(config)),
         keep=lambda name, play: _kept(RunDirectory(parts), f"{name}.parquet", play),
     )
     summary = scores.summary()
@@ -340,14 +350,14 @@ def _evaluate_one(
     )
     if not distributed.is_primary():
         return compared
-    RunDirectory(parts).remove_folder("")
-    which = "" if config.agent.kind == "mujica" else f"-{config.agent.kind}"
-    file = policy.out / f"{task.name}-{task.environment_kind}{which}-{config.eval.split}.json"
+    file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
     about = {
         "task": task.name,
         "environment": task.environment_kind,
         "split": config.eval.split,
         "agent": config.agent.kind,
+        "left_out": getattr(task, "left_out", 0),  # questions that the task could not ask
+        "settings": {"task": dataclasses.asdict(config.task), "agent": dataclasses.asdict(config.agent)},
         **policy.about(),
         **({} if worker is None else {"worker": worker.place}),
         "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
@@ -378,6 +388,22 @@ def _worker(worker: Checkpoint, config: Config, tokenizer: "Tokenizer") -> "Scor
     return generator
 
 
+def _stem(config: Config, task: "Task") -> str:
+    """What tells results apart in their files' names."""
+    agent = config.agent
+    which = [task.name, task.environment_kind]
+    which += ["distractor"] * (getattr(config.task, "setting", "open") == "distractor")
+    which += [] if agent.kind == "mujica" else [agent.kind.replace("_", "-")]
+    which += [agent.style.replace("_", "-")] if isinstance(agent, SingleConfig) else []
+    which += [f"no-{name}" for name in ("split", "parallel") if not getattr(agent, name, True)]
+    return "-".join(which)
+
+
+def _parts(config: Config, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> "RunPath":
+    """Where what was played is kept until all is: one folder for all processes, whose copies of files differ in age."""
+    return policy.out / f".parts-{distributed.broadcast('parts', lambda: _identity(config, policy, worker))}"
+
+
 def _identity(config: Config, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> str:
     """What a part that an earlier start has played must agree in."""
     read = (config.task, config.agent, config.engine, config.eval, config.trainer.dtype)
@@ -387,7 +413,8 @@ def _identity(config: Config, policy: Checkpoint | Endpoint, worker: Checkpoint 
         for path in sorted(folder.rglob("*")) if folder is not None else ():
             found = path.stat()
             weights.append((path.name, found.st_size, found.st_mtime_ns))
-    said = [repr(read), config.reward, config.seed, policy.place, policy.name, weights, distributed.processes()]
+    said = [repr(read), repr(getattr(policy, "remote", None)), config.reward, config.seed, policy.place, policy.name]
+    said += [weights, distributed.processes()]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
 
 

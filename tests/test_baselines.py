@@ -192,6 +192,22 @@ def test_ircot_shows_new_passages_once_and_first():
     assert (endless.stop_reason, len(endless.searches)) == (StopReason.NO_ACTION, 2)
 
 
+def test_thoughts_and_brackets_do_not_end_a_turn():
+    texts = ["Thought: passage [0] says who.\nAction: Search[Ilse Vand]\n", "Action: Finish[Ghent]"]
+    assert play("react", Told(texts)).answer == "Ghent"
+    hidden = ["<think> Action: Finish[Rome] </think>\nAction: Finish[Ghent]"]
+    assert play("react", Told(hidden)).answer == "Ghent"
+    thought = "<think>\nWho made it?\n</think>\n\nAmber Tide is by Ilse Vand.\nMore."
+    for kind in ("ircot", "flare"):
+        policy = Told([thought, GHENT])
+        found = play(kind, policy)
+        assert found.answer == "Ghent" and "so far: Amber Tide is by Ilse Vand.<" in policy.prompts[1].replace(
+            "\n", "<"
+        )
+    later = play("ircot", Told(["Amber Tide is by Ilse Vand.\n<answer> Rome </answer>", GHENT]))
+    assert later.answer == "Ghent", "an answer counts when it is the next sentence"
+
+
 @pytest.mark.parametrize("kind", ["single", "search_o1", "react"])
 def test_searches_are_bounded(kind):
     search = {
@@ -270,3 +286,5 @@ def test_agents_that_read_passages_are_not_sent_into_a_graph():
     with pytest.raises(UserError, match=r"--agent\.kind is ragg and there is none of this name: did you mean rag"):
         of_agent("--agent.kind", "ragg")
     assert isinstance(of_agent("--agent.kind", "single").agent, SingleConfig)
+    with pytest.raises(UserError, match=r"agent\.min_probability is 0\.0: give above 0 and at most 1"):
+        check(of_agent("--agent.kind", "flare", "--task.environment", "text", "--agent.min-probability", "0"))

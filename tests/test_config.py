@@ -544,7 +544,7 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
         return [(attempt.question.id, attempt.temperature) for attempt in attempts]
 
     monkeypatch.setattr(scoring, "run_episodes", played)
-    monkeypatch.setattr(scoring, "summarise", lambda questions, played, rule: played)
+    monkeypatch.setattr(scoring, "summarise", lambda questions, played, *_: played)
 
     task, *_ = task_and_tokenizer(smoke)
 

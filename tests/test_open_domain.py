@@ -205,6 +205,14 @@ def test_tasks_are_chosen_on_the_command_line():
     assert chosen == KINDS["musique"](data_dir="musique", setting="distractor", top_k=3)
 
 
+def test_a_damaged_file_is_one_sentence(tmp_path):
+    (tmp_path / "dev.json.gz").write_bytes(gzip.compress(b"[" * 1000)[:-20])
+    (tmp_path / "test.csv").write_bytes(b"Question,Answer\n\xff,x\n")
+    for name, kind, said in (("dev.json.gz", "musique", "cannot be read"), ("test.csv", "bamboogle", "is not UTF-8")):
+        with pytest.raises(UserError, match=said):
+            list(read_open_records(tmp_path / name, kind))
+
+
 def test_a_csv_of_another_set_is_refused(tmp_path):
     with (tmp_path / "test.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["Q", "A"], ["Who?", "Ann"]])

@@ -17,6 +17,7 @@ conversation of its own, the one that gave the answer first, except in Search-o1
 Only what the model generated is parsed.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -140,14 +141,15 @@ class _Playing(Episode):
         sentences: list[str] = []
         passages = list(await self.search_passages(self._question, 0))
         for iteration in range(1, self._config.max_searches + 1):
-            said = await self._next_sentence("ircot", passages, sentences)
-            if protocol.parse_answer(said) is not None or iteration == self._config.max_searches:
+            said = (await self._next("ircot", passages, sentences)).text
+            sentence = _sentence(said)
+            if "<answer>" in sentence or iteration == self._config.max_searches:
                 return _outcome(said)
-            if not (sentence := protocol.one_line(_untagged(said))):
+            if not sentence:
                 return "", StopReason.NO_ACTION
-            sentences.append(sentence)
+            sentences.append(protocol.one_line(_untagged(sentence)))
             known = {material.text for material in passages}
-            found = await self.search_passages(sentence, iteration)
+            found = await self.search_passages(sentences[-1], iteration)
             # what came last is what the next sentence needs most
             passages = [material for material in found if material.text not in known] + passages
         return "", StopReason.ITERATION_LIMIT
@@ -160,11 +162,12 @@ class _Playing(Episode):
             if (query := self._likely(written)) and len(self.searches) < self._config.max_searches:
                 passages = list(await self.search_passages(query, iteration))
                 written = await self._next("flare", passages, sentences)
-            if protocol.parse_answer(written.text) is not None:
+            sentence = _sentence(written.text)
+            if "<answer>" in sentence:
                 return _outcome(written.text)
-            if not (sentence := protocol.one_line(_untagged(written.text))):
+            if not sentence:
                 return "", StopReason.NO_ACTION
-            sentences.append(sentence)
+            sentences.append(protocol.one_line(_untagged(sentence)))
         return "", StopReason.ITERATION_LIMIT
 
     async def skr(self) -> Outcome:
@@ -193,7 +196,8 @@ class _Playing(Episode):
         dialogue.add_user(self._opening())
         try:
             for turn in range(self._config.max_searches + 1):
-                action = _REACT.search(await self._turn(dialogue, ("]", OBSERVATION), OBSERVATION))
+                written = await self._turn(dialogue, ("]\n", OBSERVATION), OBSERVATION)
+                action = _REACT.search(protocol.without_thoughts(written))
                 if action is None or not (said := protocol.one_line(action[2])):
                     return "", StopReason.NO_ACTION
                 if action[1] == "Finish":
@@ -248,10 +252,10 @@ class _Playing(Episode):
         return written
 
     async def _next(self, prompt: str, passages: Sequence[Material], sentences: Sequence[str]) -> Written:
-        return await self._ask_for_turn(prompt, self._opening(passages, sentences), ("\n", "</answer>"))
-
-    async def _next_sentence(self, prompt: str, passages: Sequence[Material], sentences: Sequence[str]) -> str:
-        return (await self._next(prompt, passages, sentences)).text
+        """The first line that is no thought is the sentence; a turn that goes on is not cut there, as it may begin with
+        a thought.
+        """
+        return await self._ask_for_turn(prompt, self._opening(passages, sentences), _ANSWERED)
 
     def _likely(self, written: Written) -> str:
         """The sentence without its unlikely tokens, where it has some; the question where nothing else is left."""
@@ -259,12 +263,24 @@ class _Playing(Episode):
         ids, logprobs = written.completion.token_ids, written.completion.logprobs
         if logprobs is None:
             raise UserError("agent.kind is flare, which reads log-probabilities, and the endpoint gives none")
-        words = len(ids) - (written.completion.finish_reason == "stop")  # without the stop token
+        pieces = [self.tokenizer.token_bytes(id) for id in ids]
+        sentence = _sentence(written.text).encode()
+        begin = b"".join(pieces).find(sentence)
+        ends = list(itertools.accumulate(map(len, pieces)))
+        inside = [
+            place for place, end in enumerate(ends) if end > begin and end - len(pieces[place]) < begin + len(sentence)
+        ]
         least = math.log(self._config.min_probability)
-        kept = [id for id, of in zip(ids[:words], logprobs, strict=False) if of >= least]
-        if len(kept) == words:
+        kept = [ids[place] for place in inside if logprobs[place] >= least]
+        if len(kept) == len(inside):
             return ""
         return protocol.one_line(_untagged(self.tokenizer.decode(kept))) or self._question
+
+
+def _sentence(text: str) -> str:
+    """The first line outside of thoughts that says something."""
+    lines = (line.strip() for line in protocol.without_thoughts(text).splitlines())
+    return next((line for line in lines if _untagged(line).strip()), "")
 
 
 def _outcome(said: str) -> Outcome:

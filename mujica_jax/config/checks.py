@@ -133,6 +133,9 @@ def check_agent(config: Config) -> None:
             f"agent.kind is {kind}, which reads passages, and task.environment is {environment}: add "
             "--task.environment text, or choose mujica"
         )
+    probability = getattr(config.agent, "min_probability", 1.0)
+    if not 0 < probability <= 1:
+        raise UserError(f"agent.min_probability is {probability}: give above 0 and at most 1")
 
 
 def check_demonstrations(config: Config) -> None:

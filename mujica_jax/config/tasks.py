@@ -93,5 +93,5 @@ class QaldConfig:
     index: str | None = None
     queries_per_second: float = 10.0  # what a SPARQL endpoint is asked at most
     language: Literal["en", "de", "zh", "ru"] = "en"  # of the questions
-    dev_percent: int = 0  # the rest, by the hash of the ids, is test
+    dev_percent: int = 30  # the rest, by the hash of the ids, is test
     max_questions: int | None = None

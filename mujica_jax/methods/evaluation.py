@@ -18,7 +18,7 @@ from mujica_jax.report.progress import Figure, Progress
 from mujica_jax.rewards import RewardFunction
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
-from mujica_jax.tasks.task import Task
+from mujica_jax.tasks.task import EnvironmentKind, Task
 
 Play = Callable[[], Sequence[Trajectory]]
 
@@ -188,13 +188,13 @@ def score_policy(
                     )
                     return asyncio.run(episodes)
 
-                found = keep(f"{kind}-{distributed.process()}-of-{distributed.processes()}-{start}", play)
+                found = keep(f"{kind}-{distributed.process()}-of-{distributed.processes()}-{start}-{len(part)}", play)
                 for trajectory in () if played_now else found:  # an earlier start has played them
                     on_episode(trajectory)
                 played = [*played, *found]
         if distributed.processes() > 1:
             played = gather(kind, played)
-        return summarise(questions, played, task.rule)
+        return summarise(questions, played, task.rule, task.environment_kind)
 
     return Scores(
         questions=questions, rule=task.rule, greedy=evaluated(0.0), sampled=evaluated(config.eval.temperature)
@@ -205,7 +205,12 @@ def held_out_questions(task: Task, config: Config) -> Sequence[Question]:
     return task.questions(config.eval.split)[: config.eval.questions]
 
 
-def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule) -> Evaluation:
+def summarise(
+    questions: Sequence[Question],
+    trajectories: Sequence[Trajectory],
+    rule: Rule,
+    environment: EnvironmentKind = "text",
+) -> Evaluation:
     """Scores of one trajectory a question, in the same order. An episode that did not answer scores zero."""
     scores = [
         metrics.score(trajectory.final_answer, question.answers, rule)
@@ -219,12 +224,14 @@ def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory],
         by_kind={kind: _mean(members) for kind, members in kinds.items()},
         searches=sum(len(trajectory.searches) for trajectory in trajectories) / len(trajectories),
         stop_reasons=dict(sorted(Counter(trajectory.stop_reason.value for trajectory in trajectories).items())),
-        further=_further(questions, trajectories),
+        further=_further(questions, trajectories, environment),
         trajectories=tuple(trajectories),
     )
 
 
-def _further(questions: Sequence[Question], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _further(
+    questions: Sequence[Question], trajectories: Sequence[Trajectory], environment: EnvironmentKind
+) -> dict[str, float]:
     """`set_f1`, the plain macro F1, and `gerbil_macro_f1` where questions ask for several answers. Where they have gold
     passages and passages were searched: `gold_found`, the share of them among all that was found, and `support_em` and
     `support_f1` of those that were read for an answer: what a worker selected, or all that was found where nobody
@@ -238,7 +245,7 @@ def _further(questions: Sequence[Question], trajectories: Sequence[Trajectory]) 
             sets.append(metrics.score_set(trajectory.final_answer, question.answer_sets))
             answered.append(bool((trajectory.final_answer or "").strip()))
         gold = {passage.title for passage in question.gold_passages}
-        if not gold or any(search.entity for search in trajectory.searches):
+        if not gold or environment == "graph":
             continue
         searches = trajectory.searches
         retrieved = {_title(text, gold) for search in searches for text in search.materials}
@@ -256,7 +263,8 @@ def _further(questions: Sequence[Question], trajectories: Sequence[Trajectory]) 
 
 def _title(text: str, gold: Collection[str]) -> str:
     """Of a passage as it is shown, `title: text`, where it is a gold one; of any other all of it tells it apart."""
-    return next((title for title in gold if text.startswith(f"{' '.join(title.split())}: ")), text)
+    named = [title for title in gold if text.startswith(f"{' '.join(title.split())}: ")]
+    return max(named, key=len, default=text)
 
 
 def _mean(scores: Sequence[metrics.Score]) -> KindScore:

@@ -189,12 +189,17 @@ def _served(run: Run) -> Iterator[None]:
         close()
 
 
-def build_task(config: Config) -> Task:
-    """The configured task; the split that is learnt and the one that is evaluated have questions."""
+def build_task(config: Config, *, learns: bool = True) -> Task:
+    """The configured task; the split that is evaluated has questions, and where a run `learns` the one it learns."""
     task = implementation(config.task)(config.task)
     held_out = config.eval.split
     learnt, evaluated = len(task.questions("train")), len(task.questions(held_out))
-    if not (learnt and evaluated):
+    if not evaluated and not learns:
+        raise UserError(
+            f"task {task.name} has no {held_out} questions: choose another --eval.split, or change the share that is "
+            "held out"
+        )
+    if learns and not (learnt and evaluated):
         raise UserError(
             f"task {task.name} has {learnt} training and {evaluated} {held_out} questions and needs both: "
             "give it more data or change the share that is held out"

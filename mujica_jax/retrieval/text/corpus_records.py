@@ -30,7 +30,7 @@ _space = re.compile(r"[ \t\r\n]*")
 
 def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
     """Line number (in Parquet: row) and value of every record of a file that is no archive."""
-    with _explained(path):
+    with explained(path):
         if str(path).endswith(".parquet"):
             yield from _parquet_records(path)
             return
@@ -69,7 +69,7 @@ def records_of(paths: Sequence[str | Path]) -> Iterator[tuple[str, object]]:
 
 
 def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
-    with _explained(path), open_file(path) as file, tarfile.open(fileobj=file, mode="r:*") as archive:
+    with explained(path), open_file(path) as file, tarfile.open(fileobj=file, mode="r:*") as archive:
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None:
@@ -90,7 +90,7 @@ def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:
 
 
 @contextlib.contextmanager
-def _explained(path: str | Path) -> Iterator[None]:
+def explained(path: str | Path) -> Iterator[None]:
     """Turns what reading a file may raise into one sentence."""
     import pyarrow
 

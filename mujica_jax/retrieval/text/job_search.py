@@ -3,7 +3,8 @@ hold alone.
 
 A search asks every process for the best of its share and merges what comes. The processes search when their episodes
 do, so that no program can span them: queries and results go over TCP. A caller proves that it has the job's secret,
-which came through the job's own store, before a byte of it is read as a query.
+which came through the job's own store, before a byte of it is read as a query; who reads that store, at the
+coordinator's port, knows it.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import itertools
 import secrets
 import struct
 import threading
+import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 
@@ -22,6 +24,8 @@ from mujica_jax.retrieval.text.exact import ExactSearch
 from mujica_jax.runtime import distributed
 
 HEADER = struct.Struct("<II")  # number of queries, and k
+ANSWER_SECONDS = 60.0  # for the best of a share
+CALLER_SECONDS = 10.0  # for the proof: one that connects and says nothing is none of the job
 
 
 class JobSearch:
@@ -50,6 +54,16 @@ class JobSearch:
             for number, address in enumerate(addresses)
             if number != distributed.process()
         }
+        for number, (address, _) in self._others.items():
+            try:
+                with self._naming(number):
+                    self._connection(number)
+            except OSError as error:
+                raise UserError(
+                    f"process {distributed.process()} on {distributed.host()} cannot search with process {number} at "
+                    f"{address[0]}:{address[1]} ({error.__cause__}): let the hosts reach each other's free ports by "
+                    "the addresses that their names stand for, or set task.index_rows to host"
+                ) from error
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Scores and positions of the k best rows of all shares, best first, ties in the order of the corpus. Raises
@@ -57,22 +71,34 @@ class JobSearch:
         """
         assert 1 <= k <= self.rows, f"k is {k} of {self.rows} rows"
         queries = np.ascontiguousarray(queries, np.float32)
-        found = {}
         with self._searching:
-            for number in self._others:
-                with self._naming(number):
-                    self._connection(number).send_bytes(HEADER.pack(len(queries), k) + queries.tobytes())
-            found[distributed.process()] = self._best_of_share(queries, k)
-            for number, (_, share) in self._others.items():
-                with self._naming(number):
-                    answer = np.frombuffer(self._connection(number).recv_bytes(), np.float32)
-                shape = (2, len(queries), min(k, share.stop - share.start))
-                scores, positions = answer.reshape(shape)
-                found[number] = scores, positions.view(np.int32)
+            try:
+                found = self._best_of_all(queries, k)
+            except BaseException:  # an answer that was not read would be taken for that to the next search
+                for connection in self._connections.values():
+                    connection.close()
+                self._connections.clear()
+                raise
         # in the order of the shares: of equal scores the first position wins
         scores, positions = (np.concatenate([found[number][of] for number in sorted(found)], axis=1) for of in (0, 1))
         best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return np.take_along_axis(scores, best, axis=1), np.take_along_axis(positions, best, axis=1)
+
+    def _best_of_all(self, queries: np.ndarray, k: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """By process; all are asked before any answer is waited for."""
+        found = {}
+        for number in self._others:
+            with self._naming(number):
+                self._connection(number).send_bytes(HEADER.pack(len(queries), k) + queries.tobytes())
+        found[distributed.process()] = self._best_of_share(queries, k)
+        for number, (_, share) in self._others.items():
+            with self._naming(number):
+                if not self._connection(number).poll(ANSWER_SECONDS):
+                    raise TimeoutError(f"no answer within {ANSWER_SECONDS:g} s")
+                answer = np.frombuffer(self._connection(number).recv_bytes(), np.float32)
+                scores, positions = answer.reshape(2, len(queries), min(k, share.stop - share.start))
+            found[number] = scores, positions.view(np.int32)
+        return found
 
     def _best_of_share(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         with self._on_devices:  # programs of several devices, begun by several threads, could wait for each other
@@ -86,24 +112,30 @@ class JobSearch:
 
     @contextlib.contextmanager
     def _naming(self, number: int):
-        """An error says which process it was; what was under way with the others is dropped."""
+        """An error says which process it was."""
         try:
             yield
-        except (OSError, EOFError, AuthenticationError) as error:
-            for connection in self._connections.values():
-                connection.close()
-            self._connections.clear()
+        except (OSError, EOFError, AuthenticationError, ValueError) as error:
             raise OSError(f"process {number} of the job does not answer searches: {error!r}") from error
 
     def _listen(self, listener: Listener) -> None:
         while True:
-            threading.Thread(target=self._answer, args=(listener.accept(),), name="search", daemon=True).start()
+            try:
+                connection = listener.accept()
+            except OSError:  # as many files are open as may be
+                time.sleep(1.0)
+                continue
+            threading.Thread(target=self._answer, args=(connection,), name="search", daemon=True).start()
 
     def _answer(self, connection: Connection) -> None:
         """Until the caller leaves; one that is none of the job's hears nothing."""
         with contextlib.suppress(OSError, EOFError, AuthenticationError), connection:
+            silent = threading.Timer(CALLER_SECONDS, connection.close)
+            silent.daemon = True
+            silent.start()
             deliver_challenge(connection, self._secret)
             answer_challenge(connection, self._secret)
+            silent.cancel()
             while True:
                 asked = connection.recv_bytes()
                 count, k = HEADER.unpack_from(asked)

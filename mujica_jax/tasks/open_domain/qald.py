@@ -60,7 +60,12 @@ def build(config: QaldConfig) -> Qald:
         raise UserError(
             f"task.dev_percent is {config.dev_percent} and task.top_k {config.top_k}: give 0 to 100, and at least 1"
         )
-    records = list(read_qald(config.data_dir, config.language))
+    if (config.max_questions is not None and config.max_questions < 1) or not config.queries_per_second > 0:
+        raise UserError(
+            f"task.max_questions is {config.max_questions} and task.queries_per_second {config.queries_per_second}: "
+            "give at least 1, and above 0"
+        )
+    records = sorted(read_qald(config.data_dir, config.language), key=lambda record: _hash(record["id"]))
     graph = open_knowledge_graph(str(fetched_index(config.index)), config.queries_per_second)
     if not isinstance(graph, KnowledgeGraph):
         raise UserError(f"the index {config.index} is no knowledge graph: give one of kind graph")
@@ -70,8 +75,7 @@ def build(config: QaldConfig) -> Qald:
         raise UserError(f"the labels of QALD's entities could not be looked up: {error}") from error
     questions: dict[Split, list[Question]] = {"train": [], "dev": [], "test": []}
     for question in (question for question in found if question is not None):
-        share = int(hashlib.sha256(question.id.encode()).hexdigest(), 16) % 100
-        questions["dev" if share < config.dev_percent else "test"].append(question)
+        questions["dev" if _hash(question.id) % 100 < config.dev_percent else "test"].append(question)
     if not any(questions.values()):
         raise UserError(
             f"the graph {config.index} knows the entities of none of {len(records)} questions: give Wikidata's"
@@ -159,3 +163,7 @@ async def _asked_of(graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]])
 def _readable(value: str) -> str:
     """A date without the time of day that Wikidata gives every one."""
     return value.removesuffix("T00:00:00Z")
+
+
+def _hash(question_id: str) -> int:
+    return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)

@@ -23,7 +23,7 @@ from typing import Any
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
-from mujica_jax.retrieval.text.corpus_records import open_text, read_records
+from mujica_jax.retrieval.text.corpus_records import explained, open_text, read_records
 
 PATTERNS = ("*.json", "*.jsonl", "*.csv", "*.tsv")
 PREPARED = "dataset_info.json"  # in a folder that `builders.py` has filled
@@ -123,7 +123,7 @@ def question_files(folder: Path, kind: str) -> list[Path]:
 
 def read_open_records(file: Path, kind: str) -> Iterator[OpenRecord]:
     """Questions with an answer. Raises UserError naming file and place of a record that is not of the kind."""
-    for place, value in _values(file):
+    for place, value in _explained_values(file):
         try:
             if not isinstance(value, Mapping):
                 raise TypeError(f"it is a {type(value).__name__} and must be an object")
@@ -139,6 +139,15 @@ def read_open_records(file: Path, kind: str) -> Iterator[OpenRecord]:
                     f"{file}, {place}: question {record.text!r} and answers {list(record.answers)}; both must be texts"
                 )
             yield record
+
+
+def _explained_values(file: Path) -> Iterator[tuple[str, Any]]:
+    """What reading a damaged file may raise is one sentence."""
+    with explained(file):
+        try:
+            yield from _values(file)
+        except csv.Error as error:
+            raise UserError(f"{file} is no table ({error}): use the official file") from error
 
 
 def _values(file: Path) -> Iterator[tuple[str, Any]]:

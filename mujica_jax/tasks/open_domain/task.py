@@ -1,5 +1,6 @@
 """Open-domain and multi-hop questions over passages: of one index for all, or of those given with each question."""
 
+import dataclasses
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -79,8 +80,8 @@ def build(config: OpenDomainConfig) -> OpenDomain:
         environment, texts = None, {}
     else:
         given = [passage for record in records for passage in record.context]
-        index = fetched_index(config.index)
-        if index is None and not given:
+        config = dataclasses.replace(config, index=fetched_index(config.index))
+        if config.index is None and not given:
             raise UserError(
                 f"task.kind {config.kind} has questions without passages and index is None: give --task.index with an "
                 "index of Wikipedia, as docs/retrieval.md builds one"
