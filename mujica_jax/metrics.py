@@ -152,7 +152,7 @@ def normalise_triviaqa(text: str) -> str:
 
 def _score_one(prediction: str, gold: str, rule: Rule) -> Score:
     """Both sides normalised."""
-    em = float(gold in prediction if rule == "cover_em" and gold else gold == prediction)
+    em = float(gold in prediction if rule == "cover_em" else gold == prediction)
     closed = prediction in CLOSED_ANSWERS or gold in CLOSED_ANSWERS
     if rule in ("hotpot", "two_wiki") and closed and prediction != gold:
         return Score(em=em, f1=0.0, precision=0.0, recall=0.0)

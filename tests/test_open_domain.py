@@ -96,7 +96,7 @@ OTHERS = {  # a record in its official form, question, answers
     ),
     "popqa": (
         "popQA.tsv",
-        'id\tprop\tquestion\tpossible_answers\n42\tcapital\tWhat is its capital?\t"[""Ghent"", ""Gent""]"\n',
+        'id\tprop\tquestion\tpossible_answers\n42\tcapital\tWhat is its capital?\t"[""The"", ""Ghent"", ""Gent""]"\n',
         ("What is its capital?", ("Ghent", "Gent")),
     ),
     "ambigqa": (

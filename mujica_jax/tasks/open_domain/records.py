@@ -22,6 +22,7 @@ from typing import Any
 
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
+from mujica_jax.metrics import normalise_squad
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.text.corpus_records import explained, open_text, read_records
 
@@ -222,6 +223,7 @@ def _triviaqa(value: Mapping[str, Any]) -> OpenRecord | None:
 def _popqa(value: Mapping[str, Any]) -> OpenRecord:
     answers = value["possible_answers"]
     listed = json.loads(answers) if isinstance(answers, str) else answers
+    listed = [answer for answer in listed if normalise_squad(answer)] or listed  # "The The" would cover everything
     return OpenRecord(
         id=str(value["id"]), text=value["question"].strip(), answers=_distinct(listed), kind=value.get("prop") or ""
     )
