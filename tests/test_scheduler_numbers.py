@@ -25,7 +25,7 @@ from tiny_engine import (
     random_tokens,
 )
 from tiny_models import filled_decoder
-from traffic import assert_nothing_is_held, complete_all, make_generator, params, run, settle
+from traffic import FAR, assert_nothing_is_held, complete_all, make_generator, params, run, settle
 
 from mujica_jax.inference.engine.base import Engine
 from mujica_jax.inference.engine.contiguous import ContiguousEngine
@@ -131,7 +131,9 @@ def beside_a_lost_one(fragile: Decoder, prompt: list[int], cancelled_at: int | N
     generator = make_generator(engine_of(fragile, slots=2, prefill_tokens=16, num_pages=2 * PAGES_A_SLOT))
 
     async def main() -> tuple[Any, Completion]:
-        busy = asyncio.create_task(generator.generate([7] * 4, params(100, 0.0)))  # it never draws the broken token
+        busy = asyncio.create_task(
+            generator.generate([7] * 4, params(100, 0.0, deadline_seconds=FAR))
+        )  # never draws BROKEN
         while not any(request.tokens for request in generator._running.values()):
             await asyncio.sleep(0)
         lost = asyncio.create_task(generator.generate(prompt, params(6)))
@@ -166,7 +168,7 @@ def test_a_prompt_that_is_not_finite_and_is_cancelled_before_anybody_knows_leave
 
 def test_a_request_that_is_cancelled_before_its_prompt_is_read_takes_nobodys_row():
     """The second prompt takes the whole call, so the third is given up while it has a slot and no row."""
-    wanted = [(random_tokens(5, seed=1), params(40)), (random_tokens(33, seed=2), params(20))]
+    wanted = [(random_tokens(5, seed=1), params(40, deadline_seconds=FAR)), (random_tokens(33, seed=2), params(20))]
     settings = {"slots": 8, "prefill_tokens": 16, "decode_steps": 1, "num_pages": 8 * PAGES_A_SLOT}
     expected = [complete_all(make_generator(engine_of(decoder(), **settings)), [one])[0] for one in wanted]
     engine = engine_of(decoder(), **settings)

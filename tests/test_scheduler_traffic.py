@@ -3,6 +3,7 @@ is short.
 """
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from countable_engine import CountableEngine
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traffic import assert_by_hand, assert_nothing_is_held, complete_all, make_generator, params, run, settle
+from traffic import FAR, assert_by_hand, assert_nothing_is_held, complete_all, make_generator, params, run, settle
 
 from mujica_jax.inference.requests import Completion, DeadlineError, OverloadError, RequestError, SamplingParams
-from mujica_jax.inference.scheduler import BatchedGenerator
+from mujica_jax.inference.scheduler import MAX_DEFERRED_CALLS, BatchedGenerator
 
 # What the tokens of a small vocabulary say: a character in two parts, tokens of several letters, one without text.
 PIECES = [b"<stop>", b"a", b"b", b"ab", b"", "é".encode()[:1], "é".encode()[1:], b"aab"]
@@ -430,7 +431,7 @@ class Slow(CountableEngine):
         super().prefill(rows)
 
 
-BUSY = [1] * 3, params(60, seed=4)  # over twenty calls
+BUSY = [1] * 3, params(60, seed=4, deadline_seconds=FAR)  # over twenty calls
 
 
 def busy_engine(**settings: Any) -> Slow:
@@ -627,3 +628,62 @@ def test_an_engine_that_fails_and_cannot_be_reset_leaves_nobody_waiting():
         return outcomes
 
     assert [str(outcome) for outcome in run(main())] == ["the device is gone"] * 2
+
+
+@pytest.mark.parametrize(("deadline_seconds", "prompt_calls_in_a_row"), [(None, 50), (FAR, 1)])
+def test_a_batch_reads_prompts_first_and_a_watched_request_goes_on_between_chunks(
+    deadline_seconds, prompt_calls_in_a_row
+):
+    calls = []
+
+    class Noted(Slow):
+        def prefill(self, rows):
+            calls.append("prefill")
+            super().prefill(rows)
+
+        def decode(self, state):
+            calls.append("decode")
+            return super().decode(state)
+
+    engine = Noted(positions=200, decode_steps=1, slots=2, prefill_tokens=2)
+    engine.stop_token_ids = frozenset()
+    generator = make_generator(engine)
+
+    async def main() -> None:
+        first = asyncio.create_task(generator.generate([1] * 3, params(60, deadline_seconds=deadline_seconds)))
+        while not any(request.tokens for request in generator._running.values()):
+            await asyncio.sleep(0)
+        await asyncio.gather(first, generator.generate([2] * 100, params(5)))
+
+    run(main())
+    in_a_row = max(len(list(group)) for kind, group in itertools.groupby(calls) if kind == "prefill")
+    assert in_a_row == prompt_calls_in_a_row
+
+
+def test_a_prompt_of_a_batch_waits_for_others_to_fill_a_call_but_not_for_long():
+    class Tiled(Slow):
+        tile_tokens, min_call_tokens = 4, 16
+
+        def prefill(self, rows):
+            read.append((decodes, sum(len(row.tokens) for row in rows)))
+            super().prefill(rows)
+
+        def decode(self, state):
+            nonlocal decodes
+            decodes += 1
+            return super().decode(state)
+
+    read, decodes = [], 0
+    engine = Tiled(positions=200, decode_steps=1, slots=16, prefill_tokens=64)
+    engine.stop_token_ids = frozenset()
+    generator = make_generator(engine)
+
+    async def main() -> None:
+        many = [asyncio.create_task(generator.generate([1 + n] * 5, params(40))) for n in range(15)]
+        while not any(request.tokens for request in generator._running.values()):
+            await asyncio.sleep(0)
+        late = asyncio.create_task(generator.generate([19] * 6, params(4)))
+        await asyncio.gather(late, *many)
+
+    run(main())
+    assert read[-1][1] == 5 and read[-1][0] - read[-2][0] == 1 + MAX_DEFERRED_CALLS

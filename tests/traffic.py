@@ -13,6 +13,8 @@ from mujica_jax.inference.scheduler import BatchedGenerator
 
 PATIENCE_SECONDS = 90.0  # a request that is forgotten would wait for ever
 
+FAR = 1000.0  # seconds: a request with a deadline is waited for, so prompts are read in chunks beside it
+
 
 def params(max_new_tokens: int = 8, temperature: float = 1.0, seed: int = 0, **others: Any) -> SamplingParams:
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, **others)

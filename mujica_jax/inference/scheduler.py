@@ -32,6 +32,10 @@ from mujica_jax.inference.requests import (
 from mujica_jax.inference.sequence import SequenceState
 
 FLOAT32 = np.finfo(np.float32)
+# Prompts are computed first until this share of the running requests decodes, where one is waited for (it is streamed
+# or has a deadline) and where all is one batch: there a decode call should be full, for it costs the same for few.
+DECODING_SHARE_WATCHED, DECODING_SHARE = 1 / 2, 7 / 8
+MAX_DEFERRED_CALLS = 2  # decode calls that a prompt of a batch waits for others to fill a call with
 EVENT_LOOP_TURNS = 6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
 
 
@@ -83,7 +87,7 @@ class BatchedGenerator:
             ("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens", "refused"), 0
         )
         self._seconds = 0.0
-        self._evicted = 0
+        self._evicted = self._deferred_calls = 0
         self._allocate_slots()
 
     def reset_cache(self) -> None:
@@ -310,27 +314,46 @@ class BatchedGenerator:
         self._counts["prompt_tokens"] += len(sequence.prompt)
 
     def _prefill(self) -> None:
-        """Compute prompts: one chunk of `prefill_tokens` if most slots decode, else until half of them can."""
+        """Compute prompts: one chunk of `prefill_tokens` if most running requests decode, else until they do. In a
+        batch that nobody watches, what would not fill a call of the engine waits for more.
+        """
         began = time.monotonic()
         while pending := [
             (slot, sequence) for slot, sequence in self._running.items() if not self._state.remaining[slot]
         ]:
-            self._prefill_chunk(pending)
-            decoding = int(np.count_nonzero(self._state.remaining))
-            if 2 * decoding >= min(self._engine.slots, len(self._running)):
+            budget = self._engine.prefill_tokens
+            watched = any(sequence.watched for sequence in self._running.values())
+            most = self._most_decode(watched)
+            if most and not watched and self._deferred_calls < MAX_DEFERRED_CALLS:
+                waiting = sum(self._padded(len(sequence.prompt) - 1 - sequence.computed) for _, sequence in pending)
+                budget = min(budget, waiting - waiting % self._engine.min_call_tokens)
+            self._deferred_calls = 0 if budget else self._deferred_calls + 1
+            self._prefill_chunk(pending, budget)
+            if most or self._most_decode(watched):
                 break
         self._seconds += time.monotonic() - began
 
-    def _prefill_chunk(self, pending: Sequence[tuple[int, SequenceState]]) -> None:
-        budget, rows, ready = self._engine.prefill_tokens, [], []
+    def _most_decode(self, watched: bool) -> bool:
+        share = DECODING_SHARE_WATCHED if watched else DECODING_SHARE
+        return int(np.count_nonzero(self._state.remaining)) >= share * len(self._running)
+
+    def _padded(self, tokens: int) -> int:
+        """Tokens that the engine computes for so many of one request."""
+        tile = self._engine.tile_tokens
+        return -(-tokens // tile) * tile
+
+    def _prefill_chunk(self, pending: Sequence[tuple[int, SequenceState]], budget: int) -> None:
+        rows, ready = [], []
         for slot, sequence in pending:
             tokens = sequence.prompt[sequence.computed : -1][:budget]
-            if budget or not len(sequence.prompt[sequence.computed : -1]):
+            if len(tokens) or sequence.prefilled:
                 rows.append(PrefillRow(slot, sequence.block_table.pages, sequence.computed, tokens))
                 sequence.computed += len(tokens)
-                budget -= len(tokens)
+                budget -= min(budget, self._padded(len(tokens)))
                 if sequence.prefilled:
                     ready.append((slot, sequence))
+        if not rows:
+            return
         self._engine.prefill(rows)
         self._counts["prefilled_tokens"] += sum(len(row.tokens) for row in rows)
         for slot, sequence in ready:

@@ -36,6 +36,11 @@ class SequenceState:
         self._matcher = StopMatcher(self.params.stop_strings) if self.params.stop_strings else None
 
     @property
+    def watched(self) -> bool:
+        """Somebody waits for this request alone, not for a batch."""
+        return self.shown is not None or self.params.deadline_seconds is not None
+
+    @property
     def prefilled(self) -> bool:
         return self.computed >= len(self.prompt) - 1
 

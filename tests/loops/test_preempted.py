@@ -124,3 +124,21 @@ def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_pa
         del of["greedy"]["seconds"], of["sampled"]["seconds"]
     assert scores[0] == scores[1] and results[0] == results[1]
     assert not list((tmp_path / "killed").glob(".parts-*")), "what is done is not kept twice"
+
+
+@pytest.mark.slow
+def test_agents_are_compared_and_two_models_play_as_users_ask(undisturbed, tmp_path):
+    command = [*EVAL, "--checkpoint", str(undisturbed.directory), "--eval.questions", "8", "--out", str(tmp_path)]
+    said = finished([*command, "--agents", "direct", "chain_of_thought", "--plot", "True"])
+    assert "comparison: " in said
+    rows = json.loads((tmp_path / "comparison-dev.json").read_text())
+    assert [row["agent"] for row in rows] == ["mujica", "direct", "chain_of_thought"]
+    for row, name in zip(rows, ("graph", "graph-direct", "graph-chain-of-thought"), strict=True):
+        result = json.loads((tmp_path / f"tiny_world-{name}-dev.json").read_text())
+        assert (result["greedy"]["em"], result["greedy"]["tokens"]) == (row["em"], row["tokens"])
+        assert result["settings"]["agent"]["kind"] == row["agent"]
+    assert (tmp_path / "comparison-dev.md").exists() and (tmp_path / "comparison-dev.png").exists()
+    finished([*command, "--worker", str(undisturbed.directory)])
+    result = json.loads((tmp_path / "tiny_world-graph-dev.json").read_text())
+    assert result["worker"].startswith(str(undisturbed.directory))
+    assert result["greedy"]["em"] == rows[0]["em"], "the same model in both places"

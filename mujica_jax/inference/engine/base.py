@@ -93,6 +93,9 @@ class Decoded(NamedTuple):
 class Engine(abc.ABC):
     """Weights, memory and compiled programs. Single-threaded: every call takes the memory over and gives it back."""
 
+    tile_tokens = 1  # what a request's tokens in a prefill call are rounded up to
+    min_call_tokens = 1  # of a prefill call: fewer cost as much
+
     def __init__(
         self,
         decoder: Decoder,

@@ -48,7 +48,7 @@ MIN_PREFIX_TOKENS, MIN_PREFIX_ROWS = 64, 4  # below, a product of its own costs 
 TILE_TOKENS = {"cpu": 16}
 OTHER_TILE_TOKENS = 64
 CALL_TILES = (8, 64)  # tiles in one prefill call: every size is a program for each shape of the rows
-ROW_LEVELS = (1, 4)  # rows there may be: slots divided by one of these
+ROW_LEVELS = (1, 2, 4)  # rows there may be: slots divided by one of these
 CALLS_BEFORE_FEWER_ROWS = 2  # few requests in this many decode calls: not only between a turn and the next
 
 
@@ -77,7 +77,8 @@ class ContiguousEngine(Engine):
 
     def __init__(self, decoder: Decoder, **settings: Any) -> None:
         super().__init__(decoder, **settings)
-        self._tile_tokens = TILE_TOKENS.get(jax.default_backend(), OTHER_TILE_TOKENS)
+        self.tile_tokens = TILE_TOKENS.get(jax.default_backend(), OTHER_TILE_TOKENS)
+        self.min_call_tokens = CALL_TILES[0] * self.tile_tokens
         self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
         self._smallest_width = max(MIN_WIDTH_TOKENS, 2 * self.page_tokens)
         if self._largest_width < 1.5 * self._smallest_width:  # a second width is not worth its programs
@@ -351,13 +352,13 @@ class ContiguousEngine(Engine):
         return np.asarray(lengths + [0] * (self._memory.prefixes.shape[0] - len(lengths)), np.int32)
 
     def _tiles(self, row: PrefillRow) -> list[tuple[_SlotCache, int, Sequence[int] | np.ndarray]]:
-        size, held = self._tile_tokens, self._slot_caches[row.slot]
+        size, held = self.tile_tokens, self._slot_caches[row.slot]
         return [
             (held, row.start + first, row.tokens[first : first + size]) for first in range(0, len(row.tokens), size)
         ]
 
     def _prefill_tiles(self, tiles: Sequence[tuple[_SlotCache, int, Any]], count: int) -> None:
-        tokens = np.zeros((count, self._tile_tokens), np.int32)
+        tokens = np.zeros((count, self.tile_tokens), np.int32)
         rows = np.full(count, self._num_rows, np.int32)  # tiles that are not used write nowhere
         starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
         places = programs.Places(np.zeros(count, np.int32), np.full(count, -1, np.int32))
