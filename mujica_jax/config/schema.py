@@ -25,6 +25,7 @@ from mujica_jax.config.agents import (
     SingleConfig,
     SkrConfig,
 )
+from mujica_jax.config.methods import MygoConfig
 from mujica_jax.config.tasks import (
     AmbigQaConfig,
     BamboogleConfig,
@@ -228,21 +229,6 @@ class SamplingConfig:
     questions_per_round: int
     shard_questions: int  # questions in one unit of work: a killed run repeats at most one shard
     temperature: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MygoConfig:
-    """MyGO: rounds of sample, select above a rising threshold, maximise likelihood."""
-
-    kind: Literal["mygo"] = "mygo"
-    implementation: ClassVar[str] = "mujica_jax.methods.mygo:mygo"
-    rounds: int
-    max_attempts: int  # attempts a question (16 in the paper)
-    keep_per_question: int  # m, trajectories kept a question (3 in the paper)
-    learning_rate: float
-    end_learning_rate: float
-    epochs: int  # passes over a round's selected trajectories
-    replay: float  # rows of earlier rounds and of the warm-up mixed in, as a share of the new rows
 
 
 MethodConfig = MygoConfig
