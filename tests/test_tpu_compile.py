@@ -106,6 +106,14 @@ def test_a_step_of_adapters_takes_half_of_the_memory():
     assert trained("two_wiki_text_v5e", "16")["bytes"] < 5e9
 
 
+def test_a_step_over_two_slices_compiles_and_fits():
+    """The data axis crosses the network between them: no weight is gathered from the other slice."""
+    found = trained("two_wiki_text_v5e", "0", "2")
+    assert found["bytes"] < memory_bytes("v5e:4x8")
+    gathered = [one["bytes"] for one in found["collectives"] if one["kind"] == "all-gather" and one["loops"]]
+    assert max(gathered) <= COMPUTE_BYTES * max(found["layer_matrices"].values())
+
+
 @pytest.mark.parametrize(
     ("topology", "tensor", "gigabytes", "kept"),
     [
@@ -147,9 +155,9 @@ def memory_bytes(topology: str) -> int:
 
 
 @functools.cache
-def trained(config: str, *lora_rank: str) -> dict:
+def trained(config: str, *lora_rank_and_slices: str) -> dict:
     model, topology = CONFIGS[config]
-    found = compiled("train", model, topology, f"configs/{config}.py", *lora_rank)
+    found = compiled("train", model, topology, f"configs/{config}.py", *lora_rank_and_slices)
     assert found["splash"] and found["kernels"] >= 3, "forward, and the gradients of queries and of keys and values"
     return found
 

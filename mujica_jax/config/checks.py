@@ -12,7 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mujica_jax.config.agents import MujicaConfig, PromptedAgent
-from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
+from mujica_jax.config.methods import MygoConfig
+from mujica_jax.config.schema import (
+    AgentConfig,
+    Config,
+    DistributedConfig,
+    MethodConfig,
+    ProfileConfig,
+    RemoteConfig,
+    TrainerConfig,
+)
 from mujica_jax.errors import UserError
 
 MIN: Mapping[str, int | float] = {  # smallest value of a field, where the section has it
@@ -85,6 +94,7 @@ ABOVE_ZERO = (
 BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.miss_rate")  # shares: also at least 0
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 MAX_PORT = 65535
+BEST_REWARD = 1.0  # of every reward there is (rewards.py)
 MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
 
 
@@ -112,6 +122,7 @@ def check(config: Config) -> None:
             f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and "
             f"warmup.pretraining_share {share} need some: give documents, or set both to 0"
         )
+    check_method(config.method)
     check_engine(config)
     check_limits(config.agent)
     check_agent(config)
@@ -136,6 +147,22 @@ def check_agent(config: Config) -> None:
     probability = getattr(config.agent, "min_probability", 1.0)
     if not 0 < probability <= 1:
         raise UserError(f"agent.min_probability is {probability}: give above 0 and at most 1")
+
+
+def check_method(method: MethodConfig) -> None:
+    """MyGO can keep what it is asked to keep."""
+    if not isinstance(method, MygoConfig):
+        return
+    if method.keep_per_question > method.max_attempts:
+        raise UserError(
+            f"method.keep_per_question is {method.keep_per_question} and method.max_attempts {method.max_attempts}: no "
+            "question has more trajectories than attempts, so lower the first or raise the second"
+        )
+    if not 0 <= method.fixed_threshold <= BEST_REWARD:
+        raise UserError(
+            f"method.fixed_threshold is {method.fixed_threshold} and rewards lie between 0 and {BEST_REWARD:g}: give a "
+            "K between them"
+        )
 
 
 def check_demonstrations(config: Config) -> None:
