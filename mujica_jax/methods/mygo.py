@@ -43,7 +43,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.mygo_rounds import config_of, sample_round
+from mujica_jax.methods.mygo_rounds import config_of, plan_round, sample_round
 from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
 from mujica_jax.methods.run import Phase, PhaseResult, PhaseState, Run, tokens_of
 from mujica_jax.methods.supervised import run_control, warm_up
@@ -79,6 +79,9 @@ def _run_rounds(run: Run, state: PhaseState, rewarded: Sequence[Conversation]) -
         phase = Phase(name=f"round {number}", step=number)
         for coming in range(number + len(waiting), min(number + lag, config.rounds) + 1):
             version = max(0, coming - 1 - lag)
+            if coming > number and run.config.sampling.workers == "external":
+                plan_round(run, coming, version, k)  # the samplers begin with it; it is waited for when its turn comes
+                break
             trajectories, k = sample_round(run, states[version], coming, version=version, previous_k=k)
             waiting.append((trajectories, k))
             run.compare(states[version], trajectories, coming)

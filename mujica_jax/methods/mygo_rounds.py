@@ -5,6 +5,7 @@ by several processes. The rule of the threshold and of what is kept stands in `t
 """
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -33,9 +34,11 @@ def sample_round(
     earlier = distributed.primary_first(f"round {number} is read", lambda: _finished_round(run, number))
     if earlier is not None:
         return earlier
-    shards = _plan_round(run, number, version, previous_k)
+    shards = plan_round(run, number, version, previous_k)
     run.preemption.enter(f"round {number}: sampling", kept=KEPT_SHARDS)
-    run.use_policy(state, version)
+    external = run.config.sampling.workers == "external"
+    if not external:
+        run.use_policy(state, version)
     entries: list[ShardEntry] = []
     trajectories: list[Trajectory] = []
     episodes = accepted = played = 0
@@ -54,48 +57,78 @@ def sample_round(
             accepted += accepts(trajectory.reward, k=k, best_reward=best)
             stage.update(played, k=k, acceptance=accepted / episodes, episodes=episodes)
 
-        def play(name: str, unit: Callable[[int, OnEpisode], tuple[ShardEntry | None, list[Trajectory]]]) -> None:
+        def play(name: str, units: Sequence[Unit]) -> None:
             nonlocal played
-            units = [functools.partial(unit, index) for index in range(len(shards))]
-            play_share(run.progress, f"round {number}: {name}", units)
-            for shard, played_shard in zip(shards, units, strict=True):
-                entry, found = played_shard(on_episode)
+            if not external:
+                play_share(run.progress, f"round {number}: {name}", [unit.play for unit in units])
+            for unit, shard in zip(units, shards, strict=True):
+                if external and unit.has_work():
+                    entry, found = run.await_shard(number, unit.index, on_episode)
+                else:
+                    entry, found = unit.play(on_episode)
                 if entry is not None:
                     entries.append(entry)
                 trajectories.extend(found)
                 played += len(shard)
                 stage.update(played)
 
-        def first_attempts(index: int, callback: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
-            return run.sample(number, index, [_attempt(run, q, 0, number) for q in shards[index]], callback)
-
-        play("first attempts", first_attempts)
-        firsts = {trajectory.question_id: trajectory for trajectory in trajectories}
+        play("first attempts", first_attempts(run, number, shards))
         mean_reward = mean_first_attempt_reward(trajectories)
-        k = _threshold(config_of(run), previous_k, mean_reward, best)
-
-        def later_attempts(index: int, callback: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
-            def wave(earlier: Sequence[Trajectory]) -> list[Attempt]:
-                tried = [*(firsts[question.id] for question in shards[index]), *earlier]
-                following = next_attempts(config_of(run), shards[index], tried, k=k, best_reward=best)
-                return [_attempt(run, question, attempt, number) for question, attempt in following]
-
-            return run.sample_waves(number, len(shards) + index, wave, callback)
-
-        play("later attempts", later_attempts)
+        k = next_threshold(config_of(run), previous_k, mean_reward, best)
+        play("later attempts", later_attempts(run, number, shards, trajectories, k))
     if distributed.is_primary():
         run.metrics.flush()  # a resumed run finds the round closed and does not write its line again
         run.store.write_done(number, entries, mean_reward=mean_reward, threshold=k)
     return trajectories, k
 
 
-def _threshold(config: MygoConfig, previous_k: float, mean_reward: float, best: float) -> float:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One shard's worth of episodes."""
+
+    index: int  # of its shard
+    play: Callable[[OnEpisode], tuple[ShardEntry | None, list[Trajectory]]]  # or read what was played
+    has_work: Callable[[], bool] = lambda: True
+
+
+def first_attempts(run: Run, number: int, shards: Sequence[Sequence[Question]]) -> list[Unit]:
+    def play(index: int, callback: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
+        return run.sample(number, index, [_attempt(run, q, 0, number) for q in shards[index]], callback)
+
+    return [Unit(index=index, play=functools.partial(play, index)) for index in range(len(shards))]
+
+
+def later_attempts(
+    run: Run, number: int, shards: Sequence[Sequence[Question]], firsts: Sequence[Trajectory], k: float
+) -> list[Unit]:
+    """`firsts`: the first attempts at all questions. Of a shard that lacks none nothing is left in the store."""
+    first_of = {trajectory.question_id: trajectory for trajectory in firsts}
+
+    def wave(index: int, earlier: Sequence[Trajectory]) -> list[Attempt]:
+        tried = [*(first_of[question.id] for question in shards[index]), *earlier]
+        following = next_attempts(config_of(run), shards[index], tried, k=k, best_reward=run.reward.best)
+        return [_attempt(run, question, attempt, number) for question, attempt in following]
+
+    def play(index: int, callback: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
+        return run.sample_waves(number, len(shards) + index, functools.partial(wave, index), callback)
+
+    return [
+        Unit(
+            index=len(shards) + index,
+            play=functools.partial(play, index),
+            has_work=lambda index=index: bool(wave(index, [])),
+        )
+        for index in range(len(shards))
+    ]
+
+
+def next_threshold(config: MygoConfig, previous_k: float, mean_reward: float, best: float) -> float:
     if config.threshold == "fixed":
         return config.fixed_threshold
     return threshold(previous_k=previous_k, mean_first_attempt_reward=mean_reward, best_reward=best)
 
 
-def _plan_round(run: Run, number: int, version: int, previous_k: float) -> list[list[Question]]:
+def plan_round(run: Run, number: int, version: int, previous_k: float) -> list[list[Question]]:
     """The round's questions by shard, written down."""
     config, size = config_of(run), run.config.sampling.shard_questions
     questions = _questions_of(run, number)
