@@ -18,9 +18,9 @@ from mujica_jax.runtime.chips import CHIPS
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = ROOT / ".venv" / "tpu"
-CONFIGS = {  # of every configuration that needs more than one device: its checkpoint and its topology
+CONFIGS = {  # checkpoint and topology of one configuration for each program: others have the same, which
+    # tests/test_configurations.py holds
     "two_wiki_text_v5e": ("qwen2.5-7b", "v5e:4x8"),
-    "two_wiki_kg_v5e": ("qwen2.5-7b", "v5e:4x8"),
     "two_wiki_text_qwen3_8b_v5e": ("qwen3-8b", "v5e:4x8"),
     "two_wiki_text_llama_8b_v5e": ("llama-3.1-8b", "v5e:4x8"),
 }
@@ -115,17 +115,18 @@ def test_a_step_over_two_slices_compiles_and_fits():
 
 
 @pytest.mark.parametrize(
-    ("topology", "tensor", "gigabytes", "kept"),
+    ("model", "topology", "tensor", "gigabytes", "kept"),
     [
-        ("v5e:2x4", "4", "8", ()),
-        ("v6e:2x2", "4", "20", ()),
-        ("v5e:2x4", "2", "4", ("int8", "int8", "filtered")),  # cache, weights; with top-k, top-p and min-p
-        ("v6e:2x2", "2", "10", ("fp8", "fp8", "filtered")),
+        ("qwen2.5-7b", "v5e:2x4", "4", "8", ()),
+        ("qwen2.5-7b", "v6e:2x2", "4", "20", ()),
+        ("qwen2.5-7b", "v5e:2x4", "2", "4", ("int8", "int8", "filtered")),  # cache, weights; top-k, top-p and min-p
+        ("qwen2.5-7b", "v6e:2x2", "2", "10", ("fp8", "fp8", "filtered")),
+        ("qwen3-4b", "v5e:2x2", "4", "2", ()),  # configs/*_qwen3_4b_v5e.py
     ],
 )
-def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(topology, tensor, gigabytes, kept):
+def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(model, topology, tensor, gigabytes, kept):
     """Heads split over four chips (on v5e:2x4 two engines stand side by side) or two."""
-    found = compiled("engine", "qwen2.5-7b", topology, tensor, gigabytes, *kept)
+    found = compiled("engine", model, topology, tensor, gigabytes, *kept)
     for kind in ("decode", "prefill"):
         program = found[kind]
         assert program["kernels"] == 1, "one kernel, in a scan over layers"

@@ -26,7 +26,7 @@ from collectives_of_programs import collectives
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from test_families import LLAMA3_1_8B, QWEN2_5_7B, QWEN3_8B
+from test_families import PUBLISHED
 
 from mujica_jax.config.files import load_config
 from mujica_jax.inference.engine import ragged
@@ -41,9 +41,6 @@ from mujica_jax.models.layers import projections
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.retrieval.text.exact import MAX_QUERIES, ROWS, layout, rows_mesh, search_program
-
-PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
-
 
 EMBEDDER_BYTES = 670_000_000  # bge-large-en-v1.5, 335 million numbers in bfloat16; on every chip
 SLOTS, POSITIONS, PAGE_TOKENS, PREFILL_TOKENS, DECODE_STEPS = 128, 4096, 32, 4096, 16
