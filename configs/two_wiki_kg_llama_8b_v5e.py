@@ -4,7 +4,7 @@
 
 Mujica-MyGO, table 1: EM 85.93 and F1 91.61 after MyGO, 82.00 and 85.90 after the warm-up, 77.70 and 82.09 few-shot.
 
-Not run; learning takes about 1.5 hours by its operations (docs/evaluation.md). The task is that of
+Not run; learning takes about 1.4 hours by its operations (docs/evaluation.md). The task is that of
 `two_wiki_kg_v5e.py`, the model that of `two_wiki_text_llama_8b_v5e.py`.
 """
 
