@@ -89,7 +89,8 @@ class Played:
 def sampled(rewards: dict[str, Sequence[float]], *, k: float = 0.0, said=lambda attempt: attempt.number, method=METHOD):
     run: Any = Played(rewards, said)
     run.config.method = method
-    trajectories, threshold = mygo_rounds.sample_round(run, None, 1, version=0, previous_k=k)
+    nothing: Any = None
+    trajectories, threshold = mygo_rounds.sample_round(run, nothing, 1, version=0, previous_k=k)
     return run, trajectories, threshold
 
 
@@ -174,7 +175,8 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
     run.learn, run.fitting, run.progress.line = learn, list, lines.append
     run.compare = run.commit_policy = run.finish_phase = run.metrics.write = ignore
     run.clock = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
-    mygo._run_rounds(run, 0, [])
+    state: Any = 0
+    mygo._run_rounds(run, state, [])
     assert happened == order
     assert (", sampled by policy 1, 1 behind" in lines[2]) == (schedule == "asynchronous")
 

@@ -75,7 +75,9 @@ def sample_round(
         play("first attempts", first_attempts(run, number, shards))
         mean_reward = mean_first_attempt_reward(trajectories)
         k = next_threshold(config_of(run), previous_k, mean_reward, best)
-        play("later attempts", later_attempts(run, number, shards, trajectories, k))
+        firsts = {trajectory.question_id: trajectory for trajectory in trajectories}
+        of_shard = [[firsts[question.id] for question in shard] for shard in shards]
+        play("later attempts", later_attempts(run, number, shards, of_shard.__getitem__, k))
     if distributed.is_primary():
         run.metrics.flush()  # a resumed run finds the round closed and does not write its line again
         run.store.write_done(number, entries, mean_reward=mean_reward, threshold=k)
@@ -99,13 +101,17 @@ def first_attempts(run: Run, number: int, shards: Sequence[Sequence[Question]]) 
 
 
 def later_attempts(
-    run: Run, number: int, shards: Sequence[Sequence[Question]], firsts: Sequence[Trajectory], k: float
+    run: Run,
+    number: int,
+    shards: Sequence[Sequence[Question]],
+    first_attempts_of: Callable[[int], Sequence[Trajectory]],
+    k: float,
 ) -> list[Unit]:
-    """`firsts`: the first attempts at all questions. Of a shard that lacks none nothing is left in the store."""
-    first_of = {trajectory.question_id: trajectory for trajectory in firsts}
+    """`first_attempts_of`: those at the questions of a shard. Of a shard that needs no others nothing is left in the
+    store."""
 
     def wave(index: int, earlier: Sequence[Trajectory]) -> list[Attempt]:
-        tried = [*(first_of[question.id] for question in shards[index]), *earlier]
+        tried = [*first_attempts_of(index), *earlier]
         following = next_attempts(config_of(run), shards[index], tried, k=k, best_reward=run.reward.best)
         return [_attempt(run, question, attempt, number) for question, attempt in following]
 

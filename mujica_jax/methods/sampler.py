@@ -7,8 +7,9 @@ The trainer runs with `--sampling.workers external` and waits for the shards.
 """
 
 import dataclasses
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mujica_jax.errors import UserError
@@ -19,7 +20,9 @@ from mujica_jax.storage.leases import Leases
 from mujica_jax.trajectories.select import mean_first_attempt_reward
 from mujica_jax.trajectories.store import DONE, shard_name
 
-POLL_SECONDS = 1.0  # between two looks at a run that has nothing to do
+POLL_SECONDS, MAX_POLL_SECONDS = 1.0, 8.0  # between two looks at a run that has nothing to do, twice as long each
+TRIES = 3  # units of a listing, which is old by then
+LOOKS_A_LEASE = 4  # how often leases of others are read while one lasts
 FINISHED = "summary.json"
 
 
@@ -50,27 +53,38 @@ class Sampler:
         self._run, self._leases, self._poll_seconds = run, leases, poll_seconds
         self._questions = {question.id: question for question in run.task.questions("train")}
         self._version: int | None = None  # of the policy that the engine holds
-        self._firsts: tuple[int, list[Trajectory]] = (0, [])  # a round and its first attempts
+        self._oldest = 1  # round that is not known to be done
+        self._draw = random.Random(leases.owner)
+        self._looked = time.monotonic()  # when leases of others were read last
         self.statistics = SamplerStatistics()
 
     def work(self) -> None:
         """Until the run is finished. Raises Preempted when asked to end; the unit under way is free for others then."""
         with self._run.progress.stage("sampling for others", unit="units", live=dict) as stage:
+            wait = self._poll_seconds
             while not self._run.store.exists(FINISHED):
                 began = time.monotonic()
-                if not any(self._work_on(number) for number in self._open_rounds()):
+                if any(self._work_on(number) for number in self._open_rounds()):
+                    wait = self._poll_seconds
+                else:
                     self._run.preemption.check()
-                    time.sleep(self._poll_seconds)
+                    time.sleep(wait)
+                    if wait >= MAX_POLL_SECONDS:
+                        self._oldest = 1  # a round whose shard was set aside is open again
+                    wait = min(2 * wait, MAX_POLL_SECONDS)
                     self.statistics.idle_seconds += time.monotonic() - began
                 self._count()
                 stage.update(self.statistics.units, trajectories=self.statistics.trajectories)
 
-    def _open_rounds(self) -> list[int]:
-        names = self._run.store.names("rounds/")
-        rounds = {int(name.split("/")[1]): set() for name in names}
-        for name in names:
-            rounds[int(name.split("/")[1])].add(name.rpartition("/")[2])
-        return sorted(number for number, files in rounds.items() if "plan.json" in files and DONE not in files)
+    def _open_rounds(self) -> Iterator[int]:
+        """Planned and not done, the oldest first."""
+        store, number = self._run.store, self._oldest
+        while store.exists(f"rounds/{number:04d}/plan.json"):
+            if not store.exists(f"rounds/{number:04d}/{DONE}"):
+                yield number
+            elif number == self._oldest:
+                self._oldest += 1
+            number += 1
 
     def _work_on(self, number: int) -> bool:
         """Play one unit of this round, if one is left that nobody plays."""
@@ -80,18 +94,38 @@ class Sampler:
             return False
         shards = self._shards(plan)
         firsts = first_attempts(run, number, shards)
-        there = {name for name in store.names(f"rounds/{number:04d}/") if name.endswith(".parquet")}
-        if missing := [unit for unit in firsts if shard_name(number, unit.index) not in there]:
-            return self._play_one(number, missing, plan["policy_version"])
-        if self._firsts[0] != number:
-            self._firsts = number, [trajectory for unit in firsts for trajectory in _read(run, number, unit)]
-        sampled = self._firsts[1]
-        k = next_threshold(
-            config_of(run), plan["previous_threshold"], mean_first_attempt_reward(sampled), run.reward.best
-        )
-        later = later_attempts(run, number, shards, sampled, k)
-        missing = [unit for unit in later if shard_name(number, unit.index) not in there and unit.has_work()]
-        return self._play_one(number, missing, plan["policy_version"])
+        names = store.names(f"rounds/{number:04d}/")
+        there = {name for name in names if name.endswith(".parquet")}
+        leased = {int(name.split("/")[3]) for name in names if "/leases/" in name}
+        units = [unit for unit in firsts if shard_name(number, unit.index) not in there]
+        if not units:
+            later = self._later(number, plan, shards, firsts)
+            units = [unit for unit in later if shard_name(number, unit.index) not in there]
+        free = [unit for unit in units if unit.index not in leased]
+        if self._play_one(number, free, plan["policy_version"], fresh=True):
+            return True
+        # Whether others still live is read from time to time, of some of them: all workers together look at all.
+        if time.monotonic() - self._looked < self._leases.seconds / LOOKS_A_LEASE:
+            return False
+        self._looked = time.monotonic()
+        taken = [unit for unit in units if unit.index in leased]
+        return self._play_one(number, taken, plan["policy_version"], fresh=False)
+
+    def _later(
+        self, number: int, plan: dict[str, Any], shards: list[list[Question]], firsts: Sequence[Unit]
+    ) -> list[Unit]:
+        """The units of later attempts that have work. The first worker that comes here reads all first attempts and
+        writes down what follows from them, for the others."""
+        run, name = self._run, f"rounds/{number:04d}/threshold.json"
+        if not run.store.exists(name):
+            of_shard = [_read(run, number, unit) for unit in firsts]
+            mean_reward = mean_first_attempt_reward([trajectory for shard in of_shard for trajectory in shard])
+            k = next_threshold(config_of(run), plan["previous_threshold"], mean_reward, run.reward.best)
+            later = later_attempts(run, number, shards, of_shard.__getitem__, k)
+            run.store.write_json_once(name, {"k": k, "units": [unit.index for unit in later if unit.has_work()]})
+        found = run.store.read_json(name)
+        later = later_attempts(run, number, shards, lambda index: _read(run, number, firsts[index]), found["k"])
+        return [unit for unit in later if unit.index in set(found["units"])]
 
     def _shards(self, plan: dict[str, Any]) -> list[list[Question]]:
         unknown = [name for shard in plan["shards"] for name in shard if name not in self._questions]
@@ -102,11 +136,10 @@ class Sampler:
             )
         return [[self._questions[name] for name in shard] for shard in plan["shards"]]
 
-    def _play_one(self, number: int, units: Sequence[Unit], version: int) -> bool:
-        """Each worker begins its search elsewhere, so that they do not all ask for the same one."""
-        start = hash(self._leases.owner) % max(1, len(units))
-        for unit in [*units[start:], *units[:start]]:
-            lease = self._leases.claim(f"rounds/{number:04d}/leases/{unit.index:05d}")
+    def _play_one(self, number: int, units: Sequence[Unit], version: int, *, fresh: bool) -> bool:
+        """Each worker asks in an order of its own, and looks again where others were faster."""
+        for unit in self._draw.sample(units, min(TRIES, len(units))):
+            lease = self._leases.claim(f"rounds/{number:04d}/leases/{unit.index:05d}", fresh=fresh)
             if lease is None:
                 continue
             began = time.monotonic()

@@ -44,7 +44,7 @@ class Leases:
         process: int | None = None,
     ) -> None:
         """`process`: another one of this host than the one that calls."""
-        self._directory, self._seconds, self._clock = directory, seconds, clock
+        self._directory, self.seconds, self._clock = directory, seconds, clock
         self._host, self._process = socket.gethostname(), os.getpid() if process is None else process
         self.owner = f"{self._host}-{self._process}-{uuid.uuid4().hex[:6]}"
         self.takeovers = 0  # leases that another one had let expire
@@ -55,15 +55,15 @@ class Leases:
         found = self._read(name, numbers[-1]) if numbers else None
         return found if found and self._counts(found) else None
 
-    def claim(self, name: str) -> "Lease | None":
-        """None where another process has it, or was faster."""
-        numbers = self._numbers(name)
+    def claim(self, name: str, *, fresh: bool = False) -> "Lease | None":
+        """None where another process has it, or was faster. `fresh`: nobody has had it, as a listing said just now."""
+        numbers = [] if fresh else self._numbers(name)
         if numbers:
             found = self._read(name, numbers[-1])
             if found and self._counts(found):
                 return None
         number = (numbers[-1] if numbers else 0) + 1
-        if not self._directory.create(_file(name, number), self._bytes(self._clock() + self._seconds)):
+        if not self._directory.create(_file(name, number), self._bytes(self._clock() + self.seconds)):
             return None
         self.takeovers += bool(numbers)
         return Lease(self, name, number)
@@ -109,8 +109,8 @@ class Lease:
 
     def renew(self) -> None:
         leases, now = self._leases, self._leases._clock()
-        if now - self._written >= leases._seconds / RENEWALS_A_LEASE:
-            leases._write(self._name, self._number, now + leases._seconds)
+        if now - self._written >= leases.seconds / RENEWALS_A_LEASE:
+            leases._write(self._name, self._number, now + leases.seconds)
             self._written = now
 
     def release(self) -> None:
