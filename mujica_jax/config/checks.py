@@ -17,6 +17,7 @@ from mujica_jax.config.schema import (
     AgentConfig,
     Config,
     DistributedConfig,
+    EviPathConfig,
     MethodConfig,
     ProfileConfig,
     RemoteConfig,
@@ -72,6 +73,7 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "method.keep_per_question": 1,
     "method.epochs": 1,
     "method.replay": 0,
+    "method.max_tries": 1,
     "eval.questions": 1,
     "distributed.processes": 1,
     "distributed.process": 0,
@@ -91,7 +93,7 @@ ABOVE_ZERO = (
     "sampling.temperature",
     "eval.temperature",
 )
-BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.miss_rate")  # shares: also at least 0
+BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.miss_rate", "method.warmup_ratio")  # shares: also at least 0
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 MAX_PORT = 65535
 BEST_REWARD = 1.0  # of every reward there is (rewards.py)
@@ -126,6 +128,8 @@ def check(config: Config) -> None:
     check_engine(config)
     check_limits(config.agent)
     check_agent(config)
+    if isinstance(config.method, EviPathConfig):
+        check_evipath(config, config.method)
     check_rows(config.trainer)
     check_distributed(config.distributed)
 
@@ -162,6 +166,39 @@ def check_method(method: MethodConfig) -> None:
         raise UserError(
             f"method.fixed_threshold is {method.fixed_threshold} and rewards lie between 0 and {BEST_REWARD:g}: give a "
             "K between them"
+        )
+
+
+def check_evipath(config: Config, method: EviPathConfig) -> None:
+    """The teacher can write what it is asked for, and the agent is the one that it plays."""
+    if not isinstance(config.agent, MujicaConfig):
+        raise UserError(
+            f"method evipath writes for planner and workers, and agent.kind is {config.agent.kind}: choose mujica"
+        )
+    _require(config, "method.threshold", lambda value: 0 <= value <= 1, "between 0 and 1")
+    if method.teacher == "remote" and method.remote.base_url is None:
+        raise UserError(
+            "method.teacher is remote and there is no endpoint: give --method.remote.base-url, or another teacher"
+        )
+    if method.teacher != "remote" and method.remote.base_url is not None:
+        raise UserError(
+            f"method.teacher is {method.teacher} and method.remote.base-url {method.remote.base_url}: add "
+            "--method.teacher remote, or leave the endpoint out"
+        )
+    check_remote(method.remote, "method.remote")
+    if method.teacher == "scripted" and method.mode != "abductive":
+        raise UserError(
+            f"method.mode is {method.mode}, and the scripted teacher writes from the gold evidence: add "
+            "--method.teacher policy, or choose abductive"
+        )
+    if method.teacher == "policy" and method.mode != "deductive" and config.init is None:
+        raise UserError(
+            f"method.mode is {method.mode}, and a policy from scratch cannot read what it asks: choose deductive, or "
+            "name a checkpoint with --init"
+        )
+    if config.eval.control and not config.warmup.steps:
+        raise UserError(
+            "eval.control trains on the warm-up's demonstrations and warmup.steps is 0: leave one of the two out"
         )
 
 

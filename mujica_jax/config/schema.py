@@ -25,7 +25,8 @@ from mujica_jax.config.agents import (
     SingleConfig,
     SkrConfig,
 )
-from mujica_jax.config.methods import MygoConfig
+from mujica_jax.config.methods import EviPathConfig, MygoConfig
+from mujica_jax.config.remote import RemoteConfig as RemoteConfig
 from mujica_jax.config.tasks import (
     AmbigQaConfig,
     BamboogleConfig,
@@ -233,7 +234,7 @@ class SamplingConfig:
     workers: Literal["internal", "external"] = "internal"
 
 
-MethodConfig = MygoConfig
+MethodConfig = MygoConfig | EviPathConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,23 +264,6 @@ class ProfileConfig:
 
     steps: tuple[int, int] | None = None  # the first and the last step traced, as in `--profile.steps 20 25`
     phase: str | None = None  # the phase they are of, as in "round 1" (default: the first that trains them)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RemoteConfig:
-    """A model behind an OpenAI-compatible endpoint, evaluated instead of a checkpoint."""
-
-    base_url: str | None = None  # what stands before /completions or /chat/completions, as in http://localhost:8000/v1
-    model: str | None = None  # its name at the endpoint
-    # completions: token ids there and back, for vLLM and what speaks like it; chat: messages there, text back, for
-    # everything else
-    mode: Literal["chat", "completions"] | None = None
-    # folder with tokenizer.json: with completions the served model's own, with chat any that has a chat template
-    tokenizer: str | None = None
-    api_key_variable: str | None = None  # environment variable that holds the API key
-    concurrency: int = 8  # requests under way at the same time, and episodes
-    timeout_seconds: float = 120.0  # for one try of a request
-    deadline_seconds: float = 600.0  # for a request with its waiting and all its tries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

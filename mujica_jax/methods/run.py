@@ -237,13 +237,17 @@ class Run:
         on_episode: Callable[[Trajectory], None],
         *,
         agent: Agent | None = None,
+        concurrency: int | None = None,
     ) -> tuple[ShardEntry, list[Trajectory]]:
-        """One unit of work: play the attempts and write their shard, or read the shard that an earlier run left."""
+        """One unit of work: play the attempts and write their shard, or read the shard that an earlier run left.
+        `concurrency`: episodes at a time, where another model than the engine's writes."""
 
         def waves(earlier: Sequence[Trajectory]) -> Sequence[Attempt]:
             return [] if earlier else attempts
 
-        entry, trajectories = self.sample_waves(round_number, shard, waves, on_episode, agent=agent)
+        entry, trajectories = self.sample_waves(
+            round_number, shard, waves, on_episode, agent=agent, concurrency=concurrency
+        )
         assert entry is not None, "a unit of work has attempts"
         return entry, trajectories
 
@@ -255,6 +259,7 @@ class Run:
         on_episode: Callable[[Trajectory], None],
         *,
         agent: Agent | None = None,
+        concurrency: int | None = None,
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
         """A unit of work whose attempts depend on those before: `wave(trajectories so far)` gives the next ones, or
         none.
@@ -280,7 +285,7 @@ class Run:
                     self.task.environment,
                     EnginePolicy(self.generator),
                     reward=self.reward,
-                    concurrency=self.config.engine.slots,
+                    concurrency=concurrency or self.config.engine.slots,
                     on_episode=on_episode,
                     poll=self._poll,
                 )

@@ -85,6 +85,22 @@ def warm_up(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     return state, result, Demonstrations(rows=conversations, rewarded=rows)
 
 
+def begin(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
+    """The warm-up, or where it has no steps what the run starts from, evaluated; then nothing is demonstrated."""
+    if run.config.warmup.steps:
+        return warm_up(run)
+    began = time.monotonic()
+    state = PhaseState(run.initial_state if run.config.init else lambda: _pretrain(run))
+    run.commit_policy(state, WARM_UP.step)
+    slots = 0 if run.config.init else run.config.pretraining.steps * _slots_a_step(run)
+    result = run.finish_phase(WARM_UP, state, began=began, trained_slots=slots)
+    return state, result, Demonstrations(rows=[], rewarded=[])
+
+
+def _slots_a_step(run: Run) -> int:
+    return run.config.trainer.rows_per_step * run.config.trainer.row_tokens
+
+
 def run_control(
     run: Run,
     state: PhaseState,

@@ -1,5 +1,6 @@
 """Environments over the retrievers: the triples of an entity, or the passages that an index finds."""
 
+import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -107,6 +108,36 @@ class WithGoldPassages:
             named = passage.title.partition(" (")[0].casefold() in query.casefold()
             if found and named and passage.title not in titles and draw.random() < self._share:
                 found[draw.randrange(len(found))] = _passage_material(passage.title, passage.text)
+        return tuple(found)
+
+
+class WithAllGoldPassages:
+    """A pool for the synthesis of trajectories: every gold passage of the question is among what a search shows, in the
+    place of others that were found; those stay as distractors, and beyond their number the pool grows.
+    """
+
+    kind: Literal["graph", "text"] = "text"
+
+    def __init__(self, searched: Environment, question: Question) -> None:
+        self._searched, self._question = searched, question
+
+    @property
+    def statistics(self) -> RetrievalStatistics:
+        return self._searched.statistics
+
+    async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
+        found = list(await self._searched.search(query, entity))
+        golds = {passage.title: passage for passage in self._question.gold_passages if passage.text}
+        missing = [passage for title, passage in golds.items() if title not in {material.title for material in found}]
+        places = [place for place, material in enumerate(found) if material.title not in golds]
+        draw = random.Random(f"{self._question.id} {query}")
+        places = draw.sample(places, min(len(places), len(missing)))
+        for passage, place in itertools.zip_longest(missing, places):
+            material = _passage_material(passage.title, passage.text)
+            if place is None:
+                found.insert(draw.randint(0, len(found)), material)
+            else:
+                found[place] = material
         return tuple(found)
 
 
