@@ -28,6 +28,7 @@ from mujica_jax.config.schema import (
     DistributedConfig,
     EngineConfig,
     EvalConfig,
+    EviPathConfig,
     MetricsConfig,
     ModelConfig,
     MujicaConfig,
@@ -48,7 +49,7 @@ from mujica_jax.inference.engine import factory as engines
 from mujica_jax.learning.optimizer import make_optimizer
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import evaluation as scoring
-from mujica_jax.methods import mygo, parts, run
+from mujica_jax.methods import evipath, mygo, parts, run
 from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
 from mujica_jax.models.decoder import Decoder
@@ -77,6 +78,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     WarmupConfig: ("warmup", "config"),
     SamplingConfig: ("sampling",),
     MygoConfig: ("method", "config", "_config(run)"),
+    EviPathConfig: ("method", "config"),
     EvalConfig: ("eval",),
     DistributedConfig: ("config",),
     MetricsConfig: ("metrics", "config"),
@@ -413,7 +415,7 @@ class RecordedRun:
     def read_shards(self, entries: object) -> None:
         return None
 
-    def sample(self, number: int, shard: int, attempts, on_episode, *, agent=None) -> tuple[Any, list[Trajectory]]:
+    def sample(self, number: int, shard: int, attempts, on_episode, *, agent=None, **_) -> tuple[Any, list[Trajectory]]:
         return self.sample_waves(number, shard, lambda earlier: [] if earlier else attempts, on_episode)
 
     def sample_waves(self, number: int, shard: int, wave, on_episode, *, agent=None) -> tuple[Any, list[Trajectory]]:
@@ -448,7 +450,7 @@ class RecordedRun:
             attempt=attempt.number,
             policy_version=0,
             seed=attempt.seed,
-            conversations=(dataclasses.replace(conversation, role="planner"),),
+            conversations=tuple(dataclasses.replace(conversation, role=role) for role in ("planner", "worker")),
             answer=attempt.question.answers[0] if right else "",
             reward=float(right),
             stop_reason=StopReason.ANSWERED,
@@ -496,6 +498,37 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
     assert_each_changes(smoke, "trainer", {"row_tokens": 256, "rows_per_step": 2}, rounds)
     few = changed(changed(smoke, "task", demonstrations=10), "method", rounds=1)
     assert_each_changes(few, "eval", {"control": False}, lambda config: asked(config, mygo.mygo))
+
+
+def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatch):
+    """What the synthesis is given and what is learnt; `test_evipath.py` says what each of them does."""
+
+    def seen(config: Config) -> list:
+        given: list = []
+        monkeypatch.setattr(evipath, "Synthesizer", lambda synthesis: given.append(synthesis.method))
+        monkeypatch.setattr(evipath, "find_similarity", given.append)
+        return [given, [one for one in asked(config, evipath.evipath) if "warm-up" not in one]]
+
+    config = dataclasses.replace(
+        load_config(str(SMOKE.with_name("smoke_evipath_config.py"))),
+        task=changed(smoke, "task", demonstrations=10).task,
+    )
+    values = {
+        "mode": "deductive",
+        "teacher": "policy",
+        "tune": "executor",
+        "max_tries": 1,
+        "embedder": "minilm",
+        "threshold": 0.5,
+        "learning_rate": 1e-3,
+        "end_learning_rate": 1e-4,
+        "epochs": 1,
+        "warmup_ratio": 0.5,
+        "remote": RemoteConfig(concurrency=3),
+    }
+    assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(EviPathConfig)}
+    assert_each_changes(config, "method", values, seen)
+    assert_each_changes(config, "sampling", {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}, seen)
 
 
 def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, asked):

@@ -16,6 +16,8 @@ PLACEHOLDER = re.compile(r"#\d|\[[^\]]*\]|<[^>]*>|\b(?:answer|sub-?question|step
 # Lower case alone: titles that hold one write it large.
 PRONOUN = re.compile(r"\b(?:this|these|those|he|she|it|him|her|his|its|they|them|their)\b")
 
+POSSESSIVE = re.compile(r"['\u2019]s\b")
+
 
 def is_askable(query: str, known: Sequence[str]) -> bool:
     """`known` are the texts that the planner has read; a pronoun that stands in them may be part of a name."""
@@ -33,10 +35,15 @@ def secrets(question: Question, *, with_evidence: bool) -> set[str]:
         subjects = {evidence.subject for evidence in question.evidences}
         names |= {evidence.object for evidence in question.evidences} & subjects
         names |= {passage.title.partition(" (")[0] for passage in question.gold_passages}
-    return {normalise_squad(name) for name in names} - {"", *CLOSED_ANSWERS}
+    return {_plain(name) for name in names} - {"", *CLOSED_ANSWERS}
 
 
 def leaks(text: str, known: Sequence[str], hidden: Collection[str]) -> bool:
     """Whether the text names a secret that stands in none of the known texts, by whole words."""
-    said, read = f" {normalise_squad(text)} ", f" {normalise_squad(' . '.join(known))} "
+    said, read = f" {_plain(text)} ", f" {_plain(' . '.join(known))} "
     return any(f" {name} " in said and f" {name} " not in read for name in hidden)
+
+
+def _plain(text: str) -> str:
+    """Normalised, with "Bowen's" as Bowen: a question names its entities in the possessive."""
+    return normalise_squad(POSSESSIVE.sub(" ", text))

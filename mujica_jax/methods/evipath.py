@@ -183,9 +183,9 @@ def _synthesize(
             entry, found = play(on_episode)
             entries.append(entry)
             trajectories += found
-            if failed == made:
+            if all(trajectory.stop_reason is StopReason.SYNTHESIS_FAILED for trajectory in trajectories):
                 raise UserError(
-                    f"nothing that the teacher {config.teacher} wrote for {made} questions can be used "
+                    f"nothing that the teacher {config.teacher} wrote for {len(trajectories)} questions can be used "
                     f"({_not_kept(trajectories, [])}); what was made is kept: ask another teacher, or begin another "
                     f"run with more than method.max_tries {config.max_tries}"
                 )

@@ -1,0 +1,59 @@
+"""Whole runs of EviPath: killed in synthesis and in learning, and with planner and worker as two models."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_runs import EVAL, ROOT, disturbed, finished, json_lines, outcome
+
+CONFIG = ROOT / "tests" / "loops" / "smoke_evipath_config.py"
+
+
+def started(directory: Path, *flags: str, **options: Any) -> str:
+    """One start, and how it ended: killed where `options` say so."""
+    (ended,) = disturbed(directory, {"words": [str(CONFIG), "--run", str(directory), *flags], **options})
+    assert ended.status == (-signal.SIGKILL if options else 0), ended.messages
+    return ended.output
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_killed_in_synthesis_and_in_learning_it_ends_as_if_it_had_not_been(tmp_path):
+    started(tmp_path / "undisturbed")
+    killed = tmp_path / "killed"
+    started(killed, signal="SIGKILL", phase="evipath: synthesis", update=10)
+    assert [file.name for file in sorted((killed / "rounds" / "0001").iterdir())] == [
+        "plan.json",
+        "shard-00000.parquet",
+    ]
+    started(killed, signal="SIGKILL", phase="evipath: learning", update=12, stretch=5)
+    assert (killed / "rounds" / "0001" / "DONE.json").exists() and not (killed / "policies" / "000001").exists()
+    output = started(killed)
+    assert "evipath: synthesis:" not in output, "what was done is not done again"
+    assert outcome(killed) == outcome(tmp_path / "undisturbed")
+    (line,) = (line for line in json_lines(killed / "metrics.jsonl") if line["phase"] == "evipath")
+    assert line["kept"] == 16 and line["planner_rows"] == 16 and line["worker_rows"] > 16
+
+
+@pytest.mark.slow
+def test_planner_and_executor_are_tuned_as_two_models(tmp_path):
+    rows = {}
+    for tune in ("planner", "executor"):
+        started(tmp_path / tune, "--method.tune", tune, "--eval.control", "False")
+        (line,) = (line for line in json_lines(tmp_path / tune / "metrics.jsonl") if line["phase"] == "evipath")
+        rows[tune] = line["planner_rows"], line["worker_rows"]
+    assert rows["planner"][0] == 16 and rows["planner"][1] == 0
+    assert rows["executor"][0] == 0 and rows["executor"][1] > 16
+    shown = finished(
+        [
+            *EVAL,
+            "--checkpoint",
+            str(tmp_path / "planner"),
+            "--worker",
+            str(tmp_path / "executor"),
+            "--eval.questions",
+            "4",
+        ]
+    )
+    assert "EM" in shown
