@@ -20,9 +20,10 @@ from little_agent import (
     search,
     tokenizer,
 )
+from local_endpoint import Answer, Request, serving
 
 from mujica_jax.agents import synthesis_prompts
-from mujica_jax.agents.agent import run_episodes
+from mujica_jax.agents.agent import EnginePolicy, Policy, run_episodes
 from mujica_jax.agents.askable import is_askable, leaks
 from mujica_jax.agents.evidence import Piece, chosen, is_faithful, pieces
 from mujica_jax.agents.mujica import PlannerState, WorkerState
@@ -32,10 +33,11 @@ from mujica_jax.config.checks import check
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import EviPathConfig
 from mujica_jax.errors import UserError
+from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.methods import evipath
 from mujica_jax.records import Evidence, GoldPassage, StopReason, Trajectory
-from mujica_jax.retrieval.text.similarity import word_cosine
+from mujica_jax.retrieval.text.similarity import word_cosine, word_cosines
 from mujica_jax.rewards import find_reward
 from mujica_jax.tasks.environment import WithAllGoldPassages
 from mujica_jax.tasks.task import Material
@@ -103,14 +105,14 @@ def synthesizer(**changes: Any) -> Synthesizer:
             agent=CONFIG,
             tokenizer=tokenizer(),
             teacher=Teacher(policy=None, tokenizer=tokenizer()),
-            similarity=word_cosine,
+            similarity=word_cosines,
             prompt="brief",
             rule="two_wiki",
         )
     )
 
 
-def written(teacher: LittleTeacher, world: LittleWorld | None = None, question=BORN, **changes: Any) -> Trajectory:
+def written(teacher: Policy, world: LittleWorld | None = None, question=BORN, **changes: Any) -> Trajectory:
     return asyncio.run(synthesizer(**changes).run(attempt(question), world or LittleWorld(), teacher))
 
 
@@ -190,7 +192,7 @@ def test_evidence_is_chosen_by_its_cosine_to_the_answer(cosines, taken):
     source = Evidence(subject="", relation="", object="")
     gold = [Piece(source=source, text=str(n), sentences=("far", str(n))) for n in range(3)]
     cosine_of = {"far": -1.0, **{str(n): cosine for n, cosine in enumerate(cosines)}}
-    found = chosen("answer", gold, similarity=lambda answer, text: cosine_of[text], threshold=0.9)
+    found = chosen("answer", gold, similarity=lambda answer, texts: [cosine_of[t] for t in texts], threshold=0.9)
     assert found == [gold[n] for n in taken]
 
 
@@ -212,13 +214,17 @@ def test_a_passage_counts_with_its_likest_sentence_and_every_gold_one_is_in_the_
     )
     question = dataclasses.replace(BORN, gold_passages=golds)
     assert pieces(question, "text")[0].sentences == ("Amber Tide: A film.", "Amber Tide: Made by Ilse Vand.")
-    found = [Material(text=f"{title}: x", title=title) for title in ("Ilse Vand", "Tin Orchard", "Other")]
-    world = LittleWorld(kind="text", materials={"who": found, "none": []})
-    pool = asyncio.run(WithAllGoldPassages(world, question).search("who", None))
-    assert len(pool) == 3 and {"Amber Tide", "Ilse Vand"} < {material.title for material in pool}
-    assert pool[0] is found[0], "what was found stays in its place"
-    alone = asyncio.run(WithAllGoldPassages(world, question).search("none", None))
-    assert {material.text for material in alone} == {"Amber Tide: A film. Made by Ilse Vand.", "Ilse Vand: B."}
+    found = [Material(text=f"{title}: x", title=title) for title in ("Tin Orchard", "Ilse Vand", "Other")]
+    world = LittleWorld(kind="text", materials={"who": found})
+
+    def shown(query: str, room: int = 9) -> set[str]:
+        pool = WithAllGoldPassages(world, question, lambda materials: materials[:room])
+        return {material.text for material in asyncio.run(pool.search(query, None))}
+
+    written_out = "Amber Tide: A film. Made by Ilse Vand."
+    assert shown("who") == {written_out, "Ilse Vand: x", "Tin Orchard: x"}, "what was found stays as it was"
+    assert shown("none") == {written_out, "Ilse Vand: B."}
+    assert shown("none: Ilse Vand?", room=1) == {"Ilse Vand: B."}, "what the query names has room first"
 
 
 # Checks of the teacher's turns
@@ -325,6 +331,58 @@ def test_deductively_it_is_told_nothing_and_what_is_wrong_is_not_kept():
 
 def test_a_question_without_evidence_has_no_abductive_trajectory():
     assert refusals(written(LittleTeacher(), question=QUESTION)) == {"failed_without_evidence": 1}
+
+
+def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
+    golds = (
+        GoldPassage(title="Amber Tide", text="A film by Ilse Vand."),
+        GoldPassage(title="Ilse Vand", text="B. Ghent."),
+    )
+    question = dataclasses.replace(BORN, candidates=(), gold_passages=golds)
+    found = [Material(text=f"{title}: x", title=title) for title in ("Tin Orchard", "Other")]
+    found.append(Material(text="Amber Tide: Made by Ilse Vand.", title="Amber Tide"))
+    turns = [f"<think> look </think>\n<search> {query} </search>" for query in (ASK_DIRECTOR, ASK_CITY)]
+
+    def select(state: WorkerState) -> str:
+        title = "Amber Tide" if state.query == ASK_DIRECTOR else "Ilse Vand"
+        place = next(n for n, material in enumerate(state.materials) if material.title == title)
+        return READINGS[state.query].replace("[0]", f"[{place}]").replace("[1]", f"[{place}]")
+
+    class Reader(LittleTeacher):
+        async def generate(self, prompt, params, *, state, continues):
+            if isinstance(state, WorkerState):
+                self._readings = {**self._readings, state.query: select(state)}
+            return await super().generate(prompt, params, state=state, continues=continues)
+
+    world = LittleWorld(kind="text", materials={ASK_DIRECTOR: found, ASK_CITY: found[:2]})
+    trajectory = written(Reader([*turns, TURNS[2]]), world, question)
+    assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
+    pools = [set(search.materials) for search in trajectory.searches]
+    assert pools[0] == {"Amber Tide: Made by Ilse Vand.", "Ilse Vand: B. Ghent.", "Tin Orchard: x"}
+    assert pools[1] == {"Amber Tide: A film by Ilse Vand.", "Ilse Vand: B. Ghent."}, "as many as were found"
+
+
+def test_a_model_behind_an_endpoint_is_a_teacher():
+    """It refuses once; the request for its first plan says nothing of tags, which are in the system prompt alone."""
+    replies = [
+        None, PLAN, TURNS[0], ANSWERS[ASK_DIRECTOR], READINGS[ASK_DIRECTOR], TURNS[1], ANSWERS[ASK_CITY],
+        READINGS[ASK_CITY], TURNS[2],
+    ]  # fmt: skip
+
+    def answer(request: Request, before: int) -> Answer:
+        choice = {"message": {"content": replies[before]}, "finish_reason": "stop"}
+        return Answer(content={"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 5}})
+
+    with serving(answer) as endpoint:
+        generator = RemoteGenerator(base_url=endpoint.base_url, model="teacher", mode="chat", tokenizer=tokenizer())
+        trajectory = written(EnginePolicy(generator))
+        messages = endpoint.requests[1].body["messages"]
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert messages[1]["content"].startswith(
+        "Question: Where was the director of Amber Tide born?\nAnswer: Ghent\nEvidence:"
+    )
+    assert model_turns(trajectory) == model_turns(written(LittleTeacher()))
+    assert refusals(trajectory) == {"refused_no_reply": 1} and trajectory.policy_version == -1
 
 
 # The phase

@@ -67,24 +67,7 @@ class Episode:
         return Written(text=text, cut=cut, completion=completion)
 
     def fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
-        """The first materials that fit max_observation_tokens; the first one is cut to fit rather than left out."""
-        limit = self.limits.max_observation_tokens
-        sizes_bytes = [len(neutralise(material.text).encode()) for material in materials]
-        kept: list[Material] = []
-        used = 0
-        for place, material in enumerate(materials):
-            # A byte-level token covers at least one byte, so what is short needs no tokenising to be known to fit.
-            if used + sum(sizes_bytes[place:]) <= limit:
-                return (*kept, *materials[place:])
-            ids = self.tokenizer.encode_plain(material.text)
-            used += len(ids)
-            if used > limit:
-                if not kept:
-                    cut = self.tokenizer.decode(ids[:limit]).rstrip(HALF_CHARACTER)
-                    kept.append(dataclasses.replace(material, text=cut))
-                break
-            kept.append(material)
-        return tuple(kept)
+        return fit(self.tokenizer, materials, self.limits.max_observation_tokens)
 
     async def search_passages(self, query: str, iteration: int) -> tuple[Material, ...]:
         """What one search finds, recorded as one that the model reads itself. Raises RetrievalError."""
@@ -112,3 +95,23 @@ class Episode:
             searches=tuple(self.searches),
             seconds=time.monotonic() - self._began,
         )
+
+
+def fit(tokenizer: Tokenizer, materials: Sequence[Material], limit: int) -> tuple[Material, ...]:
+    """The first materials that fit `limit` tokens; the first one is cut to fit rather than left out."""
+    sizes_bytes = [len(neutralise(material.text).encode()) for material in materials]
+    kept: list[Material] = []
+    used = 0
+    for place, material in enumerate(materials):
+        # A byte-level token covers at least one byte, so what is short needs no tokenising to be known to fit.
+        if used + sum(sizes_bytes[place:]) <= limit:
+            return (*kept, *materials[place:])
+        ids = tokenizer.encode_plain(material.text)
+        used += len(ids)
+        if used > limit:
+            if not kept:
+                cut = tokenizer.decode(ids[:limit]).rstrip(HALF_CHARACTER)
+                kept.append(dataclasses.replace(material, text=cut))
+            break
+        kept.append(material)
+    return tuple(kept)

@@ -55,7 +55,8 @@ def pieces(question: Question, kind: EnvironmentKind) -> list[Piece]:
 
 def chosen(answer: str, gold: Sequence[Piece], *, similarity: Similarity, threshold: float) -> list[Piece]:
     """The pieces that are likelier than `threshold` to state the answer; the first of the likest where none is."""
-    cosines = [max(similarity(answer, sentence) for sentence in piece.sentences) for piece in gold]
+    found = iter(similarity(answer, [sentence for piece in gold for sentence in piece.sentences]))
+    cosines = [max(next(found) for _ in piece.sentences) for piece in gold]
     passing = [piece for piece, cosine in zip(gold, cosines, strict=True) if cosine > threshold]
     return passing or [gold[cosines.index(max(cosines))]]
 

@@ -12,8 +12,9 @@ tokens. Who is asked for its turns is a `Policy` that asks the teacher, with pro
 
 Differences from the paper:
 
-- The pool of a text search is what the retriever found with all gold passages of the question among it; of a graph the
-  searched entity's triples, as in table 9. The paper's pool is the data set's list of supporting facts.
+- The pool of a text search is what the retriever found with all gold passages of the question among it, as far as
+  agent.max_observation_tokens has room; of a graph the searched entity's triples, as in table 9. The paper's pool is
+  the data set's list of supporting facts.
 - Every turn is parsed and checked and tried again with another seed, at most `max_tries` times: its format,
   sub-questions that can be asked (`askable.py`), an answer that is the gold one, evidence that stands in the pool, a
   selection of exactly that evidence, an answer that the evidence states. The paper names no filter.
@@ -29,6 +30,7 @@ from mujica_jax.agents import protocol, synthesis_prompts
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.askable import is_askable, leaks, secrets
 from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.agents.episode import fit
 from mujica_jax.agents.evidence import chosen, is_faithful, pieces, place_in
 from mujica_jax.agents.mujica import PLANNER, WORKER, Mujica, PlannerState, WorkerState
 from mujica_jax.agents.teacher import Lesson, Refused, Teacher, as_completion, refuse
@@ -40,7 +42,7 @@ from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import StopReason, Trajectory
 from mujica_jax.retrieval.text.similarity import Similarity
 from mujica_jax.tasks.environment import WithAllGoldPassages
-from mujica_jax.tasks.task import Environment, EnvironmentKind
+from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 FAILED = "failed_"  # before a reason: trajectories that ended with it
 
@@ -72,13 +74,16 @@ class Synthesizer:
         """What it counts: see `methods/evipath.py`. A failed trajectory keeps what was written so far."""
         writer = _Writer(self._synthesis, attempt, environment.kind, self._synthesis.teacher.policy or policy)
         with_gold = self._synthesis.method.mode == "abductive" and environment.kind == "text"
-        pool = WithAllGoldPassages(environment, attempt.question) if with_gold else environment
+        pool = WithAllGoldPassages(environment, attempt.question, self._fit) if with_gold else environment
         trajectory = await self._mujica.run(attempt, pool, writer)
         counts = {**trajectory.counts, **writer.counts}
         if not writer.failures:
             return dataclasses.replace(trajectory, counts=counts)
         counts[f"{FAILED}{min(writer.failures)}"] = 1.0  # of workers that fail in one turn, one is named
         return dataclasses.replace(trajectory, answer="", stop_reason=StopReason.SYNTHESIS_FAILED, counts=counts)
+
+    def _fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
+        return fit(self._synthesis.tokenizer, materials, self._synthesis.agent.max_observation_tokens)
 
 
 class _Writer:

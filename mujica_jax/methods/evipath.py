@@ -138,7 +138,15 @@ def _synthesizer(run: Run) -> Synthesizer:
 
 
 def _questions(run: Run) -> list[Question]:
-    return list(run.task.questions("train")[: run.config.sampling.questions_per_round])
+    """The first ones; a script follows triples, and plays questions that have some."""
+    scripted = _config(run).teacher == "scripted"
+    questions = [question for question in run.task.questions("train") if question.evidences or not scripted]
+    if not questions:
+        raise UserError(
+            f"no training question of task {run.task.name} has gold triples and method.teacher is scripted: choose "
+            "another teacher"
+        )
+    return questions[: run.config.sampling.questions_per_round]
 
 
 def _synthesize(

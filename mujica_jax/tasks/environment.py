@@ -1,6 +1,5 @@
 """Environments over the retrievers: the triples of an entity, or the passages that an index finds."""
 
-import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -112,14 +111,18 @@ class WithGoldPassages:
 
 
 class WithAllGoldPassages:
-    """A pool for the synthesis of trajectories: every gold passage of the question is among what a search shows, in the
-    place of others that were found; those stay as distractors, and beyond their number the pool grows.
+    """A pool for the synthesis of trajectories: every gold passage of the question is among what a search shows. The
+    best others that it found stay as distractors, so that there are as many as were found.
+
+    `fit` says which of the first materials have room; those that the query names come first. The pool is shuffled.
     """
 
     kind: Literal["graph", "text"] = "text"
 
-    def __init__(self, searched: Environment, question: Question) -> None:
-        self._searched, self._question = searched, question
+    def __init__(
+        self, searched: Environment, question: Question, fit: Callable[[Sequence[Material]], Sequence[Material]]
+    ) -> None:
+        self._searched, self._question, self._fit = searched, question, fit
 
     @property
     def statistics(self) -> RetrievalStatistics:
@@ -127,18 +130,17 @@ class WithAllGoldPassages:
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         found = list(await self._searched.search(query, entity))
-        golds = {passage.title: passage for passage in self._question.gold_passages if passage.text}
-        missing = [passage for title, passage in golds.items() if title not in {material.title for material in found}]
-        places = [place for place, material in enumerate(found) if material.title not in golds]
-        draw = random.Random(f"{self._question.id} {query}")
-        places = draw.sample(places, min(len(places), len(missing)))
-        for passage, place in itertools.zip_longest(missing, places):
-            material = _passage_material(passage.title, passage.text)
-            if place is None:
-                found.insert(draw.randint(0, len(found)), material)
-            else:
-                found[place] = material
-        return tuple(found)
+        by_title = {material.title: material for material in found}
+        golds = [
+            by_title.get(passage.title) or _passage_material(passage.title, passage.text)
+            for passage in self._question.gold_passages
+            if passage.text
+        ]
+        golds.sort(key=lambda gold: gold.title.partition(" (")[0].casefold() not in query.casefold())
+        others = [material for material in found if material.title not in {gold.title for gold in golds}]
+        pool = list(self._fit([*golds, *others][: max(len(found), len(golds))]))
+        random.Random(f"{self._question.id} {query}").shuffle(pool)
+        return tuple(pool)
 
 
 def _passage_material(title: str, text: str) -> Material:

@@ -1,15 +1,15 @@
 """How alike two texts are: the cosine of their embeddings, or of their word counts.
 
 Called by the synthesis of trajectories (`agents/evidence.py`). `words` needs no embedder: worlds from scratch repeat
-names and relations word by word. Any other name is an embedder's (`embedders.py`). A text is embedded once, and alone,
-so that its numbers do not depend on what it is compared with.
+names and relations word by word. Any other name is an embedder's (`embedders.py`). Texts are embedded as queries are,
+whose numbers are the same to the bit whatever they come with.
 """
 
 import collections
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from mujica_jax.models.embedder import Embedder
 
 WORDS = "words"
-KEPT_EMBEDDINGS = 100_000  # of texts; a vector of MiniLM takes 1.5 KB
+KEPT_GROUPS = 4096  # of texts that were compared together, the evidence of a question among them
 
-Similarity = Callable[[str, str], float]  # -1 to 1
+Similarity = Callable[[str, Sequence[str]], list[float]]  # of a text to each of the others: -1 to 1
 
 _word = re.compile(r"\w+")
 
@@ -30,19 +30,23 @@ _word = re.compile(r"\w+")
 def find_similarity(name: str) -> Similarity:
     """Raises UserError where there is no such embedder; its weights are read when it is first asked."""
     if name == WORDS:
-        return word_cosine
+        return word_cosines
     folder = find_embedder(name, prefixes="none")  # both texts are statements, no query and passage
 
     @functools.cache
     def embedder() -> "Embedder":
         return folder.load()
 
-    @functools.lru_cache(KEPT_EMBEDDINGS)
-    def vector(text: str) -> np.ndarray:
-        found = embedder().embed([text], "query")[0]
-        return found / max(float(np.linalg.norm(found)), 1e-12)
+    @functools.lru_cache(KEPT_GROUPS)
+    def vectors(texts: tuple[str, ...]) -> np.ndarray:
+        found = embedder().embed(texts, "query")
+        return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
 
-    return lambda one, other: float(vector(one) @ vector(other))
+    return lambda text, others: (vectors(tuple(others)) @ vectors((text,))[0]).tolist()
+
+
+def word_cosines(text: str, others: Sequence[str]) -> list[float]:
+    return [word_cosine(text, other) for other in others]
 
 
 def word_cosine(one: str, other: str) -> float:

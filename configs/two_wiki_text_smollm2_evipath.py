@@ -1,0 +1,31 @@
+"""2WikiMultihopQA over passages with EviPath and SmolLM2-135M: the script writes from the gold evidence, MiniLM chooses
+the passages that a worker must name.
+
+    python -m mujica_jax.train configs/two_wiki_text_smollm2_evipath.py --task.data-dir DIR --init smollm2
+
+There is no warm-up: the first row of the table is SmolLM2 as it is. Rates and rows are those of the warm-up of
+`two_wiki_text_smollm2.py`. The `model` section is not read with --init.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from mujica_jax.config.files import load_config
+from mujica_jax.config.schema import Config, EviPathConfig
+
+
+def get_config() -> Config:
+    base = load_config(str(Path(__file__).with_name("two_wiki_text_smollm2.py")))
+    return dataclasses.replace(
+        base,
+        name="two_wiki_text_smollm2_evipath",
+        warmup=dataclasses.replace(base.warmup, steps=0),
+        sampling=dataclasses.replace(base.sampling, questions_per_round=2_000, shard_questions=100),
+        method=EviPathConfig(
+            teacher="scripted",
+            embedder="minilm",
+            learning_rate=1e-3,
+            end_learning_rate=1e-4,
+            epochs=2,
+        ),
+    )
