@@ -232,7 +232,9 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("reason", StopReason)
+@pytest.mark.parametrize(
+    "reason", sorted(set(StopReason) - {StopReason.SYNTHESIS_FAILED})
+)  # a teacher ends with that one
 def test_every_stop_reason_ends_an_episode_with_a_record(reason):
     plans, limits = ENDINGS[reason]
     policy = ToldPolicy(plans, READS)
