@@ -91,7 +91,8 @@ class _Writer:
     of its round are heard to their end, so that what is counted does not depend on who was first."""
 
     def __init__(self, synthesis: Synthesis, attempt: Attempt, kind: EnvironmentKind, policy: Policy) -> None:
-        self._synthesis, self._kind = synthesis, kind
+        self._synthesis = synthesis
+        self._kind: EnvironmentKind = kind
         self._question, self._mode = attempt.question, synthesis.method.mode
         self._lesson = Lesson(synthesis.teacher, policy, attempt, synthesis.method.max_tries)
         self._gold = pieces(attempt.question, kind) if self._mode == "abductive" else []
