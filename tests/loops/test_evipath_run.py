@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import EVAL, ROOT, disturbed, finished, json_lines, outcome
+from whole_runs import EVAL, ROOT, disturbed, finished, json_lines, outcome, summary
 
 CONFIG = ROOT / "tests" / "loops" / "smoke_evipath_config.py"
 
@@ -38,9 +38,11 @@ def test_killed_in_synthesis_and_in_learning_it_ends_as_if_it_had_not_been(tmp_p
 
 @pytest.mark.slow
 def test_planner_and_executor_are_tuned_as_two_models(tmp_path):
+    """Without a warm-up: what they start from is the first row of the table."""
     rows = {}
     for tune in ("planner", "executor"):
-        started(tmp_path / tune, "--method.tune", tune, "--eval.control", "False")
+        started(tmp_path / tune, "--method.tune", tune, "--eval.control", "False", "--warmup.steps", "0")
+        assert [row["name"] for row in summary(tmp_path / tune)["phases"]] == ["warm-up", "evipath"]
         (line,) = (line for line in json_lines(tmp_path / tune / "metrics.jsonl") if line["phase"] == "evipath")
         rows[tune] = line["planner_rows"], line["worker_rows"]
     assert rows["planner"][0] == 16 and rows["planner"][1] == 0
