@@ -338,7 +338,7 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
         GoldPassage(title="Amber Tide", text="A film by Ilse Vand."),
         GoldPassage(title="Ilse Vand", text="B. Ghent."),
     )
-    question = dataclasses.replace(BORN, candidates=(), gold_passages=golds)
+    question = dataclasses.replace(BORN, candidates=(), evidences=(), gold_passages=golds)
     found = [Material(text=f"{title}: x", title=title) for title in ("Tin Orchard", "Other")]
     found.append(Material(text="Amber Tide: Made by Ilse Vand.", title="Amber Tide"))
     turns = [f"<think> look </think>\n<search> {query} </search>" for query in (ASK_DIRECTOR, ASK_CITY)]
@@ -355,7 +355,9 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
             return await super().generate(prompt, params, state=state, continues=continues)
 
     world = LittleWorld(kind="text", materials={ASK_DIRECTOR: found, ASK_CITY: found[:2]})
-    trajectory = written(Reader([*turns, TURNS[2]]), world, question)
+    teacher = Reader([*turns, TURNS[2]])
+    trajectory = written(teacher, world, question)
+    assert "Evidence:\nAmber Tide: A film by Ilse Vand.\nIlse Vand: B. Ghent." in teacher.read[0][1], "without triples"
     assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
     pools = [set(search.materials) for search in trajectory.searches]
     assert pools[0] == {"Amber Tide: Made by Ilse Vand.", "Ilse Vand: B. Ghent.", "Tin Orchard: x"}

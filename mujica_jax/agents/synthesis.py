@@ -71,7 +71,7 @@ class Synthesizer:
         return self._mujica.system_prompt(role, kind)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
-        """What it counts: see `methods/evipath.py`. A failed trajectory keeps what was written so far."""
+        """What it counts stands in docs/metrics.md. A failed trajectory keeps what was written so far."""
         writer = _Writer(self._synthesis, attempt, environment.kind, self._synthesis.teacher.policy or policy)
         with_gold = self._synthesis.method.mode == "abductive" and environment.kind == "text"
         pool = WithAllGoldPassages(environment, attempt.question, self._fit) if with_gold else environment

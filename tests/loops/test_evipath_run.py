@@ -18,7 +18,6 @@ def started(directory: Path, *flags: str, **options: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.fault
 def test_killed_in_synthesis_and_in_learning_it_ends_as_if_it_had_not_been(tmp_path):
     started(tmp_path / "undisturbed")
     killed = tmp_path / "killed"
