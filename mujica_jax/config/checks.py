@@ -196,6 +196,8 @@ def check_evipath(config: Config, method: EviPathConfig) -> None:
             f"method.mode is {method.mode}, and a policy from scratch cannot read what it asks: choose deductive, or "
             "name a checkpoint with --init"
         )
+    if config.sampling.workers == "external":
+        raise UserError("sampling.workers is external, and workers sample for mygo alone: leave it at internal")
     if config.eval.control and not config.warmup.steps:
         raise UserError(
             "eval.control trains on the warm-up's demonstrations and warmup.steps is 0: leave one of the two out"
