@@ -25,7 +25,8 @@ from mujica_jax.config.agents import (
     SingleConfig,
     SkrConfig,
 )
-from mujica_jax.config.methods import MygoConfig
+from mujica_jax.config.methods import DapoConfig, GrpoConfig, MygoConfig
+from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.config.tasks import (
     AmbigQaConfig,
     BamboogleConfig,
@@ -231,7 +232,7 @@ class SamplingConfig:
     temperature: float
 
 
-MethodConfig = MygoConfig
+MethodConfig = MygoConfig | GrpoConfig | DapoConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,7 +306,9 @@ class Config:
     sampling: SamplingConfig
     method: MethodConfig
     eval: EvalConfig
-    reward: str = "f1"  # what methods learn from: f1, em or f1_format (rewards.py); scores shown are EM and F1 always
+    # What methods learn from: f1, em, f1_format or staged (rewards/); scores shown are EM and F1 always.
+    reward: str = "f1"
+    staged: StagedRewardConfig = dataclasses.field(default_factory=StagedRewardConfig)
     distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
