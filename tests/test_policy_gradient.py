@@ -19,7 +19,7 @@ from mujica_jax.config.schema import DapoConfig, GrpoConfig, SamplingConfig, Tra
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses.policy import DAPO, GRPO, importance_weights
 from mujica_jax.methods import policy_gradient
-from mujica_jax.methods.run import Run
+from mujica_jax.methods.run import WARM_UP, Run
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.trajectories.groups import overlong_punishment
@@ -326,6 +326,26 @@ def test_a_reference_that_would_be_removed_is_refused():
     )
     with pytest.raises(UserError, match=r"method.kl_coefficient is 0.1, .* keep_policies 1 removes it"):
         check(config)
+
+
+def test_a_control_without_demonstrations_is_refused():
+    config = load_config(SMOKE)
+    bare = dataclasses.replace(config.warmup, steps=0, source="few_shot")
+    assert config.eval.control
+    with pytest.raises(UserError, match=r"eval.control is True and warmup.steps 0"):
+        check(dataclasses.replace(config, init="checkpoint", warmup=bare, method=DAPO_METHOD))
+
+
+def test_a_checkpoint_that_needs_no_warm_up_begins_as_it_is(tmp_path, monkeypatch):
+    run: Any = Played(tmp_path, TABLE, DAPO_METHOD)
+    run.config.init, run.config.warmup = (
+        "checkpoint",
+        types.SimpleNamespace(steps=0, learning_rate=0, end_learning_rate=0),
+    )
+    run.initial_state, run.learn = start, lambda name, begin, rows, *, steps, **rates: begin if steps == 0 else None
+    monkeypatch.setattr(policy_gradient, "_run_rounds", lambda run, state: [state])
+    assert policy_gradient.policy_gradient(run) == [WARM_UP, start]
+    assert [(phase.name, state) for phase, state, _ in run.phases] == [("warm-up", start)]
 
 
 def test_a_group_of_one_is_one_sentence_and_status_2(capsys):

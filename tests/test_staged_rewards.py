@@ -131,6 +131,7 @@ def test_similarity_of_counts_of_words():
 def test_what_a_concise_query_is(query, concise):
     assert is_concise(query, 10) == concise
     assert not is_concise("Amber Tide director", 2)
+    assert reward(max_query_words=2)(episode("Ghent", "one two three"), QUESTION).parts["search"] == -1.0
 
 
 def test_an_embedder_that_does_not_exist_is_named(smoke: Config):

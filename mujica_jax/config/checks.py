@@ -170,6 +170,11 @@ def check_method(config: Config) -> None:
             f"method.rows_per_update {method.rows_per_update} cannot be split over data x fsdp x accumulation_steps = "
             f"{parts}: use a multiple of {parts}, or 0 for trainer.rows_per_step"
         )
+    if config.eval.control and config.init and not config.warmup.steps:
+        raise UserError(
+            "eval.control is True and warmup.steps 0: the control learns the warm-up's demonstrations, so give "
+            "warmup.steps, or --eval.control False"
+        )
     distance = getattr(method, "kl_coefficient", 0.0)
     if distance and config.keep_policies:
         raise UserError(

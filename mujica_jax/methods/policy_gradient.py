@@ -39,13 +39,13 @@ from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.policy import DAPO, GRPO
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.rollouts import Reference, Rollout, compared_groups, figures, prepare, scored
-from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, Phase, PhaseResult, PhaseState, Run, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState, Run, tokens_of
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import run_control, warm_up
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.groups import questions_to_sample
-from mujica_jax.trajectories.packing import PackedRows
+from mujica_jax.trajectories.packing import PackedRows, pack
 from mujica_jax.trajectories.store import ShardEntry
 
 POLICY_GRADIENT = "policy_gradient"  # lines of metrics.jsonl
@@ -66,12 +66,25 @@ class Left:
 def policy_gradient(run: Run) -> list[PhaseResult]:
     """The warm-up, all rounds, and the control if asked for. Finished rounds are read from the run directory."""
     config = _config(run)
+    if run.config.init and not run.config.warmup.steps:  # as the papers begin: with a checkpoint that can be prompted
+        state, begun = _begin(run)
+        return [begun, *_run_rounds(run, state)]
     state, warmed, demonstrations = warm_up(run)
     phases = _run_rounds(run, state)
     if not run.config.eval.control:
         return [warmed, *phases]
     rates = {"peak": config.learning_rate, "end_value": config.end_learning_rate}
     return [warmed, run_control(run, state, demonstrations.rows, phases, **rates), *phases]
+
+
+def _begin(run: Run) -> tuple[PhaseState, PhaseResult]:
+    """The checkpoint as it is, in the place of the warm-up: policy 0, and its scores."""
+    began, config = time.monotonic(), run.config.warmup
+    nothing = functools.partial(pack, [], row_tokens=run.config.trainer.row_tokens, seed=run.config.seed)
+    rates = {"peak": config.learning_rate, "end_value": config.end_learning_rate}
+    state = run.learn(WARM_UP.name, run.initial_state, nothing, steps=0, **rates)
+    run.commit_policy(state, WARM_UP.step)
+    return state, run.finish_phase(WARM_UP, state, began=began)
 
 
 def _config(run: Run) -> GrpoConfig | DapoConfig:
