@@ -519,7 +519,7 @@ def test_every_field_of_grpo_and_dapo_changes_what_a_run_does(smoke, asked):
     shared = {"rounds": 3, "rounds_per_phase": 2, "group_attempts": 3, "learning_rate": 1e-3, "epochs": 1}
     shared |= {"end_learning_rate": 1e-4, "rows_per_update": 2, "clip_low": 0.1, "clip_high": 0.4}
     shared |= {"importance_cap": 0.0, "overlong_tokens": 40, "dynamic_sampling": False}
-    begin = {"rounds": 2, "rounds_per_phase": 1, "group_attempts": 2, "epochs": 2}
+    begin: dict[str, Any] = {"rounds": 2, "rounds_per_phase": 1, "group_attempts": 2, "epochs": 2}
     begin |= {"learning_rate": 2e-3, "end_learning_rate": 2e-4}
     dapo = DapoConfig(**begin, max_sampled_batches=2, overlong_cache_tokens=30)
     assert set(shared) | {"kind", "max_sampled_batches", "overlong_cache_tokens"} == {

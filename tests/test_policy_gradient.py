@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +27,7 @@ from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.store import Store
 
 SMOKE = str(Path(__file__).parent / "loops" / "smoke_config.py")
-COMMON = {
+COMMON: dict[str, Any] = {
     "rounds": 2,
     "rounds_per_phase": 2,
     "group_attempts": 2,
@@ -41,7 +41,7 @@ QUESTIONS = [Question(id=f"q{number}", text="?", answers=("yes",)) for number in
 GIVEN, SAID = (5, 6, 7), (1, 2)  # tokens of a context and of a model's turn
 
 
-def start() -> None:
+def start() -> Any:
     """The state that rounds begin with."""
 
 
@@ -60,13 +60,13 @@ def conversation(attempt: Attempt, role: str) -> Conversation:
 class Played:
     """In the place of a `Run`: rewards come from `rewards[question][attempt]`; what was asked and learnt is kept."""
 
-    def __init__(self, root: Path, rewards: dict[str, Sequence[float]], method, roles=("planner",)) -> None:
+    def __init__(self, root: Path, rewards: Mapping[str, Sequence[float]], method, roles=("planner",)) -> None:
         self.rewards, self.roles = rewards, roles
         self.asked: list[str] = []
         self.learnt: list[tuple[str, PackedRows, dict[str, Any]]] = []
         self.said: list[str] = []
         self.figures: dict[int, dict[str, Any]] = {}
-        self.phases: list[tuple[Any, dict[str, Any]]] = []
+        self.phases: list[tuple[Any, Any, dict[str, int]]] = []
         self.scorings = 0
         self.config: Any = types.SimpleNamespace(
             method=method,
@@ -145,9 +145,9 @@ class Played:
         return phase
 
 
-def play(root: Path, rewards: dict[str, Sequence[float]], method=DAPO_METHOD, **options) -> Any:
+def play(root: Path, rewards: Mapping[str, Sequence[float]], method: Any = DAPO_METHOD, **options) -> Any:
     run: Any = Played(root, rewards, method, **options)
-    run.results = policy_gradient._run_rounds(run, start)
+    run.results = policy_gradient._run_rounds(run, cast(Any, start))
     return run
 
 

@@ -81,8 +81,14 @@ def _begin(run: Run) -> tuple[PhaseState, PhaseResult]:
     """The checkpoint as it is, in the place of the warm-up: policy 0, and its scores."""
     began, config = time.monotonic(), run.config.warmup
     nothing = functools.partial(pack, [], row_tokens=run.config.trainer.row_tokens, seed=run.config.seed)
-    rates = {"peak": config.learning_rate, "end_value": config.end_learning_rate}
-    state = run.learn(WARM_UP.name, run.initial_state, nothing, steps=0, **rates)
+    state = run.learn(
+        WARM_UP.name,
+        run.initial_state,
+        nothing,
+        steps=0,
+        peak=config.learning_rate,
+        end_value=config.end_learning_rate,
+    )
     run.commit_policy(state, WARM_UP.step)
     return state, run.finish_phase(WARM_UP, state, began=began)
 
