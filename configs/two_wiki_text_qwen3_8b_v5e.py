@@ -3,23 +3,33 @@
     python -m mujica_jax.train configs/two_wiki_text_qwen3_8b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX
 
-The training step compiles for this topology and fits (`tests/test_tpu_compile.py`); a whole run there is still to come.
-The engine splits Qwen3-8B's eight heads of keys over the four chips of a host. Questions, attempts and learning rates
-are those of the Mujica-MyGO paper, as with Qwen2.5-7B (`two_wiki_text_v5e.py`). The `model` section is not read with
---init.
+No paper has this row: Mujica-MyGO trains Qwen2.5-7B and Llama-3.1-8B, and of Learning When to Search Qwen3-8B is scored
+by the files `*_qwen3_4b_v5e.py`.
+
+Not run; learning takes about 1.5 hours by its operations (docs/evaluation.md). The training step compiles for this
+topology and fits (`tests/test_tpu_compile.py`). The engine splits Qwen3-8B's eight heads of keys over the four chips of
+a host. Questions, attempts and learning rates are those of `two_wiki_text_v5e.py`.
 """
 
 import dataclasses
-from pathlib import Path
 
 from mujica_jax.config.files import load_config
-from mujica_jax.config.schema import Config
+from mujica_jax.config.schema import Config, ModelConfig
 
 
 def get_config() -> Config:
-    base = load_config(str(Path(__file__).with_name("two_wiki_text_v5e.py")))
     return dataclasses.replace(
-        base,
+        load_config("two_wiki_text_v5e"),
         name="two_wiki_text_qwen3_8b_v5e",
-        model=dataclasses.replace(base.model, family="qwen3"),
+        model=ModelConfig(
+            family="qwen3",
+            vocab_tokens=151936,
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_layers=36,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            rope_theta=1e6,
+        ),
     )

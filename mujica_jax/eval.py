@@ -7,7 +7,8 @@
         --remote.tokenizer DIR [...]
 
 RUN is a run directory: its config.json is the configuration and its latest policy is evaluated. A Hugging Face
-directory needs the name of a configuration, as `train` takes it; given with a run, that one replaces the run's own.
+directory needs the name of a configuration, as `train` takes it; given with a run, that one replaces the run's own, so
+that a policy is scored out of domain (`configs/musique_v5e.py`), and what it says otherwise of the agent is printed.
 `--init` is another name of `--checkpoint`, for models that are no run; an adapter that a run wrote
 (RUN/policies/N/adapter) brings the configuration of its run. Flags change what is evaluated: another seed, more
 questions, other limits, or the passages of a task whose graph the policy was trained on (`--task.environment text`).
@@ -49,6 +50,7 @@ from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.provenance import differences
 from mujica_jax.runtime.standard_output import run_program
 from mujica_jax.storage.run_directory import run_path
 
@@ -116,6 +118,14 @@ class Checkpoint(SavedPolicy):
     def about(self) -> dict[str, Any]:
         adapter = {} if self.adapter is None else {"adapter": str(self.adapter)}
         return {"checkpoint": self.place, "policy": self.version, **adapter}
+
+    def trained_otherwise(self, agent: AgentConfig) -> list[str]:
+        """What the run that made the policy says otherwise of its agent: a configuration beside a run replaces it."""
+        if self.run is None:
+            return []
+        trained, now = read_object(self.run / "config.json")["config"]["agent"], dataclasses.asdict(agent)
+        said = trained if trained["kind"] == now["kind"] else {"kind": trained["kind"]}
+        return differences({"agent": said}, {"agent": {key: now.get(key) for key in said}}, ignore=())
 
     def closing_lines(self) -> list[str]:
         return []
@@ -261,6 +271,8 @@ def evaluate(
     reader = None if worker is None else _worker(worker, first, tokenizer)
     live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
+    if isinstance(policy, Checkpoint) and (otherwise := policy.trained_otherwise(first.agent)):
+        progress.line(f"the policy was trained under other settings: {'; '.join(otherwise)}")
     compared = [
         _evaluate_one(
             config, tasks[config.task], policy, worker, judge, tokenizer, generator, reader, progress, live, preemption

@@ -178,6 +178,8 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--sampling.questions-per-round 0": "sampling.questions_per_round is 0 and must be at least 1",
     "--method.max-attempts 0": "method.max_attempts is 0 and must be at least 1",
     "--method.keep-per-question 0": "method.keep_per_question is 0",
+    "--method.keep-per-question 9": "method.keep_per_question is 9 and method.max_attempts 2: no question has more",
+    "--method.fixed-threshold 1.5": "method.fixed_threshold is 1.5 and rewards lie between 0 and 1",
     "--sampling.shard-questions 0": "sampling.shard_questions is 0",
     "--method.epochs 0": "method.epochs is 0",
     "--method.replay -0.5": "method.replay is -0.5",

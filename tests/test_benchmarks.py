@@ -135,6 +135,18 @@ def test_the_run_directory_is_measured_on_disk_and_in_a_bucket():
 
 
 @pytest.mark.slow
+def test_sampling_by_many_workers_is_simulated_over_a_measured_store(tmp_path):
+    """Without waiting for each other, the store or the trainer, workers are as fast as they are many."""
+    words = ["--unit-seconds", "60", "--units", "200", "--rounds", "2", "--workers", "1", "10", "400"]
+    one, ten, many = map(json.loads, printed("samplers.py", "--latency", "0", *words).splitlines()[1:])
+    assert 0.9 < one["share_of_linear"] < 1.1 and 0.85 < ten["share_of_linear"] < 1.1
+    assert many["idle_share"] > 0.5, "two workers a unit"
+    store = json.loads(
+        printed("samplers.py", "--store", str(tmp_path), "--workers", "1", "--units", "2").splitlines()[0]
+    )
+    assert 0 < store["read"] < 1 and 0 < store["create"] < 1 and not list(tmp_path.glob("*/*"))
+
+
 def test_graphs_are_measured_beside_the_graph_in_memory(tmp_path):
     rows = [f"Film {n}\tdirector\tAnn {n % 7}\tQ{n + 100}\tQ{n % 7 + 10}" for n in range(300)]
     (tmp_path / "t.tsv").write_text("subject\trelation\tobject\tsubject_qid\tobject_qid\n" + "\n".join(rows))

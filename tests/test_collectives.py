@@ -4,9 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from collectives_of_programs import Collective, collectives
-from test_tpu_compile import CONFIGS
-
-from mujica_jax.config.files import CONFIG_FOLDER, load_config
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
@@ -71,8 +68,3 @@ def test_a_program_of_one_device_sends_nothing():
 def test_a_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         collectives("nothing of the kind")
-
-
-def test_every_configuration_for_several_devices_is_compiled_for_its_topology():
-    configs = {path.stem: load_config(str(path)).trainer for path in CONFIG_FOLDER.glob("*.py")}
-    assert {name for name, one in configs.items() if one.data * one.fsdp * one.tensor > 1} == set(CONFIGS)

@@ -53,6 +53,12 @@ QWEN3_8B = QWEN2_5_7B | {
     "attention_bias": False,
     "rope_scaling": None,
 }
+QWEN3_4B = QWEN3_8B | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
 LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -76,11 +82,17 @@ LLAMA3_1_8B = QWEN2_5_7B | {
     "max_position_embeddings": 131072,
     "eos_token_id": [128001, 128008, 128009],
 }
+PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-4b": QWEN3_4B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
 
 
 @pytest.mark.parametrize(
     ("published", "parameters"),
-    [(QWEN2_5_7B, 7_615_616_512), (QWEN3_8B, 8_190_735_360), (LLAMA3_1_8B, 8_030_261_248)],
+    [
+        (QWEN2_5_7B, 7_615_616_512),
+        (QWEN3_4B, 4_022_468_096),
+        (QWEN3_8B, 8_190_735_360),
+        (LLAMA3_1_8B, 8_030_261_248),
+    ],
 )
 def test_published_models_have_their_published_number_of_parameters(published, parameters):
     config = from_hugging_face(published)

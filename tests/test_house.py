@@ -51,7 +51,7 @@ START_SECONDS = 3.0
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
-ENTRY_POINTS = [name for name in ("train", "eval", "index") if (PACKAGE / f"{name}.py").exists()]
+ENTRY_POINTS = [name for name in ("train", "eval", "sample", "index") if (PACKAGE / f"{name}.py").exists()]
 
 
 def room_of(path: Path) -> str:

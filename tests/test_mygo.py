@@ -1,6 +1,7 @@
 """MyGO's rule, played by hand: three rounds over two questions whose rewards stand in a table."""
 
 import contextlib
+import dataclasses
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -11,7 +12,8 @@ import pytest
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig, SamplingConfig
 from mujica_jax.learning.optimizer import learning_rate, schedule
-from mujica_jax.methods import mygo
+from mujica_jax.methods import mygo, mygo_rounds
+from mujica_jax.methods.round_statistics import advice, round_statistics
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.trajectories.select import select
 
@@ -84,9 +86,11 @@ class Played:
         return None, played
 
 
-def sampled(rewards: dict[str, Sequence[float]], *, k: float = 0.0, said=lambda attempt: attempt.number):
+def sampled(rewards: dict[str, Sequence[float]], *, k: float = 0.0, said=lambda attempt: attempt.number, method=METHOD):
     run: Any = Played(rewards, said)
-    trajectories, threshold = mygo._sample_round(run, None, 1, k)
+    run.config.method = method
+    nothing: Any = None
+    trajectories, threshold = mygo_rounds.sample_round(run, nothing, 1, version=0, previous_k=k)
     return run, trajectories, threshold
 
 
@@ -132,6 +136,61 @@ def test_a_repetition_does_not_count_towards_m():
     assert attempts_of(run, "easy") == attempts_of(run, "hard") == [0, 1, 2, 3]
     kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
     assert [(t.question_id, t.attempt) for t in kept] == [("easy", 0), ("easy", 3), ("hard", 0), ("hard", 3)]
+
+
+def test_a_fixed_threshold_does_not_follow_the_policy():
+    fixed = dataclasses.replace(METHOD, threshold="fixed", fixed_threshold=0.25)
+    run, _, k = sampled({"easy": [0.3] * 6, "hard": [0.25] * 6}, k=0.0, method=fixed)
+    assert k == 0.25 and attempts_of(run, "easy") == [0, 1] and attempts_of(run, "hard") == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "order"),
+    [
+        ("online", ["sample 1 by 0", "learn 1", "sample 2 by 1", "learn 2", "sample 3 by 2", "learn 3"]),
+        ("asynchronous", ["sample 1 by 0", "sample 2 by 0", "learn 1", "sample 3 by 1", "learn 2", "learn 3"]),
+        ("offline", ["sample 1 by 0", "sample 2 by 0", "sample 3 by 0", "learn 1", "learn 2", "learn 3"]),
+    ],
+)
+def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, schedule, order):
+    happened: list[str] = []
+    lines: list[str] = []
+
+    def sample(run, state, number, *, version, previous_k):
+        happened.append(f"sample {number} by {version}")
+        assert state == version and previous_k == pytest.approx((number - 1) / 10), "K goes from round to round"
+        attempt = Attempt(question=QUESTIONS[0], number=0, seed=0, temperature=1.0)
+        return [trajectory(attempt, 1.0, number)], number / 10
+
+    def learn(name, state, rows, **rates):
+        happened.append(f"learn {name.split()[1]}")
+        return int(name.split()[1])
+
+    def ignore(*values: Any, **named: Any) -> None: ...
+
+    monkeypatch.setattr(mygo, "sample_round", sample)
+    run: Any = Played({}, lambda attempt: 0)
+    run.config.method = dataclasses.replace(METHOD, schedule=schedule)
+    run.config.trainer = types.SimpleNamespace(row_tokens=8, rows_per_step=1)
+    run.learn, run.fitting, run.progress.line = learn, list, lines.append
+    run.compare = run.commit_policy = run.finish_phase = run.metrics.write = ignore
+    run.clock = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
+    state: Any = 0
+    mygo._run_rounds(run, state, [])
+    assert happened == order
+    assert (", sampled by policy 1, 1 behind" in lines[2]) == (schedule == "asynchronous")
+
+
+def test_the_warnings_of_a_round_are_counted():
+    """Two attempts at one question, the same words twice, and a third one at another that ended badly."""
+    attempts = [Attempt(question=QUESTIONS[n // 2], number=n % 2, seed=0, temperature=1.0) for n in range(3)]
+    first, again, bad = (trajectory(one, reward, 7) for one, reward in zip(attempts, (1.0, 0.5, 0.0), strict=True))
+    bad = dataclasses.replace(bad, stop_reason=StopReason.NO_ACTION)
+    found = round_statistics([first, again, bad], [first], best_reward=1.0)
+    assert [found[name] for name in ("acceptance", "format_failures", "duplicates")] == pytest.approx([1 / 3] * 3)
+    assert (found["unsolved_questions"], found["attempts_a_kept"], found["mean_reward"]) == (0.5, 3.0, 0.5)
+    assert (found["reward_p10"], found["reward_p50"], found["reward_p90"]) == (0.0, 0.5, 1.0)
+    assert "raise warmup.steps" in advice([bad]) and "max_attempts" in advice([again])
 
 
 def test_rounds_go_down_one_cosine():

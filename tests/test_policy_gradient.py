@@ -328,6 +328,13 @@ def test_a_reference_that_would_be_removed_is_refused():
         check(config)
 
 
+def test_workers_elsewhere_are_refused():
+    config = load_config(SMOKE)
+    sampling = dataclasses.replace(config.sampling, workers="external")
+    with pytest.raises(UserError, match=r"sampling.workers is external and method.kind dapo: workers sample for mygo"):
+        check(dataclasses.replace(config, sampling=sampling, method=DAPO_METHOD))
+
+
 def test_a_control_without_demonstrations_is_refused():
     config = load_config(SMOKE)
     bare = dataclasses.replace(config.warmup, steps=0, source="few_shot")

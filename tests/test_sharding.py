@@ -1,9 +1,11 @@
 """Rules and refusals of the device mesh, and the same numbers on eight devices as on one."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,3 +163,21 @@ def test_eight_devices_give_the_loss_and_gradient_of_one(tmp_path):
 def test_constrain_leaves_arrays_alone_without_a_mesh():
     array = jnp.ones((3, 5))
     assert sharding.constrain(array, ("batch", None)) is array
+
+
+def test_over_several_slices_the_data_axis_alone_crosses_the_network():
+    @dataclasses.dataclass(frozen=True)
+    class Device:  # of any kind but a TPU, whose coordinates would be asked for
+        id: int
+        slice_index: int
+        process_index: int = 0
+        platform: str = "none"
+        device_kind: str = "none"
+
+    chips: list[Any] = [Device(id=n, slice_index=n // 4) for n in range(8)]
+    for data, fsdp in ((2, 4), (4, 2)):
+        mesh = make_mesh(data, fsdp, 1, chips)
+        of_row = [{chip.slice_index for chip in row.flat} for row in mesh.devices]
+        assert of_row == [{0}] * (data // 2) + [{1}] * (data // 2)
+    with pytest.raises(UserError, match="is 1 and the job has 2 slices: use a multiple of 2"):
+        make_mesh(1, 8, 1, chips)

@@ -18,9 +18,9 @@ from mujica_jax.runtime.chips import CHIPS
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = ROOT / ".venv" / "tpu"
-CONFIGS = {  # of every configuration that needs more than one device: its checkpoint and its topology
+CONFIGS = {  # checkpoint and topology of one configuration for each program: others have the same, which
+    # tests/test_configurations.py holds
     "two_wiki_text_v5e": ("qwen2.5-7b", "v5e:4x8"),
-    "two_wiki_kg_v5e": ("qwen2.5-7b", "v5e:4x8"),
     "two_wiki_text_qwen3_8b_v5e": ("qwen3-8b", "v5e:4x8"),
     "two_wiki_text_llama_8b_v5e": ("llama-3.1-8b", "v5e:4x8"),
 }
@@ -106,18 +106,27 @@ def test_a_step_of_adapters_takes_half_of_the_memory():
     assert trained("two_wiki_text_v5e", "16")["bytes"] < 5e9
 
 
+def test_a_step_over_two_slices_compiles_and_fits():
+    """The data axis crosses the network between them: no weight is gathered from the other slice."""
+    found = trained("two_wiki_text_v5e", "0", "2")
+    assert found["bytes"] < memory_bytes("v5e:4x8")
+    gathered = [one["bytes"] for one in found["collectives"] if one["kind"] == "all-gather" and one["loops"]]
+    assert max(gathered) <= COMPUTE_BYTES * max(found["layer_matrices"].values())
+
+
 @pytest.mark.parametrize(
-    ("topology", "tensor", "gigabytes", "kept"),
+    ("model", "topology", "tensor", "gigabytes", "kept"),
     [
-        ("v5e:2x4", "4", "8", ()),
-        ("v6e:2x2", "4", "20", ()),
-        ("v5e:2x4", "2", "4", ("int8", "int8", "filtered")),  # cache, weights; with top-k, top-p and min-p
-        ("v6e:2x2", "2", "10", ("fp8", "fp8", "filtered")),
+        ("qwen2.5-7b", "v5e:2x4", "4", "8", ()),
+        ("qwen2.5-7b", "v6e:2x2", "4", "20", ()),
+        ("qwen2.5-7b", "v5e:2x4", "2", "4", ("int8", "int8", "filtered")),  # cache, weights; top-k, top-p and min-p
+        ("qwen2.5-7b", "v6e:2x2", "2", "10", ("fp8", "fp8", "filtered")),
+        ("qwen3-4b", "v5e:2x2", "4", "2", ()),  # configs/*_qwen3_4b_v5e.py
     ],
 )
-def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(topology, tensor, gigabytes, kept):
+def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(model, topology, tensor, gigabytes, kept):
     """Heads split over four chips (on v5e:2x4 two engines stand side by side) or two."""
-    found = compiled("engine", "qwen2.5-7b", topology, tensor, gigabytes, *kept)
+    found = compiled("engine", model, topology, tensor, gigabytes, *kept)
     for kind in ("decode", "prefill"):
         program = found[kind]
         assert program["kernels"] == 1, "one kernel, in a scan over layers"
@@ -147,9 +156,9 @@ def memory_bytes(topology: str) -> int:
 
 
 @functools.cache
-def trained(config: str, *lora_rank: str) -> dict:
+def trained(config: str, *lora_rank_and_slices: str) -> dict:
     model, topology = CONFIGS[config]
-    found = compiled("train", model, topology, f"configs/{config}.py", *lora_rank)
+    found = compiled("train", model, topology, f"configs/{config}.py", *lora_rank_and_slices)
     assert found["splash"] and found["kernels"] >= 3, "forward, and the gradients of queries and of keys and values"
     return found
 

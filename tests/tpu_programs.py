@@ -1,6 +1,7 @@
 """Compile programs of one model for a TPU topology that is not here; prints JSON. Started by `test_tpu_compile.py`.
 
-python tests/tpu_programs.py train MODEL TOPOLOGY CONFIG [LORA_RANK]
+python tests/tpu_programs.py train MODEL TOPOLOGY CONFIG [LORA_RANK [SLICES]]
+    over so many slices of the topology, each with the configuration's rows
 python tests/tpu_programs.py engine MODEL TOPOLOGY TENSOR GIGABYTES [CACHE_DTYPE [WEIGHTS [FILTERED]]]
     with so much memory for keys and values on each chip
 python tests/tpu_programs.py plan MODEL TOPOLOGY CONFIG STEP CALLS
@@ -25,7 +26,7 @@ from collectives_of_programs import collectives
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from test_families import LLAMA3_1_8B, QWEN2_5_7B, QWEN3_8B
+from test_families import PUBLISHED
 
 from mujica_jax.config.files import load_config
 from mujica_jax.inference.engine import ragged
@@ -41,18 +42,16 @@ from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.retrieval.text.exact import MAX_QUERIES, ROWS, layout, rows_mesh, search_program
 
-PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
-
-
 EMBEDDER_BYTES = 670_000_000  # bge-large-en-v1.5, 335 million numbers in bfloat16; on every chip
 SLOTS, POSITIONS, PAGE_TOKENS, PREFILL_TOKENS, DECODE_STEPS = 128, 4096, 32, 4096, 16
 
 
-def train(name: str, topology: str, config: str, lora_rank: str = "0") -> dict:
+def train(name: str, topology: str, config: str, lora_rank: str = "0", slices: str = "1") -> dict:
     """Bytes on each chip, kernels, and what the chips send each other beside the sizes of what there is to send."""
-    configured = dataclasses.replace(load_config(config).trainer, lora_rank=int(lora_rank))
+    configured = dataclasses.replace(load_config(config).trainer, lora_rank=int(lora_rank), data=int(slices))
+    configured = dataclasses.replace(configured, rows_per_step=int(slices) * configured.rows_per_step)
     model = from_hugging_face(PUBLISHED[name])
-    trainer = Trainer(model, configured, devices=devices_of(topology))
+    trainer = Trainer(model, configured, devices=devices_of(topology, int(slices)))
     lowered = trainer.lower_step()
     text, compiled = lowered.as_text(), lowered.compile()
     return {
@@ -146,8 +145,8 @@ def search(rows: str, dimension: str, topology: str, storage: str, recall_target
     }
 
 
-def devices_of(topology: str) -> list:
-    return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+def devices_of(topology: str, slices: int = 1) -> list:
+    return topologies.get_topology_desc(topology_name=topology, platform="tpu", num_slices=slices).devices
 
 
 def sizes(compiled: Any) -> dict[str, int]:

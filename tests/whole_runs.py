@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fake_bucket import FakeBucket
+
 from mujica_jax.trajectories import shards
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +34,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")},
 }
+ADDRESS = "gs://bucket/runs/smoke"  # of a run in a bucket of `fake_bucket`
 SECONDS = 900  # far more than any of them takes, on a busy machine too
 
 
@@ -138,3 +141,12 @@ class Undisturbed:
     output: str
     rows: list[list[str]]  # what each update of the learner saw
     outcome: dict
+
+
+def fetched(fake: FakeBucket, folder: Path) -> Path:
+    """The run as files."""
+    for name in fake.names("bucket", "runs/smoke/"):
+        file = folder / name.removeprefix("runs/smoke/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(fake.content("bucket", name))
+    return folder

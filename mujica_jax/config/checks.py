@@ -12,8 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mujica_jax.config.agents import MujicaConfig, PromptedAgent, SingleConfig
-from mujica_jax.config.methods import PolicyGradientConfig
-from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
+from mujica_jax.config.methods import MygoConfig, PolicyGradientConfig
+from mujica_jax.config.schema import (
+    AgentConfig,
+    Config,
+    DistributedConfig,
+    MethodConfig,
+    ProfileConfig,
+    RemoteConfig,
+    TrainerConfig,
+)
 from mujica_jax.errors import UserError
 
 MIN: Mapping[str, int | float] = {  # smallest value of a field, where the section has it
@@ -99,6 +107,7 @@ ABOVE_ZERO = (
 BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.miss_rate", "method.clip_low")  # shares: also at least 0
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 MAX_PORT = 65535
+BEST_REWARD = 1.0  # of every reward but `staged` (rewards/)
 MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
 
 
@@ -126,10 +135,11 @@ def check(config: Config) -> None:
             f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and "
             f"warmup.pretraining_share {share} need some: give documents, or set both to 0"
         )
+    check_method(config.method)
     check_engine(config)
     check_limits(config.agent)
     check_agent(config)
-    check_method(config)
+    check_policy_gradient(config)
     check_reward(config)
     check_rows(config.trainer)
     check_distributed(config.distributed)
@@ -154,11 +164,16 @@ def check_agent(config: Config) -> None:
         raise UserError(f"agent.min_probability is {probability}: give above 0 and at most 1")
 
 
-def check_method(config: Config) -> None:
+def check_policy_gradient(config: Config) -> None:
     """What a policy gradient is measured against can be had."""
     method = config.method
     if not isinstance(method, PolicyGradientConfig):
         return
+    if config.sampling.workers == "external":
+        raise UserError(
+            f"sampling.workers is external and method.kind {method.kind}: workers sample for mygo alone, so give "
+            "--sampling.workers internal"
+        )
     if method.overlong_tokens and not 0 < method.overlong_cache_tokens <= method.overlong_tokens:
         raise UserError(
             f"method.overlong_cache_tokens is {method.overlong_cache_tokens} and method.overlong_tokens "
@@ -187,6 +202,22 @@ def check_reward(config: Config) -> None:
     """The staged reward has something that can be earned."""
     if config.reward == "staged" and not (config.staged.answer or config.staged.format):
         raise UserError("staged.answer and staged.format are both False, and nothing can be earned: leave one on")
+
+
+def check_method(method: MethodConfig) -> None:
+    """MyGO can keep what it is asked to keep."""
+    if not isinstance(method, MygoConfig):
+        return
+    if method.keep_per_question > method.max_attempts:
+        raise UserError(
+            f"method.keep_per_question is {method.keep_per_question} and method.max_attempts {method.max_attempts}: no "
+            "question has more trajectories than attempts, so lower the first or raise the second"
+        )
+    if not 0 <= method.fixed_threshold <= BEST_REWARD:
+        raise UserError(
+            f"method.fixed_threshold is {method.fixed_threshold} and rewards lie between 0 and {BEST_REWARD:g}: give a "
+            "K between them"
+        )
 
 
 def check_demonstrations(config: Config) -> None:

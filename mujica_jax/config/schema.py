@@ -230,6 +230,8 @@ class SamplingConfig:
     questions_per_round: int
     shard_questions: int  # questions in one unit of work: a killed run repeats at most one shard
     temperature: float
+    # Who samples MyGO's rounds: this program, or any number of `python -m mujica_jax.sample` beside it.
+    workers: Literal["internal", "external"] = "internal"
 
 
 MethodConfig = MygoConfig | GrpoConfig | DapoConfig

@@ -64,6 +64,7 @@ from mujica_jax.trajectories.store import CONFIG, ShardEntry, Store, shard_name
 
 SAVE_EVERY_SECONDS = 15.0  # of training, at least; a save takes about 60 ms for the tiny models
 SAVING_SHARE = 0.05  # of training that saves may take, where `trainer.save_seconds` does not say how often they come
+AWAIT_SECONDS = 0.5  # between two looks for what other programs sample
 KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
 
 # Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
@@ -141,6 +142,7 @@ class Run:
         self.counters = LiveCounters(lambda: self.generator.statistics)
         self.profile = ProfileWindow(config.profile, store.root, progress.line)
         self._decoder, self._load = decoder, load
+        self.on_poll: Callable[[], None] = lambda: None  # while episodes are played, some times a second
         self._base = ""  # fingerprint of what adapters are trained on
         self._newest = ""  # phase whose checkpoint the run would go on from
 
@@ -293,7 +295,7 @@ class Run:
                     reward=self.reward.at(round_number),
                     concurrency=self.config.engine.slots,
                     on_episode=on_episode,
-                    poll=self.preemption.check,
+                    poll=self._poll,
                 )
             )
         if not trajectories:
@@ -301,6 +303,22 @@ class Run:
         with self.clock.stage("saving"):
             entry = self.store.write_shard(round_number, shard, trajectories)
             return entry, self.store.read_shard(entry)
+
+    def await_shard(
+        self, round_number: int, shard: int, on_episode: Callable[[Trajectory], None]
+    ) -> tuple[ShardEntry, list[Trajectory]]:
+        """A unit of work that another program plays, when it is there; a damaged one is waited for again."""
+        while (entry := self._intact_shard(round_number, shard)) is None:
+            self.preemption.check()
+            time.sleep(AWAIT_SECONDS)
+        trajectories = self.store.read_shard(entry)
+        for trajectory in trajectories:
+            on_episode(trajectory)
+        return entry, trajectories
+
+    def _poll(self) -> None:
+        self.preemption.check()
+        self.on_poll()
 
     def read_shards(self, entries: Sequence[ShardEntry]) -> list[Trajectory] | None:
         """The trajectories of a finished round. If a shard is damaged or missing: None, and the round is open again."""

@@ -3,6 +3,9 @@
 import contextlib
 import dataclasses
 import itertools
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,12 +44,14 @@ from mujica_jax.runtime.chips import chip_of
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.extras import import_extra
 from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.storage.leases import RENEWALS_A_LEASE, Leases
 from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunPath
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import CONFIG, Store, open_run
 
 TOKENIZER = "tokenizer"
+TRAINER, LEAD_SECONDS = "trainer", 30.0  # the lease of who leads a run
 # 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not
 # at all.
 INITIALIZER_RANGE = 0.05
@@ -82,12 +87,13 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     store = distributed.primary_first("the run", lambda: _open_shared(directory, about))
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
-    tokenizer, decoder, load = opened or _new_model(config, task, store)
     with (
+        _led(store, preemption),
         MetricsLog(store.root, store.io_statistics, config.metrics, about)
         if distributed.is_primary()
-        else NoMetrics() as metrics
+        else NoMetrics() as metrics,
     ):
+        tokenizer, decoder, load = opened or _new_model(config, task, store)
         run = Run(
             config,
             store=store,
@@ -103,6 +109,28 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
         with _served(run):
             yield run
         run.profile.close()
+
+
+def open_sampling(config: Config, store: Store, preemption: Preemption, progress: Progress) -> Run:
+    """A run as a sampling worker needs it: its engine on this host's devices, its policies from the run directory, of
+    which at least one is committed."""
+    use_compilation_cache()
+    alone = dataclasses.replace(config.trainer, data=1, fsdp=1, tensor=config.engine.tensor, accumulation_steps=1)
+    config = dataclasses.replace(config, trainer=alone)
+    check_dtypes(config)
+    newest = distributed.primary_first("a policy is read", lambda: store.policy_path(store.policies()[-1]))
+    tokenizer, decoder, load = open_model(newest / "model", config.trainer.dtype)
+    return Run(
+        config,
+        store=store,
+        task=build_task(config),
+        tokenizer=tokenizer,
+        decoder=decoder,
+        load=lambda: load(None),
+        progress=progress,
+        metrics=NoMetrics(),
+        preemption=preemption,
+    )
 
 
 def _check_memory(config: Config, size: DecoderConfig) -> int:
@@ -172,6 +200,42 @@ def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
             "begun: give a --run directory that all hosts share"
         )
     return open_run(directory, about, ignore=("run", "keep_policies", "metrics", "profile", "distributed"))
+
+
+@contextlib.contextmanager
+def _led(store: Store, preemption: Preemption) -> Iterator[None]:
+    """No other trainer leads this run meanwhile. One that was killed on another host is waited for until its lease is
+    over; one that lives is refused."""
+    if not distributed.is_primary():
+        yield
+        return
+    leases, began = Leases(store, seconds=LEAD_SECONDS), time.monotonic()
+    while (lease := leases.claim(TRAINER)) is None:
+        holder = leases.holder(TRAINER)
+        elsewhere = holder is not None and holder.host != socket.gethostname()
+        if holder and (not elsewhere or time.monotonic() - began > 2 * LEAD_SECONDS):
+            raise UserError(
+                f"process {holder.process} on {holder.host} trains in {store.root} already: end it first, or choose "
+                "another --run directory"
+            )
+        preemption.check()
+        time.sleep(1.0)
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(LEAD_SECONDS / RENEWALS_A_LEASE):
+            with contextlib.suppress(UserError):  # a store that does not answer now is asked again
+                lease.renew()
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with contextlib.suppress(UserError):
+            lease.release()
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
@@ -57,9 +58,19 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
             f"available: choose three numbers whose product is {'' if must_use_all else 'at most '}{len(available)}, "
             f"for example data=1, fsdp={len(available)}, tensor=1"
         )
-    return jax.make_mesh(
-        tuple(shape.values()), MESH_AXES, devices=available[:wanted], axis_types=(AxisType.Auto,) * len(MESH_AXES)
-    )
+    chosen, types = available[:wanted], (AxisType.Auto,) * len(MESH_AXES)
+    slices = len({getattr(device, "slice_index", 0) for device in chosen})
+    if slices == 1:
+        return jax.make_mesh(tuple(shape.values()), MESH_AXES, devices=chosen, axis_types=types)
+    # The network between slices is slow: the data axis alone, whose gradients are summed once a step, crosses it.
+    if data % slices:
+        raise UserError(
+            f"trainer.data is {data} and the job has {slices} slices: use a multiple of {slices}, since only the data "
+            "axis may cross the network between them"
+        )
+    inside, between = (data // slices, fsdp, tensor), (slices, 1, 1)
+    grid = mesh_utils.create_hybrid_device_mesh(inside, between, chosen, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES, axis_types=types)
 
 
 def partition_spec(

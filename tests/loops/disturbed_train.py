@@ -18,6 +18,7 @@ conversation, by its tokens, is worth the best reward. A start may name
     file_bytes  what one file may hold at most (RLIMIT_FSIZE)
     stretch     updates between two saves of the learner
     rows        a file to which the rows of every update are written down, by their checksums
+    program     "sample": a worker of `mujica_jax.sample`, with the same rewards, in the place of a trainer
 """
 
 import errno
@@ -41,7 +42,7 @@ import orbax.checkpoint  # noqa: F401 - imported late by the program
 import transformers
 
 import mujica_jax
-from mujica_jax import train
+from mujica_jax import sample, train
 from mujica_jax.config.files import load_config
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import run
@@ -169,6 +170,7 @@ def disturbed(
     file_bytes: int | None = None,
     stretch: int | None = None,
     rows: str | None = None,
+    program: str = "train",
 ) -> int:
     directory = Path(words[words.index("--run") + 1])
     reward_by_tokens()
@@ -186,7 +188,7 @@ def disturbed(
         at_write(write, functools.partial(send, signal), once=True)
     elif phase is not None and signal is not None:
         in_phase(phase, update, functools.partial(then_kill, signal, directory, saved, then_write))
-    return train.main(words)
+    return (sample if program == "sample" else train).main(words)
 
 
 def started(chosen: dict[str, Any]) -> int | None:
@@ -215,7 +217,8 @@ def started(chosen: dict[str, Any]) -> int | None:
 def main() -> int:
     import_all()
     starts = json.loads(sys.argv[1])
-    build_once(starts[0]["words"][0])
+    if starts[0].get("program") != "sample":
+        build_once(starts[0]["words"][0])
     for chosen in starts:
         status = started(chosen)
         if status is not None:

@@ -7,6 +7,7 @@ One file: the run that its default tests look at is waited for by one worker, wh
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,43 @@ def test_a_policy_that_was_trained_on_a_graph_is_evaluated_on_passages(undisturb
     assert [result[key] for key in ("task", "environment", "policy", "seed")] == ["two_wiki", "text", 0, 5]
     assert 0 < result["greedy"]["questions"] == len(predictions) <= 20
     assert f"all {len(predictions)} held-out questions are evaluated; eval.questions is 1000" in output
+
+
+OOD = """--task.top-k 3 --engine.tensor 1 --engine.slots 16 --engine.cache-gigabytes 0 --agent.prompt brief
+--agent.max-iterations 4 --agent.max-turn-tokens 80 --agent.max-trajectory-tokens 384
+--agent.max-observation-tokens 160""".split()
+
+
+@pytest.mark.slow
+def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp_path):
+    """By the configurations of the paper's out-of-domain rows, with passages and with a graph."""
+    run = shutil.copytree(undisturbed.directory, tmp_path / "run")
+    asked = {"id": "2hop__1_2", "question": "Where was the director of The Purple Shore born?", "answer": "Ghent"}
+    paragraph = {"title": "The Purple Shore", "paragraph_text": "A film by Ada Moss.", "is_supporting": True}
+    asked |= {"answer_aliases": [], "answerable": True, "paragraphs": [paragraph]}
+    (tmp_path / "musique_ans_v1.0_dev.jsonl").write_text(json.dumps(asked) + "\n")
+    query = {"sparql": "SELECT ?uri WHERE { wd:Q1 wdt:P57 ?uri . }"}
+    rows = {"bindings": [{"uri": {"type": "uri", "value": "http://www.wikidata.org/entity/Q2"}}]}
+    said = [{"language": "en", "string": "Who directed The Purple Shore?"}]
+    record = {"id": 1, "question": said, "query": query, "answers": [{"head": {"vars": ["uri"]}, "results": rows}]}
+    (tmp_path / "qald_10.json").write_text(json.dumps({"questions": [record]}))
+    (tmp_path / "triples.tsv").write_text(
+        "subject\trelation\tobject\tsubject_qid\tobject_qid\nThe Purple Shore\tdirector\tAda Moss\tQ1\tQ2\n"
+    )
+    graph = ["build", "--corpus", str(tmp_path / "triples.tsv"), "--kind", "graph", "--out", str(tmp_path / "graph")]
+    finished([sys.executable, "-m", "mujica_jax.index", *graph])
+    of_run = ["--checkpoint", str(run), "--task.data-dir", str(tmp_path), *OOD]
+    output = finished([*EVAL, "musique_v5e", *of_run, "--task.index", "None", "--task.retriever", "bm25"])
+    assert "trained under other settings" not in output
+    finished([*EVAL, "qald10_v5e", *of_run, "--task.index", str(tmp_path / "graph")])
+    for task, question, answer in (
+        ("musique-text", asked["question"], "Ghent"),
+        ("qald10-graph", said[0]["string"], "Ada Moss"),
+    ):
+        result = json.loads((run / "eval" / f"{task}-test.json").read_text())
+        assert (result["policy"], result["greedy"]["questions"]) == (2, 1)
+        (line,) = json_lines(run / "eval" / f"{task}-test.predictions.jsonl")
+        assert (line["question"], line["answers"]) == (question, [answer])
 
 
 def documented(heading: str) -> set[str]:

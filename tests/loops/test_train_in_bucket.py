@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import whole_runs
-from fake_bucket import FakeBucket, Fault, Request, serving
-from whole_runs import CONFIG, EVAL, Ended, closing, disturbed, finished, json_lines, outcome
+from fake_bucket import Fault, Request, serving
+from whole_runs import ADDRESS, CONFIG, EVAL, Ended, closing, disturbed, fetched, finished, json_lines, outcome
 
-ADDRESS = "gs://bucket/runs/smoke"
 KILLS = {"warm-up: learning": 40, "round 1: sampling": 12, "round 2: learning": 2}
 
 
@@ -23,15 +22,6 @@ def fake(monkeypatch, tmp_path):
 
 def starts(*given: dict) -> list[Ended]:
     return disturbed(Path(), *({"words": [str(CONFIG), "--run", ADDRESS], **start} for start in given))
-
-
-def fetched(fake: FakeBucket, folder: Path) -> Path:
-    """The run as files."""
-    for name in fake.names("bucket", "runs/smoke/"):
-        file = folder / name.removeprefix("runs/smoke/")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(fake.content("bucket", name))
-    return folder
 
 
 def now_and_then(request: Request) -> Fault | None:

@@ -1,0 +1,202 @@
+"""How far sampling scales: one trainer and up to a thousand workers over a store, simulated with measured latencies.
+
+    python benchmarks/samplers.py [--store DIRECTORY|gs://BUCKET/PREFIX] [--unit-seconds 60] [--units 4000]
+
+First the store is measured: the median time of a read, of an object created, and of a listing by the number of its
+objects. Then workers are simulated, each as the sequence of store operations that `methods/sampler.py` makes of a unit,
+with playing times drawn around
+--unit-seconds (lognormal, a deviation of 0.25) and a trainer that learns for --learn-seconds after each round. Nothing
+else is simulated: a store that gets slower under many requests is not. One JSON line a number of workers: units a
+minute, the share of the workers' time that is idle or spent on the store, operations a second and a unit.
+"""
+
+import argparse
+import dataclasses
+import heapq
+import json
+import random
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from mujica_jax.errors import UserError
+from mujica_jax.methods.sampler import LOOKS_A_LEASE, MAX_POLL_SECONDS, POLL_SECONDS, TRIES
+from mujica_jax.storage.leases import RENEWALS_A_LEASE
+from mujica_jax.storage.run_directory import RunDirectory
+
+LEASE_SECONDS = 60.0
+SHARD_BYTES = 400_000
+MEASURED_OBJECTS = 200
+REPEATS = 15
+LATER_SHARE = 0.8  # of a round's shards that have later attempts
+
+
+@dataclasses.dataclass(frozen=True)
+class Latencies:
+    """Seconds."""
+
+    read: float
+    create: float
+    list_empty: float
+    list_object: float  # for each that is listed
+
+
+def measured(store: RunDirectory) -> Latencies:
+    place = f"latencies-{uuid.uuid4().hex[:8]}"
+
+    def median(call: Callable[[int], object]) -> float:
+        taken = []
+        for number in range(REPEATS):
+            began = time.perf_counter()
+            call(number)
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+    create = median(lambda number: store.create(f"{place}/shards/{number}", b"x" * SHARD_BYTES))
+    read = median(lambda number: store.read(f"{place}/shards/{number}"))
+    for number in range(MEASURED_OBJECTS):
+        store.create(f"{place}/many/{number:04d}", b"{}")
+    empty, many = median(lambda _: store.names(f"{place}/none/")), median(lambda _: store.names(f"{place}/many/"))
+    store.remove_folder(place)
+    return Latencies(read, create, empty, max(0.0, many - empty) / MEASURED_OBJECTS)
+
+
+@dataclasses.dataclass
+class Simulated:
+    """The run directory as the workers see it."""
+
+    units: int  # shards of a round with first attempts
+    shards: set[int] = dataclasses.field(default_factory=set)
+    leased: set[int] = dataclasses.field(default_factory=set)
+    thresholds: set[int] = dataclasses.field(default_factory=set)  # rounds whose threshold somebody wrote down
+    number: int = 1  # of the open round
+    operations: int = 0
+    played: int = 0
+
+    def missing(self) -> list[int]:
+        """What is left to play: first attempts, then, when all of these are there, later ones."""
+        firsts = [unit for unit in range(self.units) if unit not in self.shards]
+        later = range(self.units, self.units + int(LATER_SHARE * self.units))
+        return firsts or [unit for unit in later if unit not in self.shards]
+
+
+def worker(
+    number: int, run: Simulated, store: Latencies, play: Callable[[], float], now: Callable[[], float]
+) -> Iterator[float]:
+    """Yields how long it is busy with what it does next. Operations are those of `Sampler`, in their order."""
+
+    def operation(seconds: float, count: int = 1) -> float:
+        run.operations += count
+        return seconds
+
+    def listing(objects: int) -> float:
+        return store.list_empty + objects * store.list_object
+
+    looked, wait, draw = 0.0, POLL_SECONDS, random.Random(number)
+    while True:
+        began_round, objects = run.number, len(run.shards) + len(run.leased)
+        yield operation(3 * store.read, 3)  # summary.json, plan and end of the open round
+        yield operation(store.read + listing(1) + listing(objects), 3)  # its plan, the policies, its shards
+        missing = run.missing()
+        if missing and missing[0] >= run.units:
+            if run.number not in run.thresholds:
+                run.thresholds.add(run.number)
+                yield operation(2 * run.units * store.read + store.create, 2 * run.units + 1)  # all first attempts
+            yield operation(2 * store.read, 2)  # the threshold
+        free, claimed = [unit for unit in missing if unit not in run.leased], None
+        for unit in draw.sample(free, min(TRIES, len(free))):
+            yield operation(store.create)
+            if unit not in run.leased and run.number == began_round:  # else another one was faster
+                run.leased.add(unit)
+                claimed = unit
+                break
+        if claimed is None and missing and now() - looked > LEASE_SECONDS / LOOKS_A_LEASE:
+            looked = now()
+            count = min(TRIES, len(missing))
+            yield operation(count * (store.read + listing(1)), 2 * count)
+        if claimed is None:
+            yield wait
+            wait = min(2 * wait, MAX_POLL_SECONDS)
+            continue
+        wait = POLL_SECONDS
+        seconds = play()
+        renewals = int(seconds / (LEASE_SECONDS / RENEWALS_A_LEASE))
+        yield operation(seconds + renewals * store.create, renewals)
+        yield operation(store.create + store.read, 2)
+        if run.number == began_round:
+            run.shards.add(claimed)
+        run.played += 1
+
+
+def simulated(
+    workers: int, store: Latencies, *, units: int, unit_seconds: float, learn_seconds: float, rounds: int
+) -> dict[str, float | int]:
+    draw = np.random.default_rng(workers)
+    run = Simulated(units)
+    now = playing = 0.0
+
+    def play() -> float:
+        nonlocal playing
+        taken = float(unit_seconds * draw.lognormal(0.0, 0.25))
+        playing += taken
+        return taken
+
+    agents = [worker(number, run, store, play, lambda: now) for number in range(workers)]
+    events = [(0.001 * number, number) for number in range(workers)]
+    heapq.heapify(events)
+    learnt_at = None
+    while run.number <= rounds:
+        now, number = heapq.heappop(events)
+        if learnt_at is None and not run.missing():
+            learnt_at = now + learn_seconds
+        if learnt_at is not None and now >= learnt_at:
+            run.number, learnt_at = run.number + 1, None
+            run.shards.clear()
+            run.leased.clear()
+        heapq.heappush(events, (now + next(agents[number]), number))
+    return {
+        "workers": workers,
+        "units_a_minute": round(60 * run.played / now, 1),
+        "share_of_linear": round(run.played * unit_seconds / (now * workers), 3),
+        "idle_share": round(1 - playing / (now * workers), 3),
+        "operations_a_second": round(run.operations / now, 1),
+        "operations_a_unit": round(run.operations / max(1, run.played), 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="How far sampling by many workers scales.")
+    parser.add_argument("--store", default="runs/latencies", help="a directory, or gs://BUCKET/PREFIX")
+    parser.add_argument("--latency", type=float, help="seconds of every operation, in the place of measured ones")
+    parser.add_argument("--unit-seconds", type=float, default=60.0)
+    parser.add_argument("--learn-seconds", type=float, default=0.0, help="between two rounds; 0: asynchronous")
+    parser.add_argument("--units", type=int, default=4000, help="shards with first attempts in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 10, 30, 100, 300, 1000])
+    given = parser.parse_args()
+    try:
+        one = given.latency
+        store = measured(RunDirectory(given.store)) if one is None else Latencies(one, one, one, one / 1000)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps({name: round(value, 6) for name, value in dataclasses.asdict(store).items()}))
+    for workers in given.workers:
+        found = simulated(
+            workers,
+            store,
+            units=given.units,
+            unit_seconds=given.unit_seconds,
+            learn_seconds=given.learn_seconds,
+            rounds=given.rounds,
+        )
+        print(json.dumps(found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,64 @@
+"""Early warnings: what a round's trajectories say of the policy that sampled them (docs/metrics.md, `mygo`)."""
+
+import collections
+from collections.abc import Sequence
+
+from mujica_jax.records import StopReason, Trajectory
+from mujica_jax.rewards import ILL_FORMED_ENDS
+from mujica_jax.trajectories.select import mean_first_attempt_reward
+
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+def round_statistics(
+    trajectories: Sequence[Trajectory], kept: Sequence[Trajectory], *, best_reward: float
+) -> dict[str, float | int]:
+    """Numbers of one round. Shares are of trajectories, unless they name something else; 0 where there is nothing."""
+    count = max(1, len(trajectories))
+    rewards = sorted(trajectory.reward for trajectory in trajectories) or [0.0]
+    questions = {trajectory.question_id for trajectory in trajectories}
+    solved = {trajectory.question_id for trajectory in trajectories if trajectory.reward >= best_reward}
+    turns = collections.Counter(
+        (trajectory.question_id, trajectory.attempt, search.iteration)
+        for trajectory in trajectories
+        for search in trajectory.searches
+    )
+    log_probs = [p for t in trajectories for c in t.conversations for turn in c.turns for p in turn.logprobs or ()]
+    first_conversations = {(t.question_id, tuple(t.conversations[0].token_ids)) for t in trajectories}
+    return {
+        "trajectories": len(trajectories),
+        "accepted": len(kept),
+        "acceptance": len(kept) / count,
+        "attempts_a_kept": len(trajectories) / max(1, len(kept)),
+        "mean_reward": mean_first_attempt_reward(trajectories),
+        **{f"reward_p{round(100 * q)}": rewards[round(q * (len(rewards) - 1))] for q in QUANTILES},
+        "unsolved_questions": 1 - len(solved) / max(1, len(questions)),
+        "format_failures": sum(t.stop_reason in ILL_FORMED_ENDS for t in trajectories) / count,
+        "duplicates": 1 - len(first_conversations) / count,
+        "entropy": -sum(log_probs) / max(1, len(log_probs)),
+        "searches": sum(len(t.searches) for t in trajectories) / count,
+        "searches_a_turn": sum(turns.values()) / max(1, len(turns)),
+    }
+
+
+def in_words(found: dict[str, float | int]) -> str:
+    """The same for the console, in one line."""
+    return (
+        f"{found['accepted']} of {found['trajectories']} kept, {found['attempts_a_kept']:.1f} attempts for each; mean "
+        f"reward {found['mean_reward']:.2f}, {found['unsolved_questions']:.0%} of the questions unsolved, "
+        f"{found['format_failures']:.0%} malformed, {found['duplicates']:.0%} repeated, "
+        f"entropy {found['entropy']:.2f}, {found['searches']:.1f} searches"
+    )
+
+
+def advice(trajectories: Sequence[Trajectory]) -> str:
+    """What to change where nothing of a round is kept: by the commonest end of its episodes."""
+    ends = collections.Counter(trajectory.stop_reason for trajectory in trajectories)
+    if not ends:
+        return "It sampled nothing: raise sampling.questions_per_round"
+    (end, number), share = ends.most_common(1)[0], ends[StopReason.ANSWERED] / len(trajectories)
+    if end in (StopReason.TURN_LENGTH, StopReason.TRAJECTORY_LENGTH):
+        return f"{number} of them ended as {end}: raise agent.max_turn_tokens or agent.max_trajectory_tokens"
+    if share < 0.5:
+        return f"{number} of them ended as {end}: the policy does not know the format, raise warmup.steps"
+    return "Most of them answered, wrongly: raise method.max_attempts or warmup.steps"

@@ -1,0 +1,124 @@
+"""Sample for a run that a trainer leads: one of any number of workers, on any hosts, that come and go as they like.
+
+    python -m mujica_jax.train CONFIG --run gs://BUCKET/PREFIX --sampling.workers external
+    python -m mujica_jax.sample --run gs://BUCKET/PREFIX
+
+It reads the configuration that the run was begun with, plays units of the open round until the run is finished, and
+ends then. SIGTERM or Ctrl-C ends it at once; what it played is kept, and another worker plays the rest.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mujica_jax.config.files import override
+from mujica_jax.errors import UserError
+from mujica_jax.runtime.host_memory import keep_freed_memory
+from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.standard_output import run_program
+
+if TYPE_CHECKING:
+    from mujica_jax.config.schema import Config
+    from mujica_jax.trajectories.store import Store
+
+PROGRAM = "python -m mujica_jax.sample"
+USER_ERROR = 2
+MIN_LEASE_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleArguments:
+    """Sample for a run that a trainer leads."""
+
+    run: str  # directory or gs://BUCKET/PREFIX of a run whose trainer has --sampling.workers external
+    lease_seconds: float = 60.0  # after which silence of a worker another one plays its unit
+    data_dir: str | None = None  # where the task's files are on this host (default: as for the trainer)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 the run is finished or this worker was asked to end, 2 a mistake of the user's, 130 Ctrl-C."""
+    import tyro  # 0.2 s
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with Preemption(kept="finished units are kept") as preemption:
+        try:
+            given = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)
+            if given.lease_seconds < MIN_LEASE_SECONDS:
+                raise UserError(
+                    f"--lease-seconds is {given.lease_seconds} and must be at least {MIN_LEASE_SECONDS:g}: a unit "
+                    "under way would be played twice"
+                )
+            sample(given, preemption)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return USER_ERROR
+        except Preempted as ended:
+            print(f"\n{ended}", file=sys.stderr)
+            return preemption.status
+    return 0
+
+
+def sample(given: SampleArguments, preemption: Preemption) -> None:
+    """Until the run is finished."""
+    # Imported here: a mistake in the arguments is answered before JAX has started.
+    from mujica_jax.methods.sampler import Sampler
+    from mujica_jax.methods.setup import open_sampling
+    from mujica_jax.report.progress import Progress
+    from mujica_jax.storage.leases import Leases
+    from mujica_jax.trajectories.store import Store
+
+    store = Store(given.run)
+    config = _config_of(store, given)
+    progress = Progress(live=False)
+    while not store.policies():  # the warm-up goes on
+        preemption.check()
+        time.sleep(1.0)
+    run = open_sampling(config, store, preemption, progress)
+    leases = Leases(store, seconds=given.lease_seconds)
+    progress.line(f"{leases.owner} samples for {store.root}")
+    sampler = Sampler(run, leases)
+    try:
+        sampler.work()
+    finally:
+        progress.line(sampler.statistics.in_words())
+        store.create(
+            f"samplers/{leases.owner}.json", (json.dumps(dataclasses.asdict(sampler.statistics)) + "\n").encode()
+        )
+
+
+def _config_of(store: "Store", given: SampleArguments) -> "Config":
+    """The run's own configuration, with this host's data. Raises UserError for a run that is led otherwise."""
+    from mujica_jax.config.files import from_dict
+    from mujica_jax.config.schema import Config
+    from mujica_jax.runtime import provenance
+    from mujica_jax.trajectories.store import CONFIG
+
+    if not store.exists(CONFIG):
+        raise UserError(f"there is no run in {store.root} yet: start its trainer first, or check --run")
+    about = store.read_json(CONFIG)
+    config = from_dict(Config, about["config"])
+    if config.sampling.workers != "external":
+        raise UserError(
+            f"the run in {store.root} has sampling.workers {config.sampling.workers} and samples by itself: begin one "
+            "with --sampling.workers external"
+        )
+    if config.method.kind != "mygo":
+        raise UserError(f"the run in {store.root} has method.kind {config.method.kind}: workers sample for mygo alone")
+    revision, own = about.get("git_revision"), provenance.git_revision()
+    if revision and own and revision != own:
+        raise UserError(
+            f"the run in {store.root} was begun by revision {revision} and this program is {own}: check out the same"
+        )
+    if given.data_dir is None:
+        return config
+    if not hasattr(config.task, "data_dir"):
+        raise UserError(f"--data-dir is {given.data_dir} and the task {config.task.kind} reads no files: leave it out")
+    return dataclasses.replace(config, task=dataclasses.replace(config.task, data_dir=given.data_dir))
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    raise SystemExit(run_program(main))
