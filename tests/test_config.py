@@ -79,7 +79,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     PretrainingConfig: ("pretraining", "config"),
     WarmupConfig: ("warmup", "config"),
     SamplingConfig: ("sampling",),
-    MygoConfig: ("method", "config", "_config(run)"),
+    MygoConfig: ("method", "config", "config_of(run)"),
     GrpoConfig: ("config", "method", "_config(run)"),
     DapoConfig: ("config", "method", "_config(run)"),
     StagedRewardConfig: ("config", "staged"),
@@ -510,7 +510,7 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
     fixed = changed(smoke, "method", max_attempts=3, threshold="fixed", fixed_threshold=0.0)
     assert_each_changes(fixed, "method", {"fixed_threshold": 1.0}, rounds)
     sampling = {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}
-    assert set(sampling) == {field.name for field in dataclasses.fields(SamplingConfig)}
+    assert set(sampling) | {"workers"} == {field.name for field in dataclasses.fields(SamplingConfig)}
     assert_each_changes(smoke, "sampling", sampling, rounds)
     assert_each_changes(smoke, "trainer", {"row_tokens": 256, "rows_per_step": 2}, rounds)
     few = changed(changed(smoke, "task", demonstrations=10), "method", rounds=1)
