@@ -18,7 +18,7 @@ from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import DapoConfig, GrpoConfig, SamplingConfig, TrainerConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses.policy import DAPO, GRPO, importance_weights
-from mujica_jax.methods import policy_gradient
+from mujica_jax.methods import policy_gradient, rollouts
 from mujica_jax.methods.run import WARM_UP, Run
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.report.stage_clock import StageClock
@@ -253,9 +253,7 @@ def test_the_options_of_learning(tmp_path):
     assert (first["stretch"], second["stretch"]) == ((0.0, 0.5), (0.5, 1.0))
     assert first["loss"] == DAPO(clip_low=0.2, clip_high=0.28)
     grpo = dataclasses.replace(GRPO_METHOD, importance_cap=2.0, kl_coefficient=0.1)
-    assert policy_gradient._loss(grpo) == GRPO(
-        clip_low=0.2, clip_high=0.2, importance_weighted=True, kl_coefficient=0.1
-    )
+    assert rollouts.loss_of(grpo) == GRPO(clip_low=0.2, clip_high=0.2, importance_weighted=True, kl_coefficient=0.1)
 
 
 def test_the_trainers_scores_are_kept_for_a_restart(tmp_path):

@@ -35,10 +35,8 @@ from collections.abc import Sequence
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.methods import DapoConfig, GrpoConfig
 from mujica_jax.config.schema import TrainerConfig
-from mujica_jax.learning.losses.loss import Loss
-from mujica_jax.learning.losses.policy import DAPO, GRPO
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.rollouts import Reference, Rollout, compared_groups, figures, prepare, scored
+from mujica_jax.methods.rollouts import Reference, Rollout, compared_groups, figures, loss_of, prepare, scored
 from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState, Run, tokens_of
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import run_control, warm_up
@@ -153,7 +151,7 @@ def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: 
             peak=config.learning_rate,
             end_value=config.end_learning_rate,
             stretch=((number - 1) / config.rounds, number / config.rounds),
-            loss=_loss(config),
+            loss=loss_of(config),
             config=_trainer(run),
             over=file,
         )
@@ -216,14 +214,6 @@ def _say(run: Run, rollout: Rollout, number: int) -> None:
             f"after {sampled} questions, as many as method.max_sampled_batches {config.max_sampled_batches} and the "
             "task allow; it learns from these"
         )
-
-
-def _loss(config: GrpoConfig | DapoConfig) -> Loss:
-    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    weighted = config.importance_cap > 0
-    if isinstance(config, GrpoConfig):
-        return GRPO(**bounds, importance_weighted=weighted, kl_coefficient=config.kl_coefficient)
-    return DAPO(**bounds, importance_weighted=weighted)
 
 
 def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[Trajectory]:

@@ -11,7 +11,8 @@ from jaxtyping import Float
 
 from mujica_jax import metrics
 from mujica_jax.config.methods import DapoConfig, GrpoConfig
-from mujica_jax.learning.losses.policy import group_advantages, importance_weights
+from mujica_jax.learning.losses.loss import Loss
+from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages, importance_weights
 from mujica_jax.learning.trainer import TrainState
 from mujica_jax.methods.run import Run
 from mujica_jax.records import Trajectory, generated_tokens
@@ -31,6 +32,14 @@ class Rollout:
     learnt: list[Group]
     too_long: int  # conversations of those that are learnt, left out because they exceed a row
     rows: PackedRows  # with the columns `advantages` and `sampled_log_probs`, the engine's
+
+
+def loss_of(config: Method) -> Loss:
+    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    weighted = config.importance_cap > 0
+    if isinstance(config, GrpoConfig):
+        return GRPO(**bounds, importance_weighted=weighted, kl_coefficient=config.kl_coefficient)
+    return DAPO(**bounds, importance_weighted=weighted)
 
 
 def compared_groups(config: Method, trajectories: Sequence[Trajectory]) -> list[Group]:
