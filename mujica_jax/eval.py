@@ -313,11 +313,10 @@ def _evaluate_one(
 ) -> "Compared":
     from mujica_jax.methods.evaluation import score_policy
     from mujica_jax.methods.judge import Judge
-    from mujica_jax.methods.parts import make_agent, statistics_of
+    from mujica_jax.methods.parts import make_agent, make_reward, statistics_of
     from mujica_jax.methods.shares import gather
     from mujica_jax.report.comparison import Compared
     from mujica_jax.report.results import score_table
-    from mujica_jax.rewards import find_reward
     from mujica_jax.storage.run_directory import RunDirectory, atomic_write
     from mujica_jax.trajectories import shards
 
@@ -330,7 +329,7 @@ def _evaluate_one(
     scores = score_policy(
         policy.name,
         agent=make_agent(config.agent, tokenizer),
-        reward=find_reward(config.reward, task.rule),
+        reward=make_reward(config, task.rule).at(generator.policy_version),
         generator=generator,
         task=task,
         config=config,

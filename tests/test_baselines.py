@@ -226,6 +226,11 @@ def test_searches_are_bounded(kind):
         ("reflect", PLAYS["single"][0], True),
         ("reflect", [f"<think> I know. </think><reflect> Ghent. </reflect>{GHENT}"], True),
         ("reflect", [f"<think> I know. </think>{GHENT}"], False),
+        (
+            "reflect",
+            ["<think> a </think><search> b </search>", "<search> c </search>", f"<reflect> d </reflect>{GHENT}"],
+            False,  # what the first search brought is not judged
+        ),
         ("reflect", [f"<reflect> Ghent. </reflect>{GHENT}"], False),
         ("reflect", [f"Well. <think> I know. </think><reflect> Ghent. </reflect>{GHENT}"], False),
         ("search_r1", [f"<think> I know. </think>{GHENT}"], True),

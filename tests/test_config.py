@@ -25,10 +25,12 @@ from mujica_jax.config.files import CONFIG_FOLDER, command_line, from_dict, load
 from mujica_jax.config.schema import (
     AgentConfig,
     Config,
+    DapoConfig,
     DistributedConfig,
     EngineConfig,
     EvalConfig,
     EviPathConfig,
+    GrpoConfig,
     MetricsConfig,
     ModelConfig,
     MujicaConfig,
@@ -38,6 +40,7 @@ from mujica_jax.config.schema import (
     ProfileConfig,
     RemoteConfig,
     SamplingConfig,
+    StagedRewardConfig,
     TaskConfig,
     TinyWorldConfig,
     TrainerConfig,
@@ -49,7 +52,7 @@ from mujica_jax.inference.engine import factory as engines
 from mujica_jax.learning.optimizer import make_optimizer
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import evaluation as scoring
-from mujica_jax.methods import evipath, mygo, parts, run
+from mujica_jax.methods import evipath, mygo, parts, policy_gradient, run
 from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
 from mujica_jax.models.decoder import Decoder
@@ -79,6 +82,9 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     SamplingConfig: ("sampling",),
     MygoConfig: ("method", "config", "config_of(run)"),
     EviPathConfig: ("method", "config"),
+    GrpoConfig: ("config", "method", "_config(run)"),
+    DapoConfig: ("config", "method", "_config(run)"),
+    StagedRewardConfig: ("config", "staged"),
     EvalConfig: ("eval",),
     DistributedConfig: ("config",),
     MetricsConfig: ("metrics", "config"),
@@ -357,7 +363,12 @@ def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversati
     own.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
     asked = Turn(role="context", token_ids=tuple(own.tokenizer.encode_plain("Who?")), text="Who?")
     read = own.fitting(list(itertools.islice(warmup._documents(own, stream=0), 40)))
-    return task, own.tokenizer, [dataclasses.replace(row, turns=(asked, *row.turns)) for row in read]
+    said = [dataclasses.replace(row.turns[0], logprobs=(-1.0,) * len(row.token_ids)) for row in read]
+    return (
+        task,
+        own.tokenizer,
+        [dataclasses.replace(row, turns=(asked, turn)) for row, turn in zip(read, said, strict=True)],
+    )
 
 
 class RecordedRun:
@@ -372,6 +383,8 @@ class RecordedRun:
         self.reward = find_reward(config.reward, self.task.rule)
         self.progress = self.metrics = self.clock = self
         self.counters: Any = types.SimpleNamespace(figures=dict)
+        self.generator: Any = types.SimpleNamespace(release_weights=lambda: None)
+        self.trainer: Any = types.SimpleNamespace(score=lambda state, rows: rows.columns["sampled_log_probs"])
         self.preemption = Preemption()
         self.asked: list = []
         self.done = 0
@@ -399,6 +412,12 @@ class RecordedRun:
 
     def initial_state(self) -> None:
         return None
+
+    def committed_state(self, version: int) -> None:
+        self.asked.append(("reference", version))
+
+    def remove_past_checkpoints(self) -> None:
+        pass
 
     def use_policy(self, state: object, version: int) -> None:
         self.asked.append(("policy", version))
@@ -493,9 +512,7 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
     fixed = changed(smoke, "method", max_attempts=3, threshold="fixed", fixed_threshold=0.0)
     assert_each_changes(fixed, "method", {"fixed_threshold": 1.0}, rounds)
     sampling = {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}
-    assert set(sampling) | {"workers"} == {
-        field.name for field in dataclasses.fields(SamplingConfig)
-    }  # test_samplers.py
+    assert set(sampling) | {"workers"} == {field.name for field in dataclasses.fields(SamplingConfig)}
     assert_each_changes(smoke, "sampling", sampling, rounds)
     assert_each_changes(smoke, "trainer", {"row_tokens": 256, "rows_per_step": 2}, rounds)
     few = changed(changed(smoke, "task", demonstrations=10), "method", rounds=1)
@@ -531,6 +548,28 @@ def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatc
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(EviPathConfig)}
     assert_each_changes(config, "method", values, seen)
     assert_each_changes(config, "sampling", {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}, seen)
+
+
+def test_every_field_of_grpo_and_dapo_changes_what_a_run_does(smoke, asked):
+    def rounds(config: Config) -> list:
+        return asked(config, lambda run: policy_gradient._run_rounds(run, run.initial_state))
+
+    shared = {"rounds": 3, "rounds_per_phase": 2, "group_attempts": 3, "learning_rate": 1e-3, "epochs": 1}
+    shared |= {"end_learning_rate": 1e-4, "rows_per_update": 2, "clip_low": 0.1, "clip_high": 0.4}
+    shared |= {"importance_cap": 0.0, "overlong_tokens": 40, "dynamic_sampling": False}
+    begin: dict[str, Any] = {"rounds": 2, "rounds_per_phase": 1, "group_attempts": 2, "epochs": 2}
+    begin |= {"learning_rate": 2e-3, "end_learning_rate": 2e-4}
+    dapo = DapoConfig(**begin, max_sampled_batches=2, overlong_cache_tokens=30)
+    assert set(shared) | {"kind", "max_sampled_batches", "overlong_cache_tokens"} == {
+        field.name for field in dataclasses.fields(DapoConfig)
+    }
+    few = changed(dataclasses.replace(smoke, method=dapo), "sampling", questions_per_round=4)
+    assert_each_changes(few, "method", shared | {"max_sampled_batches": 1}, rounds)
+    long = changed(few, "method", overlong_tokens=60)
+    assert_each_changes(long, "method", {"overlong_cache_tokens": 60}, rounds)
+    grpo = dataclasses.replace(few, method=GrpoConfig(**begin))
+    assert_each_changes(grpo, "method", {"kl_coefficient": 0.1, "dynamic_sampling": True}, rounds)
+    assert_each_changes(grpo, "sampling", {"questions_per_round": 5, "shard_questions": 3, "temperature": 0.7}, rounds)
 
 
 def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, asked):

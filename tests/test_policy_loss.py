@@ -66,6 +66,24 @@ def test_the_kl_term_of_grpo_worked_by_hand():
     assert float(metrics["reference_kl"]) == pytest.approx(divergence / 5)
 
 
+def test_importance_weights_weigh_the_objective_and_not_the_kl_term():
+    # The objectives above times 2, 1, 1 / 2, 1 and 0; the KL term as it was.
+    weights = np.array([[np.nan, 2.0, 1.0, 0.5], [np.nan, 1.0, np.nan, 0.0]])
+    weighed = {"importance_weights": weights}
+    by_token = [2 * 1, 1.3, 0.5 * 0.5, -2, 0.0]
+    loss, _ = value_of(DAPO(**CLIP, importance_weighted=True), log_probs(), **weighed)
+    assert float(loss) == pytest.approx(-sum(by_token) / 5)
+    reference = np.asarray(log_probs()) + np.log([[1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]]).astype(np.float32)
+    loss, _ = value_of(
+        GRPO(**CLIP, importance_weighted=True, kl_coefficient=0.5),
+        log_probs(),
+        reference_log_probs=reference,
+        **weighed,
+    )
+    expected = -(sum(by_token[:3]) / 3 - 2 + 0.0) / 3
+    assert float(loss) == pytest.approx(expected + 0.5 * (1 - np.log(2)) / 3 / 3)
+
+
 def test_gradients_worked_by_hand():
     """d objective / d log p is ratio x A where nothing is clipped."""
     per_token = np.array([[0, 1.0, 0, 0.5], [0, -2.0, 0, 1.0]])

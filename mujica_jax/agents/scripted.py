@@ -13,9 +13,10 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from mujica_jax.agents import protocol
+from mujica_jax.agents import protocol, scripted_single
 from mujica_jax.agents.mujica import PlannerState, WorkerState
 from mujica_jax.agents.scripted_text import TextScript, query_of
+from mujica_jax.agents.single import SingleState
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
@@ -45,12 +46,14 @@ class ScriptedPolicy:
         self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
         del prompt, continues  # the script reads the state
-        if not isinstance(state, PlannerState | WorkerState):
+        if not isinstance(state, PlannerState | WorkerState | SingleState):
             raise UserError(
-                f"demonstrations are scripted for Mujica and the agent asks with a {type(state).__name__}: start from "
-                "a checkpoint with --init"
+                f"demonstrations are scripted for mujica and single and the agent asks with a {type(state).__name__}: "
+                "start from a checkpoint with --init"
             )
-        if isinstance(state, PlannerState):
+        if isinstance(state, SingleState):
+            text = scripted_single.write(state, conclusion)
+        elif isinstance(state, PlannerState):
             text = self._plan(state) if state.candidates else self._plan_on_text(state)
         else:
             text = self._read(state) if state.entity is not None else self._text.read(state)
@@ -162,8 +165,10 @@ def _side(deciding: Sequence[Evidence], other: Sequence[Evidence]) -> str:
     return "earlier" if compare_dates(dates[0], dates[1]) < 0 else "later"
 
 
-def sample_text() -> Iterator[str]:
-    """The words of prompts, scripts and pre-training documents, for a from-scratch tokenizer."""
+def sample_text(agent: str = "mujica") -> Iterator[str]:
+    """The words of prompts, scripts and pre-training documents of a kind of agent, for a from-scratch tokenizer."""
+    if agent == "single":
+        yield from scripted_single.sample_text()
     call = protocol.SearchCall(query="Who is the of", candidate=0)
     for kind in ("graph", "text"):
         for role in ("planner", "worker"):

@@ -8,6 +8,7 @@ The papers put the information into the model's own turn; here it is the next me
 is its turn. The wording of the prompts is ours.
 """
 
+import dataclasses
 import re
 from typing import Literal
 
@@ -17,7 +18,7 @@ from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.agents.episode import Episode
 from mujica_jax.config.agents import SingleConfig
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Conversation, StopReason, Trajectory
+from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
@@ -90,6 +91,15 @@ Assistant: <think> She was born in Ghent. </think>
 Style = Literal["reflect", "search_r1"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SingleState:
+    """What the model knows when it writes a turn, for its script."""
+
+    question: Question
+    searches: tuple[Search, ...]  # so far
+    style: Style
+
+
 def system_prompt(style: Style, mode: protocol.PromptMode) -> str:
     if mode == "brief":
         return _BRIEF[style]
@@ -112,7 +122,8 @@ def is_well_formed(conversation: Conversation, style: Style) -> bool:
     """Whether every turn of the model has one of the shapes that its prompt permits."""
     turns = [turn.text for turn in conversation.turns if turn.role == "model"]
     shaped = all(_SHAPE[style].fullmatch(text) for text in turns)
-    return bool(turns) and shaped and turns[0].lstrip().startswith("<think>") and "<answer>" in turns[-1]
+    judged = style != "reflect" or all("<reflect>" in text for text in turns[1:])  # what each search brought
+    return bool(turns) and shaped and judged and turns[0].lstrip().startswith("<think>") and "<answer>" in turns[-1]
 
 
 class Single:
@@ -135,7 +146,7 @@ class Single:
             written = await episode.write(
                 dialogue,
                 str(turn),
-                state=(attempt.question, tuple(episode.searches)),
+                state=SingleState(question=attempt.question, searches=tuple(episode.searches), style=config.style),
                 stop_strings=STOPS,
                 continues=True,
                 cut_at=INFORMATION,

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mujica_jax.config.agents import MujicaConfig, PromptedAgent
-from mujica_jax.config.methods import MygoConfig
+from mujica_jax.config.agents import MujicaConfig, PromptedAgent, SingleConfig
+from mujica_jax.config.methods import MygoConfig, PolicyGradientConfig
 from mujica_jax.config.schema import (
     AgentConfig,
     Config,
@@ -74,6 +74,19 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "method.epochs": 1,
     "method.replay": 0,
     "method.max_tries": 1,
+    "method.rounds_per_phase": 1,
+    "method.group_attempts": 2,
+    "method.rows_per_update": 0,
+    "method.clip_low": 0,
+    "method.clip_high": 0,
+    "method.importance_cap": 0,
+    "method.max_sampled_batches": 1,
+    "method.overlong_tokens": 0,
+    "method.overlong_cache_tokens": 0,
+    "method.kl_coefficient": 0,
+    "staged.stage_two_round": 0,
+    "staged.beta": 0,
+    "staged.max_query_words": 1,
     "eval.questions": 1,
     "distributed.processes": 1,
     "distributed.process": 0,
@@ -93,10 +106,16 @@ ABOVE_ZERO = (
     "sampling.temperature",
     "eval.temperature",
 )
-BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.miss_rate", "method.warmup_ratio")  # shares: also at least 0
+BELOW_ONE = (
+    "trainer.b1",
+    "trainer.b2",
+    "warmup.miss_rate",
+    "method.warmup_ratio",
+    "method.clip_low",
+)  # also at least 0
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 MAX_PORT = 65535
-BEST_REWARD = 1.0  # of every reward there is (rewards.py)
+BEST_REWARD = 1.0  # of every reward but `staged` (rewards/)
 MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
 
 
@@ -130,6 +149,8 @@ def check(config: Config) -> None:
     check_agent(config)
     if isinstance(config.method, EviPathConfig):
         check_evipath(config, config.method)
+    check_policy_gradient(config)
+    check_reward(config)
     check_rows(config.trainer)
     check_distributed(config.distributed)
 
@@ -151,6 +172,46 @@ def check_agent(config: Config) -> None:
     probability = getattr(config.agent, "min_probability", 1.0)
     if not 0 < probability <= 1:
         raise UserError(f"agent.min_probability is {probability}: give above 0 and at most 1")
+
+
+def check_policy_gradient(config: Config) -> None:
+    """What a policy gradient is measured against can be had."""
+    method = config.method
+    if not isinstance(method, PolicyGradientConfig):
+        return
+    if config.sampling.workers == "external":
+        raise UserError(
+            f"sampling.workers is external and method.kind {method.kind}: workers sample for mygo alone, so give "
+            "--sampling.workers internal"
+        )
+    if method.overlong_tokens and not 0 < method.overlong_cache_tokens <= method.overlong_tokens:
+        raise UserError(
+            f"method.overlong_cache_tokens is {method.overlong_cache_tokens} and method.overlong_tokens "
+            f"{method.overlong_tokens}: give from 1 to that many, or --method.overlong-tokens 0"
+        )
+    parts = config.trainer.data * config.trainer.fsdp * config.trainer.accumulation_steps
+    if method.rows_per_update % parts:
+        raise UserError(
+            f"method.rows_per_update {method.rows_per_update} cannot be split over data x fsdp x accumulation_steps = "
+            f"{parts}: use a multiple of {parts}, or 0 for trainer.rows_per_step"
+        )
+    if config.eval.control and config.init and not config.warmup.steps:
+        raise UserError(
+            "eval.control is True and warmup.steps 0: the control learns the warm-up's demonstrations, so give "
+            "warmup.steps, or --eval.control False"
+        )
+    distance = getattr(method, "kl_coefficient", 0.0)
+    if distance and config.keep_policies:
+        raise UserError(
+            f"method.kl_coefficient is {distance}, which measures the distance to policy 0, and keep_policies "
+            f"{config.keep_policies} removes it: give --keep-policies 0, or --method.kl-coefficient 0"
+        )
+
+
+def check_reward(config: Config) -> None:
+    """The staged reward has something that can be earned."""
+    if config.reward == "staged" and not (config.staged.answer or config.staged.format):
+        raise UserError("staged.answer and staged.format are both False, and nothing can be earned: leave one on")
 
 
 def check_method(method: MethodConfig) -> None:
@@ -207,10 +268,10 @@ def check_evipath(config: Config, method: EviPathConfig) -> None:
 def check_demonstrations(config: Config) -> None:
     """For a run that begins: the warm-up has something to show this agent."""
     kind, warmup = config.agent.kind, config.warmup
-    if warmup.steps and warmup.source == "scripted" and not isinstance(config.agent, MujicaConfig):
+    if warmup.steps and warmup.source == "scripted" and not isinstance(config.agent, MujicaConfig | SingleConfig):
         raise UserError(
-            f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica for {warmup.steps} steps: give "
-            "--warmup.steps 0 with a checkpoint that knows the format, or choose mujica"
+            f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica and single for {warmup.steps} "
+            "steps: give --warmup.steps 0 with a checkpoint that knows the format, or choose one of them"
         )
     ablated = [name for name in ("split", "parallel") if not getattr(config.agent, name, True)]
     if warmup.steps and warmup.source == "scripted" and ablated:

@@ -50,3 +50,46 @@ class EviPathConfig:
     end_learning_rate: float
     epochs: int  # passes over the trajectories
     warmup_ratio: float = 0.1  # share of the steps in which the learning rate rises
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyGradientConfig:
+    """Rounds of: sample a group of attempts at each question, compare each attempt with its group, climb."""
+
+    kind: str
+    implementation: ClassVar[str] = "mujica_jax.methods.policy_gradient:policy_gradient"
+    rounds: int  # batches of sampling.questions_per_round questions, each sampled from the policy of the one before
+    rounds_per_phase: int  # rounds between two evaluations, each with a policy that is kept
+    group_attempts: int  # attempts a question
+    learning_rate: float
+    end_learning_rate: float
+    epochs: int  # passes over a round's rows
+    rows_per_update: int = 0  # of them in one update, so that a round makes several; 0: trainer.rows_per_step
+    clip_low: float = 0.2  # how far below 1 the ratio to the policy that sampled may count
+    clip_high: float = 0.2  # and how far above
+    # Bound of the weights that make up for what engine and trainer compute differently; 0: no weights, and ratios to
+    # the engine's numbers.
+    importance_cap: float = 2.0
+    # Groups whose rewards are all equal are left out, and other questions are sampled in their place ...
+    dynamic_sampling: bool = False
+    max_sampled_batches: int = 10  # ... until the batch is full, or so many batches of questions were sampled
+    # Above 0: a trajectory of more than this many generated tokens loses 1 ...
+    overlong_tokens: int = 0
+    overlong_cache_tokens: int = 0  # ... and the loss begins so many tokens earlier, rising evenly
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrpoConfig(PolicyGradientConfig):
+    """GRPO: every conversation counts the same."""
+
+    kind: Literal["grpo"] = "grpo"
+    kl_coefficient: float = 0.0  # of the distance to the policy that the rounds began with
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DapoConfig(PolicyGradientConfig):
+    """DAPO: every token counts the same, the upper clip is wider, groups that teach nothing are replaced."""
+
+    kind: Literal["dapo"] = "dapo"
+    clip_high: float = 0.28
+    dynamic_sampling: bool = True

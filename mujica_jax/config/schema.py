@@ -25,8 +25,9 @@ from mujica_jax.config.agents import (
     SingleConfig,
     SkrConfig,
 )
-from mujica_jax.config.methods import EviPathConfig, MygoConfig
+from mujica_jax.config.methods import DapoConfig, EviPathConfig, GrpoConfig, MygoConfig
 from mujica_jax.config.remote import RemoteConfig as RemoteConfig
+from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.config.tasks import (
     AmbigQaConfig,
     BamboogleConfig,
@@ -234,7 +235,7 @@ class SamplingConfig:
     workers: Literal["internal", "external"] = "internal"
 
 
-MethodConfig = MygoConfig | EviPathConfig
+MethodConfig = MygoConfig | GrpoConfig | DapoConfig | EviPathConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,7 +292,9 @@ class Config:
     sampling: SamplingConfig
     method: MethodConfig
     eval: EvalConfig
-    reward: str = "f1"  # what methods learn from: f1, em or f1_format (rewards.py); scores shown are EM and F1 always
+    # What methods learn from: f1, em, f1_format or staged (rewards/); scores shown are EM and F1 always.
+    reward: str = "f1"
+    staged: StagedRewardConfig = dataclasses.field(default_factory=StagedRewardConfig)
     distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()

@@ -22,7 +22,7 @@ Differences from the paper, all of them:
   towards m.
 - Attempts after the first come in waves of 1, 2, 4, ... for all questions of a shard that lack kept ones, so that the
   engine's batch stays full; what a wave samples beyond m is left out.
-- The reward is the one that the configuration names (`rewards.py`); the paper's is F1.
+- The reward is the one that the configuration names (`rewards`); the paper's is F1.
 - Rows of earlier rounds and of the warm-up's correct trajectories are replayed at a stated share, and a round may learn
   its rows in several epochs (`epochs`; the paper does not say how many).
 - Conversations are packed and every trained token of a batch weighs the same, so a long conversation weighs more than a

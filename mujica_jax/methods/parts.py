@@ -1,4 +1,4 @@
-"""Parts that a configuration describes, for runs and `eval` alike: agent, generator, retrieval statistics."""
+"""Parts that a configuration describes, for runs and `eval` alike: agent, reward, generator, retrieval statistics."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,18 +11,31 @@ from mujica_jax.config.schema import AgentConfig, Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
 from mujica_jax.inference.scheduler import BatchedGenerator
+from mujica_jax.metrics import Rule
 from mujica_jax.models.adapters import Adapter, read_adapter
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
+from mujica_jax.retrieval.text.embedders import find_embedder
+from mujica_jax.rewards import STAGED, RewardFunction, find_reward
 from mujica_jax.storage.run_directory import local_folder
 from mujica_jax.tasks.task import Task
+
+WORDS = "words"  # of `staged.embedder`: counts of words, no model
 
 
 def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
     return implementation(config)(tokenizer, config)
+
+
+def make_reward(config: Config, rule: Rule) -> RewardFunction:
+    """The reward of a configuration, with the embedder that it needs."""
+    if config.reward != STAGED or config.staged.embedder == WORDS or not config.staged.search:
+        return find_reward(config.reward, rule, config.staged)
+    embedder = find_embedder(config.staged.embedder).load()
+    return find_reward(config.reward, rule, config.staged, lambda queries: embedder.embed(queries, "query"))
 
 
 def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatistics:

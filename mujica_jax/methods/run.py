@@ -30,7 +30,14 @@ from mujica_jax.learning.throughput import Throughput
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.methods.evaluation import Scores, held_out_questions, score_policy
 from mujica_jax.methods.mismatch import compared
-from mujica_jax.methods.parts import make_agent, make_generator, open_adapter, statistics_of, use_weights
+from mujica_jax.methods.parts import (
+    make_agent,
+    make_generator,
+    make_reward,
+    open_adapter,
+    statistics_of,
+    use_weights,
+)
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.adapters import (
     adapter_tensors,
@@ -47,7 +54,6 @@ from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
 from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import PhaseRow
 from mujica_jax.report.stage_clock import StageClock
-from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compile_counter import compile_counter
 from mujica_jax.runtime.preemption import Preemption
@@ -129,7 +135,7 @@ class Run:
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
         self.progress, self.metrics, self.preemption = progress, metrics, preemption
         self.agent = make_agent(config.agent, tokenizer)
-        self.reward = find_reward(config.reward, task.rule)
+        self.reward = make_reward(config, task.rule)
         self.clock = StageClock(compiled=lambda: compile_counter().seconds)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer, reserved_bytes)
@@ -155,12 +161,19 @@ class Run:
         with self.clock.stage("weight_sync"):
             self.generator.release_weights()
             if absent and self._is_committed(version):
-                folder = distributed.primary_first("a policy is read", lambda: self.store.policy_path(version))
-                _, load = open_checkpoint(folder / "model", dtype=self.config.trainer.dtype)
-                weights = nnx.state(load(self.trainer.mesh, self.config.trainer.dtype))
+                weights = nnx.state(self._committed(version))
             else:
                 weights = self.trainer.policy(state())
             use_weights(self.generator, self._decoder, weights, self.config.engine.weights, version)
+
+    def committed_state(self, version: int) -> TrainState:
+        """The weights of a committed policy for `Trainer.score`, without an optimiser."""
+        return self.trainer.initial_state(self._committed(version))._replace(opt_state=())
+
+    def _committed(self, version: int) -> Decoder:
+        folder = distributed.primary_first("a policy is read", lambda: self.store.policy_path(version))
+        _, load = open_checkpoint(folder / "model", dtype=self.config.trainer.dtype)
+        return load(self.trainer.mesh, self.config.trainer.dtype)
 
     def _is_committed(self, version: int) -> bool:
         return distributed.broadcast(f"policy {version}", lambda: version in self.store.policies())
@@ -193,19 +206,19 @@ class Run:
 
         with self.clock.stage("saving"):
             self.store.commit_policy(version, write)
-            self._remove_what_is_past()
+            self.remove_past_checkpoints()
+            if self.config.keep_policies:
+                for past in self.store.policies()[: -self.config.keep_policies]:
+                    self.store.remove_policy(past)
         distributed.barrier(name)
 
-    def _remove_what_is_past(self) -> None:
-        """After a policy is committed: checkpoints of the phases before it (the control begins with the warm-up's), and
-        the policies that nobody wants to keep."""
+    def remove_past_checkpoints(self) -> None:
+        """Of all phases before the newest; the control begins with the warm-up's. Called by the first process, when the
+        newest phase is whole."""
         kept = {self._newest, WARM_UP.name} if self.config.eval.control else {self._newest}
         folders = {_folder(name) for name in kept}
         for name in sorted({"/".join(file.split("/")[:2]) for file in self.store.names(f"{LEARNING}/")} - folders):
             self.store.remove_folder(name)
-        if self.config.keep_policies:
-            for version in self.store.policies()[: -self.config.keep_policies]:
-                self.store.remove_policy(version)
 
     @contextlib.contextmanager
     def counted(self, kind: str, step: int) -> Iterator[None]:
@@ -284,7 +297,7 @@ class Run:
                     attempts,
                     self.task.environment,
                     EnginePolicy(self.generator),
-                    reward=self.reward,
+                    reward=self.reward.at(round_number),
                     concurrency=concurrency or self.config.engine.slots,
                     on_episode=on_episode,
                     poll=self._poll,
@@ -362,15 +375,17 @@ class Run:
         stretch: tuple[float, float] = (0.0, 1.0),
         loss: Loss | None = None,
         config: TrainerConfig | None = None,
+        over: str | None = None,
     ) -> PhaseState:
         """Train for `steps` updates from `start()`, whose buffers are reused, or go on from the last checkpoint of this
         phase. Of a phase that is written down, nothing is read before its state is called for.
 
         The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine that several phases
         share. `loss` is one of `learning.losses`, whose columns `rows` carry; None is maximum likelihood. `config` has
-        this phase's own rows. A preemption saves the step it comes at.
+        this phase's own rows. `over` is the file that says that the phase is over (None: that of its evaluation). A
+        preemption saves the step it comes at.
         """
-        file = _phase_file(name)
+        file = over or _phase_file(name)
         is_past = distributed.broadcast(f"{name} is over", lambda: self.store.exists(file))
         state = PhaseState(
             lambda: self._learnt(
@@ -480,7 +495,7 @@ class Run:
                 scores = score_policy(
                     name,
                     agent=self.agent,
-                    reward=self.reward,
+                    reward=self.reward.at(step),
                     generator=self.generator,
                     task=self.task,
                     config=self.config,

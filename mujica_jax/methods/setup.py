@@ -24,7 +24,7 @@ from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import memory
-from mujica_jax.methods.parts import make_agent, open_adapter
+from mujica_jax.methods.parts import make_agent, make_reward, open_adapter
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import from_scratch
 from mujica_jax.models import quantization
@@ -39,7 +39,6 @@ from mujica_jax.models.weights import open_checkpoint
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
 from mujica_jax.report.progress import NoConsole, Progress
 from mujica_jax.report.wandb_log import import_wandb
-from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.chips import chip_of
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
@@ -69,7 +68,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     use_compilation_cache()
     mesh = _mesh(config)
     task = build_task(config)
-    find_reward(config.reward, task.rule)
+    make_reward(config, task.rule)
     _check_start(config, task)
     opened = open_model(config.init, config.trainer.dtype) if config.init else None
     if opened:
@@ -374,8 +373,10 @@ def new_decoder(config: Config, size: DecoderConfig) -> Decoder:
 def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
     """The run's tokenizer: trained once on the task's training text and the words that our prompts and scripts use."""
     if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
+        words = tuple(sample_text(config.agent.kind))
         texts = itertools.chain(
-            from_scratch(task).tokenizer_text(), *itertools.repeat(tuple(sample_text()), SCRIPT_REPEATS)
+            from_scratch(task).tokenizer_text(),
+            *itertools.repeat(words, SCRIPT_REPEATS),
         )
         store.commit_folder(TOKENIZER, Tokenizer.train(texts, config.model.vocab_tokens).save, {})
     return Tokenizer.load(store.folder(TOKENIZER))

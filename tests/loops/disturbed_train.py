@@ -64,8 +64,11 @@ def import_all() -> None:
 
 
 def build_once(path: str) -> None:
-    """The task of a configuration file, built here for all starts."""
+    """The task of a configuration file, built here for all starts. An index of passages starts JAX, whose threads a
+    fork would leave behind: with one, each start builds its own."""
     config = load_config(path).task
+    if getattr(config, "environment", None) == "text":
+        return
     build = start.build_task
     task = build(load_config(path))
     list(start.from_scratch(task).demonstrations())

@@ -1,7 +1,8 @@
 """The clipped policy-gradient losses GRPO and DAPO.
 
     ratio_t     = exp(log p(x_t) - log p_sampled(x_t))              p_sampled: the policy that wrote the token
-    objective_t = min(ratio_t A, clip(ratio_t, 1 - clip_low, 1 + clip_high) A)
+    objective_t = w_t min(ratio_t A, clip(ratio_t, 1 - clip_low, 1 + clip_high) A)
+    w_t         = min(p_trainer(x_t) / p_engine(x_t), cap), or 1     (truncated importance sampling, below)
     A           = (reward - mean of its group) / std of its group   (Mujica-MyGO, section 3.2;
                                                                      "Learning When to Search", section 5)
     KL_t        = r - log r - 1,  r = p_reference(x_t) / p(x_t)     (DeepSeekMath, equation 4)
@@ -15,8 +16,13 @@ Differences from the papers. GRPO has two clip bounds instead of one (give the s
 count with the square of their length; we read it as DAPO's own equation. It does not say whether std is a
 sample's or a population's: we take the population's. Tokens that the policy did not write have no part in anything.
 
+Engine and trainer round differently, so the engine samples from a policy that is not quite the trainer's. With
+`importance_weighted`, p_sampled is the trainer's own number and the column `importance_weights` holds w_t, which makes
+up for the difference in expectation; the cap bounds its variance (Yao et al., 2025, "Your efficient RL framework
+secretly brings you off-policy RL training"). The KL term is not weighed.
+
 Columns: `sampled_log_probs` (`packing.sampled_log_probs`, or `Trainer.score` of the policy that sampled), `advantages`,
-and with a KL term `reference_log_probs` (`Trainer.score` of the reference).
+`importance_weights` if asked for, and with a KL term `reference_log_probs` (`Trainer.score` of the reference).
 """
 
 import dataclasses
@@ -27,6 +33,14 @@ from jaxtyping import Array, Float, Int
 
 from mujica_jax.learning.losses.loss import Counts, Loss, Metrics, divided, sum_by_id
 from mujica_jax.trajectories.packing import Batch
+
+
+def importance_weights(
+    trainer: Float[np.ndarray, "rows time"], engine: Float[np.ndarray, "rows time"], *, cap: float
+) -> Float[np.ndarray, "rows time"]:
+    """w_t from the log-probabilities of the same tokens. The exponent is bounded, so that nothing overflows."""
+    difference = np.minimum(trainer - engine, np.log(cap) + 1.0)
+    return np.minimum(np.exp(difference), cap).astype(np.float32)
 
 
 def group_advantages(
@@ -47,6 +61,7 @@ def group_advantages(
 class _Clipped(Loss):
     clip_low: float
     clip_high: float
+    importance_weighted: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.clip_low < 1 and self.clip_high >= 0, (
@@ -55,7 +70,8 @@ class _Clipped(Loss):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return ("sampled_log_probs", "advantages")
+        weights = ("importance_weights",) if self.importance_weighted else ()
+        return ("sampled_log_probs", "advantages", *weights)
 
     def _objective(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
@@ -70,6 +86,8 @@ class _Clipped(Loss):
         clipped = ((above & (advantages > 0)) | (below & (advantages < 0))) & trained
         bound = jnp.where(above, 1 + self.clip_high, 1 - self.clip_low)
         objective = jnp.where(trained, jnp.where(clipped, bound, ratio) * advantages, 0.0)
+        if self.importance_weighted:
+            objective *= jnp.where(trained, batch.columns["importance_weights"], 0.0)
         sums = {
             "clipped_share": clipped,
             "mean_ratio": jnp.where(trained, ratio, 0.0),

@@ -5,6 +5,7 @@
 | `f1` | the official F1 of the answer (Mujica-MyGO, section 3.1) | 1 |
 | `em` | its exact match | 1 |
 | `f1_format` | 0.9 F1 + 0.1 if every turn was well-formed | 1 |
+| `staged` | answer, search and format, by stages of training (`staged.py`) | 2 |
 
 A reward reads the trajectory that the agent recorded, which holds only what the model generated as answer; an episode
 without an answer earns nothing for it. Scores shown to users come from `metrics`, never from here.
@@ -13,9 +14,11 @@ without an answer earns nothing for it. Scores shown to users come from `metrics
 import dataclasses
 from collections.abc import Callable
 
+from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.metrics import Rule, Score, score
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
+from mujica_jax.rewards.staged import Embed, best_reward, staged_reward, word_counts
 
 FORMAT_SHARE = 0.1
 MALFORMED = "malformed_"  # what an agent counts under such a name speaks against the format
@@ -38,15 +41,20 @@ def exact_match(answer: Score, trajectory: Trajectory) -> Reward:
     return Reward(total=answer.em, parts={"em": answer.em})
 
 
-def f1_and_format(answer: Score, trajectory: Trajectory) -> Reward:
-    """Well-formed: no turn that its parser refused ended the episode, and the agent counted nothing malformed."""
+def is_well_formed(trajectory: Trajectory) -> bool:
+    """No turn that its parser refused ended the episode, and the agent counted nothing malformed."""
     malformed = sum(count for name, count in trajectory.counts.items() if name.startswith(MALFORMED))
-    well_formed = float(trajectory.stop_reason not in ILL_FORMED_ENDS and not malformed)
+    return trajectory.stop_reason not in ILL_FORMED_ENDS and not malformed
+
+
+def f1_and_format(answer: Score, trajectory: Trajectory) -> Reward:
+    well_formed = float(is_well_formed(trajectory))
     total = (1 - FORMAT_SHARE) * answer.f1 + FORMAT_SHARE * well_formed
     return Reward(total=total, parts={"f1": answer.f1, "format": well_formed})
 
 
 REWARDS: dict[str, Parts] = {"f1": f1, "em": exact_match, "f1_format": f1_and_format}
+STAGED = "staged"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,13 +65,36 @@ class RewardFunction:
     rule: Rule
     of: Parts
     best: float = 1.0
+    of_round: Callable[[int], Parts] | None = None  # of a reward that changes while a method trains
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
         return self.of(score(trajectory.final_answer, question.answers, self.rule), trajectory)
 
+    def at(self, round_number: int) -> "RewardFunction":
+        """What an episode of this round earns."""
+        return self if self.of_round is None else dataclasses.replace(self, of=self.of_round(round_number))
 
-def find_reward(name: str, rule: Rule) -> RewardFunction:
-    """The reward of this name. Raises UserError with the nearest name if there is none."""
+
+def find_reward(
+    name: str, rule: Rule, staged: StagedRewardConfig | None = None, embed: Embed = word_counts
+) -> RewardFunction:
+    """The reward of this name; `staged` and the vectors of queries are for the one that is called so. Raises UserError
+    with the nearest name if there is none."""
+    if name == STAGED:
+        return _staged(rule, staged or StagedRewardConfig(), embed)
     if name not in REWARDS:
-        raise UserError(f"there is no reward {name}: {nearest(name, REWARDS)}")
+        raise UserError(f"there is no reward {name}: {nearest(name, [*REWARDS, STAGED])}")
     return RewardFunction(rule=rule, of=REWARDS[name])
+
+
+def _staged(rule: Rule, config: StagedRewardConfig, embed: Embed) -> RewardFunction:
+    def of_round(number: int) -> Parts:
+        stage = 1 if number < config.stage_two_round else 2
+
+        def of(answer: Score, trajectory: Trajectory) -> Reward:
+            formed = is_well_formed(trajectory)
+            return staged_reward(answer, trajectory, well_formed=formed, stage=stage, config=config, embed=embed)
+
+        return of
+
+    return RewardFunction(rule=rule, of=of_round(0), best=best_reward(config), of_round=of_round)

@@ -1,0 +1,30 @@
+"""2WikiMultihopQA over passages, with SmolLM2-135M and GRPO in MyGO's place. No score of it is measured yet.
+
+    python -m mujica_jax.train configs/two_wiki_text_smollm2_grpo.py --task.data-dir DIR --init smollm2
+
+Task, warm-up and adapter are those of `two_wiki_text_smollm2.py`.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from mujica_jax.config.files import load_config
+from mujica_jax.config.schema import Config, GrpoConfig
+
+
+def get_config() -> Config:
+    base = load_config(str(Path(__file__).with_name("two_wiki_text_smollm2.py")))
+    return dataclasses.replace(
+        base,
+        name="two_wiki_text_smollm2_grpo",
+        sampling=dataclasses.replace(base.sampling, questions_per_round=16, shard_questions=8, temperature=1.0),
+        method=GrpoConfig(
+            rounds=8,
+            rounds_per_phase=4,
+            group_attempts=6,
+            learning_rate=1e-4,
+            end_learning_rate=1e-5,
+            epochs=1,
+            rows_per_update=12,
+        ),
+    )

@@ -1,0 +1,90 @@
+"""What the scripted demonstrator writes for the agent that searches and reads in one conversation (`single.py`).
+
+A question whose facts are common knowledge (the tiny world says so in its kind, "compositional, known") is answered
+from memory: the facts in order, then the answer. Any other is searched step by step: keywords for the first gold triple
+that no passage so far states, its subject alone where they were in vain, and then the episode ends without an answer.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from mujica_jax.agents import protocol
+from mujica_jax.agents.scripted_text import first_statement
+from mujica_jax.agents.single import INFORMATION, SingleState, information, system_prompt
+from mujica_jax.records import Evidence, Question, Search
+from mujica_jax.tasks.task import Material
+from mujica_jax.tasks.two_wiki.chains import evidence_rounds
+
+KNOWN = ", known"  # ends the kind of a question whose facts are common knowledge
+
+Conclude = Callable[[Question, str], str]  # the thought before an answer
+
+
+def write(state: SingleState, conclude: Conclude) -> str:
+    """The next turn."""
+    question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
+    evidences = [evidence for group in evidence_rounds(question.evidences) for evidence in group]
+    if question.kind.endswith(KNOWN):
+        return _turn(state, " ".join(map(_fact, evidences)), conclude(question, answer), answer)
+    learnt: list[str] = []  # by the last search
+    for evidence in evidences:
+        stated = _stated(evidence, state.searches)
+        if stated is None:
+            query = next((words for words in _queries(evidence) if words not in _asked(state.searches)), None)
+            if query is None:
+                return _thought(state, protocol.NOTHING_FOUND)
+            needed = f"I need the {evidence.relation} of {evidence.subject}."
+            return f"{_thought(state, ' '.join([*learnt, needed]))}\n<search> {query} </search>"
+        if _stated(evidence, state.searches[:-1]) is None:
+            learnt.append(_fact(dataclasses.replace(evidence, object=stated)))
+    return _turn(state, protocol.NOTHING_FOUND, " ".join([*learnt, conclude(question, answer)]), answer)
+
+
+def sample_text() -> Iterator[str]:
+    """The words of prompts and turns, for a from-scratch tokenizer."""
+    for style in ("reflect", "search_r1"):
+        yield system_prompt(style, "brief")
+        state = SingleState(question=Question(id="", text="", answers=("",)), searches=(), style=style)
+        later = dataclasses.replace(state, searches=(Search(iteration=0, query="", materials=()),))
+        for each in (state, later):
+            yield f"{_thought(each, 'The of is. I need the of.')}\n<search> of </search>"
+            yield _turn(each, protocol.NOTHING_FOUND, "Earlier Later More Longer Rather same: and.", "yes no")
+    yield f"Question: What\n{INFORMATION}\n" + information((Material(text=""),))
+    yield "\n".join(f"[{number}]" for number in range(8))
+
+
+def _turn(state: SingleState, thought: str, conclusion: str, answer: str) -> str:
+    """A last turn. The first of an episode thinks before it concludes."""
+    closing = f"<answer> {answer} </answer>"
+    if state.style == "search_r1":
+        said = conclusion if state.searches else f"{thought} {conclusion}"
+        return f"<think> {said} </think>\n{closing}"
+    opening = [] if state.searches else [f"<think> {thought} </think>"]
+    return "\n".join([*opening, f"<reflect> {conclusion} </reflect>", closing])
+
+
+def _thought(state: SingleState, text: str) -> str:
+    tag = "reflect" if state.searches and state.style == "reflect" else "think"
+    return f"<{tag}> {text} </{tag}>"
+
+
+def _fact(evidence: Evidence) -> str:
+    return f"The {evidence.relation} of {evidence.subject} is {evidence.object}."
+
+
+def _queries(evidence: Evidence) -> tuple[str, str]:
+    """Keywords, as the agent's prompt asks for."""
+    return f"{evidence.subject} {evidence.relation}", evidence.subject
+
+
+def _asked(searches: Sequence[Search]) -> set[str]:
+    return {search.query for search in searches}
+
+
+def _stated(evidence: Evidence, searches: Sequence[Search]) -> str | None:
+    """The object in the words of a passage that a search found."""
+    for search in searches:
+        materials = [Material(text=text, title=text.partition(": ")[0]) for text in search.materials]
+        if (found := first_statement(evidence, materials)) is not None:
+            return found[1]
+    return None

@@ -1,0 +1,97 @@
+"""The rewards of "Learning When to Search" (section 3.3), for an agent that decides itself whether to search.
+
+    total  = answer + search + format                                                       (equation 12)
+    format = 1 if every turn has one of the permitted shapes and the episode is answered, else -1    (equation 6)
+    search = -(mean cosine similarity of the queries' pairs)   with more than one search    (equations 7 to 9)
+             0 if the query is concise or there is none, else -1
+    answer, first stage  = 1 if right, else -1 + beta searches                              (equation 10)
+    answer, second stage = 1 - beta searches if right, else -1                              (equation 11)
+
+The first stage teaches to search, the second one to leave it where it is not needed. Differences from the paper:
+
+- Equation 8 divides the sum over pairs by N (N - 1), half of the mean that the text describes; this is the mean.
+- An answer is right if it is an exact match under the task's rule; the paper asks a language model.
+- The rules of a concise query are not published; `is_concise` has ours.
+- A stage that is switched off gives 1 or -1 whatever was searched, as section 4.5 describes its ablations.
+- What a query's vector is comes from outside: counts of words (`word_counts`), or an embedder, as the paper has it.
+
+As printed, a wrong answer of the first stage earns more than 0 from four searches on.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from mujica_jax.config.rewards import StagedRewardConfig
+from mujica_jax.metrics import Score
+from mujica_jax.records import Reward, StopReason, Trajectory
+
+Embed = Callable[[Sequence[str]], Float[np.ndarray, "texts width"]]
+
+_WORD = re.compile(r"\w+")
+QUESTION_WORDS = frozenset(
+    "who whom whose what which when where why how is are was were do does did can please tell find give".split()
+)
+PREPOSITIONS = frozenset("about at by for from in into of on to with".split())
+
+
+def staged_reward(
+    answer: Score, trajectory: Trajectory, *, well_formed: bool, stage: int, config: StagedRewardConfig, embed: Embed
+) -> Reward:
+    """Total and parts; a part that is switched off is absent."""
+    queries = [search.query for search in trajectory.searches]
+    parts: dict[str, float] = {}
+    if config.answer:
+        parts["answer"] = answer_reward(right=answer.em == 1.0, searches=len(queries), stage=stage, config=config)
+    if config.search:
+        parts["search"] = search_reward(queries, max_words=config.max_query_words, embed=embed)
+    if config.format:
+        parts["format"] = 1.0 if well_formed and trajectory.stop_reason is StopReason.ANSWERED else -1.0
+    return Reward(total=sum(parts.values()), parts=parts)
+
+
+def best_reward(config: StagedRewardConfig) -> float:
+    """Right, well-formed and without a search."""
+    return float(config.answer) + float(config.format)
+
+
+def answer_reward(*, right: bool, searches: int, stage: int, config: StagedRewardConfig) -> float:
+    if stage == 1:
+        softened = config.beta * searches if config.stage_one else 0.0
+        return 1.0 if right else -1.0 + softened
+    lessened = config.beta * searches if config.stage_two else 0.0
+    return 1.0 - lessened if right else -1.0
+
+
+def search_reward(queries: Sequence[str], *, max_words: int, embed: Embed) -> float:
+    if len(queries) > 1:
+        return -mean_similarity(embed(queries))
+    return 0.0 if all(is_concise(query, max_words) for query in queries) else -1.0
+
+
+def mean_similarity(vectors: Float[np.ndarray, "texts width"]) -> float:
+    """Mean cosine over the pairs of two or more vectors; a vector of zeros is like none."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = vectors / np.where(lengths == 0, 1.0, lengths)
+    return float((unit @ unit.T)[np.triu_indices(len(vectors), k=1)].mean())
+
+
+def is_concise(query: str, max_words: int) -> bool:
+    """Keywords: no question, no preposition at either end, not too many words."""
+    words = _WORD.findall(query.casefold())
+    if not 0 < len(words) <= max_words or query.rstrip().endswith("?"):
+        return False
+    return words[0] not in QUESTION_WORDS | PREPOSITIONS and words[-1] not in PREPOSITIONS
+
+
+def word_counts(texts: Sequence[str]) -> Float[np.ndarray, "texts width"]:
+    """How often each text has each word of all of them: vectors that need no model."""
+    words = [_WORD.findall(text.casefold()) for text in texts]
+    place = {word: number for number, word in enumerate(sorted({word for of_text in words for word in of_text}))}
+    counts = np.zeros((len(texts), max(1, len(place))))
+    for row, of_text in enumerate(words):
+        for word in of_text:
+            counts[row, place[word]] += 1
+    return counts
