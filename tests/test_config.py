@@ -25,6 +25,7 @@ from mujica_jax.config.files import CONFIG_FOLDER, command_line, from_dict, load
 from mujica_jax.config.schema import (
     AgentConfig,
     Config,
+    DecexTreeConfig,
     DistributedConfig,
     EngineConfig,
     EvalConfig,
@@ -77,6 +78,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     WarmupConfig: ("warmup", "config"),
     SamplingConfig: ("sampling",),
     MygoConfig: ("method", "config", "_config(run)"),
+    DecexTreeConfig: ("method", "config", "_config", "_config(run)"),
     EvalConfig: ("eval",),
     DistributedConfig: ("config",),
     MetricsConfig: ("metrics", "config"),

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mujica_jax.config.agents import MujicaConfig, PromptedAgent
+from mujica_jax.config.agents import DecexConfig, MujicaConfig, PromptedAgent
+from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, RemoteConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
@@ -63,6 +64,12 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "method.keep_per_question": 1,
     "method.epochs": 1,
     "method.replay": 0,
+    "method.branches": 1,
+    "method.rollouts": 1,
+    "method.skip_above": 0,
+    "method.budget_tokens": 0,
+    "method.min_reward": 0,
+    "method.dpo_epochs": 1,
     "eval.questions": 1,
     "distributed.processes": 1,
     "distributed.process": 0,
@@ -80,6 +87,8 @@ ABOVE_ZERO = (
     "trainer.clip_norm",
     "trainer.lora_alpha",
     "sampling.temperature",
+    "method.beta",
+    "method.dpo_learning_rate",
     "eval.temperature",
 )
 BELOW_ONE = ("trainer.b1", "trainer.b2", "warmup.miss_rate")  # shares: also at least 0
@@ -115,6 +124,7 @@ def check(config: Config) -> None:
     check_engine(config)
     check_limits(config.agent)
     check_agent(config)
+    check_trees(config)
     check_rows(config.trainer)
     check_distributed(config.distributed)
 
@@ -138,13 +148,36 @@ def check_agent(config: Config) -> None:
         raise UserError(f"agent.min_probability is {probability}: give above 0 and at most 1")
 
 
+def check_trees(config: Config) -> None:
+    """Of DecEx-RAG: its trees can be grown, end, and are learnt from."""
+    method = config.method
+    if not isinstance(method, DecexTreeConfig):
+        return
+    if not isinstance(config.agent, DecexConfig):
+        raise UserError(
+            f"method.kind is decex, whose trees branch at decex's decisions, and agent.kind is {config.agent.kind}: "
+            "add --agent.kind decex"
+        )
+    if method.expansion == "full" and not method.budget_tokens:
+        raise UserError(
+            f"method.expansion is full, where each of {config.agent.max_iterations} layers has "
+            f"{2 * method.branches**2} times the states of the one before, and method.budget_tokens is 0: give "
+            "--method.budget-tokens, as 20000"
+        )
+    if not (method.sft or (method.dpo and (method.decision_pairs or method.execution_pairs))):
+        raise UserError(
+            f"method.sft is False, method.dpo {method.dpo}, method.decision_pairs {method.decision_pairs} and "
+            f"method.execution_pairs {method.execution_pairs}: nothing is learnt from the trees, so set one to True"
+        )
+
+
 def check_demonstrations(config: Config) -> None:
     """For a run that begins: the warm-up has something to show this agent."""
     kind, warmup = config.agent.kind, config.warmup
-    if warmup.steps and warmup.source == "scripted" and not isinstance(config.agent, MujicaConfig):
+    if warmup.steps and warmup.source == "scripted" and not isinstance(config.agent, MujicaConfig | DecexConfig):
         raise UserError(
-            f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica for {warmup.steps} steps: give "
-            "--warmup.steps 0 with a checkpoint that knows the format, or choose mujica"
+            f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica and decex for {warmup.steps} steps: "
+            "give --warmup.steps 0 with a checkpoint that knows the format, or choose mujica"
         )
     ablated = [name for name in ("split", "parallel") if not getattr(config.agent, name, True)]
     if warmup.steps and warmup.source == "scripted" and ablated:

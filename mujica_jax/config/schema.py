@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 from mujica_jax.config.agents import (
     ChainOfThoughtConfig,
+    DecexConfig,
     DirectConfig,
     FlareConfig,
     IrcotConfig,
@@ -25,7 +26,7 @@ from mujica_jax.config.agents import (
     SingleConfig,
     SkrConfig,
 )
-from mujica_jax.config.methods import MygoConfig
+from mujica_jax.config.methods import DecexTreeConfig, MygoConfig
 from mujica_jax.config.tasks import (
     AmbigQaConfig,
     BamboogleConfig,
@@ -128,7 +129,7 @@ Baseline = (
     | ReactConfig
     | FlareConfig
 )
-AgentConfig = MujicaConfig | SingleConfig | Baseline
+AgentConfig = MujicaConfig | SingleConfig | DecexConfig | Baseline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +232,7 @@ class SamplingConfig:
     temperature: float
 
 
-MethodConfig = MygoConfig
+MethodConfig = MygoConfig | DecexTreeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
