@@ -19,6 +19,7 @@ from packed_rows import TRAINER as SHORT
 from packed_rows import tiny_decoder
 from test_config import SMOKE, RecordedRun, assert_each_changes, changed
 
+from mujica_jax import train
 from mujica_jax.agents.decex import Decex, DecexState
 from mujica_jax.config.agents import DecexConfig
 from mujica_jax.config.checks import check
@@ -29,7 +30,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import find_loss
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import Trainer, fit
-from mujica_jax.methods import decex
+from mujica_jax.methods import decex, run
 from mujica_jax.methods.search_tree import Growth, Tree
 from mujica_jax.methods.tree_records import best_chain, figures, is_pair, records_of
 from mujica_jax.records import Question, StopReason
@@ -373,9 +374,15 @@ class TreeRun(RecordedRun):
         self.trainer = types.SimpleNamespace(score=lambda state, packed: np.zeros(packed.tokens.shape, np.float32))
 
     def stored(self, number: int, shard: int, play) -> tuple:
-        found = play()
+        entry, found = run.Run.stored(self, number, shard, play)  # pyright: ignore[reportArgumentType]
         self.asked.append((number, shard, shards.content_sha256(found)))
-        return self.store.write_shard(number, shard, found), found
+        return entry, found
+
+    def _intact_shard(self, number: int, shard: int):
+        return self.store.find_shard(number, shard)
+
+    def read_shards(self, entries):
+        return [record for entry in entries for record in self.store.read_shard(entry)]
 
 
 @pytest.fixture
@@ -384,12 +391,11 @@ def played(tmp_path):
     numbers = iter(range(1000))
 
     def play(config: Config) -> list:
-        run: Any = TreeRun(config, tmp_path / str(next(numbers)))
-        run.results = decex.decex(run)
-        run.asked.append([result.row.name for result in run.results])
-        return [str(one) for one in run.asked if "seconds" not in str(one)] + [
+        own: Any = TreeRun(config, tmp_path / str(next(numbers)))
+        own.asked.append([result.row.name for result in decex.decex(own)])
+        return [str(one) for one in own.asked if "seconds" not in str(one)] + [
             str({name: value for name, value in one[2].items() if name != "seconds"})
-            for one in run.asked
+            for one in own.asked
             if one[0] == "decex"
         ]
 
@@ -459,6 +465,31 @@ def test_where_no_pair_is_left_dpo_is_skipped_with_a_line(config, played):
     assert "['start', 'sft']" in said and any("left no preference pair" in one for one in said)
 
 
+@pytest.mark.parametrize("lost", [(), ("DONE.json", "shard-00001.parquet")])
+def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(config, tmp_path, monkeypatch, lost):
+    def learnt(own: Any) -> list:
+        decex.decex(own)
+        return [one for one in own.asked if one[0] in ("sft", "dpo")]
+
+    first = learnt(TreeRun(config, tmp_path))
+    for name in lost:
+        (tmp_path / "rounds" / "0001" / name).unlink()
+    asked: list[str] = []
+    generate = Dice.generate
+
+    async def heard(self, prompt, params, *, continues):
+        asked.append(tokenizer_of_run(prompt))
+        return await generate(self, prompt, params, continues=continues)
+
+    monkeypatch.setattr(Dice, "generate", heard)
+    again: Any = TreeRun(config, tmp_path)
+    again.trainer = None  # the reference was scored
+    assert learnt(again) == first and len(first) == 2
+    texts = {question.text for question in again.task.questions("train")[:6]}
+    seen = {text for text in texts if any(text in prompt for prompt in asked)}
+    assert len(seen) == (2 if lost else 0), "the second shard has two of six questions"
+
+
 def test_trees_without_a_reward_are_answered_in_a_sentence(config, played, monkeypatch):
     monkeypatch.setattr(Dice, "generate", lambda self, *_, **__: asyncio.sleep(0, completion_of((1, 2), False)))
     with pytest.raises(UserError) as refused:
@@ -474,6 +505,14 @@ def test_the_control_needs_demonstrations(config, played):
         played(changed(config, "eval", control=True))
 
 
+def test_a_mistake_ends_the_program_with_status_two(capsys):
+    assert train.main([str(SMOKE), "--method.kind", "decex"]) == 2
+    assert capsys.readouterr().err == (
+        "error: method.kind is decex, whose trees branch at decex's decisions, and agent.kind is mujica: add "
+        "--agent.kind decex\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("section", "fields", "words"),
     [
@@ -486,7 +525,7 @@ def test_the_control_needs_demonstrations(config, played):
     ],
 )
 def test_a_configuration_that_cannot_be_is_explained(config, section, fields, words):
-    wrong = dataclasses.replace(config, agent=load_config(str(SMOKE)).agent) if fields is None else None
+    mujica = dataclasses.replace(config, agent=load_config(str(SMOKE)).agent)
     with pytest.raises(UserError) as refused:
-        check(wrong or changed(config, section, **fields))
+        check(mujica if fields is None else changed(config, section, **fields))
     assert words in str(refused.value)

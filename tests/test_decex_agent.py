@@ -64,6 +64,7 @@ def test_the_policy_is_told_what_the_model_knows():
 
     class Asked(Told):
         async def generate(self, prompt, params, *, state, continues):
+            assert isinstance(state, DecexState)
             states.append(state)
             return await super().generate(prompt, params, state=state, continues=continues)
 
@@ -152,6 +153,7 @@ def test_each_turn_of_each_fork_has_a_seed_of_its_own():
 
     class Seeds(Told):
         async def generate(self, prompt, params, *, state, continues):
+            assert isinstance(state, DecexState)
             seeds.append(params.seed)
             return completion(WHO if state.asked is None else "<recall> a </recall>")
 
