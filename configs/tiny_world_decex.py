@@ -61,6 +61,6 @@ def get_config() -> Config:
         ),
         warmup=WarmupConfig(steps=500, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1),
         sampling=SamplingConfig(questions_per_round=200, shard_questions=50, temperature=0.8),
-        method=DecexTreeConfig(learning_rate=1e-3, end_learning_rate=1e-4, epochs=2, dpo_learning_rate=1e-4),
+        method=DecexTreeConfig(learning_rate=2e-4, end_learning_rate=2e-5, epochs=2, dpo_learning_rate=1e-4),
         eval=EvalConfig(questions=200, split="test"),
     )

@@ -490,6 +490,12 @@ def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(c
     assert len(seen) == (2 if lost else 0), "the second shard has two of six questions"
 
 
+def test_trees_that_spend_their_budget_before_a_chain_are_told_of(config, played):
+    early = changed(config, "method", expansion="full", budget_tokens=1, sft=False)
+    (said,) = (one for one in played(early) if "have no chain" in one)
+    assert re.match(r"[1-6] of 6 trees have no chain, [1-6] trees spent method\.budget_tokens 1; what they made", said)
+
+
 def test_trees_without_a_reward_are_answered_in_a_sentence(config, played, monkeypatch):
     monkeypatch.setattr(Dice, "generate", lambda self, *_, **__: asyncio.sleep(0, completion_of((1, 2), False)))
     with pytest.raises(UserError) as refused:

@@ -59,8 +59,14 @@ def decex(run: Run) -> list[PhaseResult]:
     run.compare(start, records, ROUND)
     trees = [record for record in records if not is_pair(record)]
     pairs = _pairs(run, records) if config.dpo else []
-    chains = [tree for tree in trees if tree.reward >= config.min_reward]
-    run.metrics.write("decex", ROUND, {**figures(records), "chains": len(chains)})
+    chains = [tree for tree in trees if tree.reward > 0 and tree.reward >= config.min_reward]
+    found = figures(records)
+    run.metrics.write("decex", ROUND, {**found, "chains": len(chains)})
+    if found["unfinished"]:
+        run.progress.line(
+            f"{found['unfinished']} of {len(trees)} trees have no chain, {found['budget_spent']} trees spent "
+            f"method.budget_tokens {config.budget_tokens}; what they made is kept"
+        )
     spent = int(sum(tree.counts["forward_tokens"] for tree in trees))
     sampled = int(sum(tree.counts["finished"] for tree in trees))
     state, results = start, [first]
