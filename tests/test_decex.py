@@ -381,7 +381,7 @@ class TreeRun(RecordedRun):
     def _intact_shard(self, number: int, shard: int):
         return self.store.find_shard(number, shard)
 
-    def read_shards(self, entries):
+    def read_shards(self, entries: Any):
         return [record for entry in entries for record in self.store.read_shard(entry)]
 
 
