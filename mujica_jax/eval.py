@@ -31,7 +31,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mujica_jax.config.checks import check, check_remote
+from mujica_jax.config.checks import check
+from mujica_jax.config.fields import check_remote
 from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file
 from mujica_jax.config.schema import (
     AgentConfig,

@@ -67,7 +67,7 @@ def world(*texts: str, failing: frozenset[str] = frozenset()) -> Everything:
 
 
 def config(kind: str, **changes) -> AgentLimits:
-    prompt = {"prompt": "zero_shot"} if kind == "single" else {}
+    prompt = {"prompt": "zero_shot"} if kind in ("single", "decex") else {}
     return KINDS[kind](**LIMITS, **prompt, **changes)
 
 
@@ -114,6 +114,14 @@ PLAYS: dict[str, tuple[list[str], list[str]]] = {  # what is written, and what i
         [
             "<think> I do not know. </think>\n<search> Amber Tide director </search>",
             f"<reflect> Ilse Vand, of Ghent. </reflect>\n{GHENT}",
+        ],
+        ["Amber Tide director"],
+    ),
+    "decex": (
+        [
+            "<think> Who made it? </think>\n<question> Who directed Amber Tide? </question>",
+            "<search> Amber Tide director </search>",
+            f"<think> Ilse Vand, of Ghent. </think>\n{GHENT}",
         ],
         ["Amber Tide director"],
     ),

@@ -7,7 +7,7 @@ import pytest
 from little_agent import QUESTION, ToldPolicy, answer, play
 from local_endpoint import Answer, LocalEndpoint, Request, serving
 
-from mujica_jax.config.checks import check_remote
+from mujica_jax.config.fields import check_remote
 from mujica_jax.config.schema import RemoteConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods.judge import Judge, Judgement

@@ -9,8 +9,8 @@ types.
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 from mujica_jax.inference.requests import Completion, Generator, SamplingParams
 from mujica_jax.records import Question, Trajectory
@@ -20,6 +20,7 @@ from mujica_jax.tasks.task import Environment, EnvironmentKind
 POLL_SECONDS = 0.1  # a call of the engine takes as long; asking costs microseconds
 
 EnvironmentOf = Callable[[Question], Environment]
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ async def run_episodes(
     """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in the order of
     `attempts`.
 
-    `poll` is called every POLL_SECONDS, between two calls of the engine; what it raises ends all episodes.
+    What `poll` raises ends all episodes (`gather_polled`).
     """
     gate = asyncio.Semaphore(concurrency)
 
@@ -121,12 +122,18 @@ async def run_episodes(
         on_episode(trajectory)
         return trajectory
 
-    playing = asyncio.gather(*(one(attempt) for attempt in attempts))
+    return await gather_polled([one(attempt) for attempt in attempts], poll)
+
+
+async def gather_polled(parts: Sequence[Coroutine[Any, Any, Result]], poll: Callable[[], None]) -> list[Result]:
+    """What all of them return. `poll` is called every POLL_SECONDS, between two calls of the engine; what it raises
+    ends them."""
+    playing = asyncio.gather(*parts)
     try:
         while not (await asyncio.wait([playing], timeout=POLL_SECONDS))[0]:
             poll()
         return list(playing.result())
     finally:
         playing.cancel()
-        # Cancelled episodes have ended, and their errors are read.
+        # What was cancelled has ended, and its errors are read.
         await asyncio.gather(playing, return_exceptions=True)

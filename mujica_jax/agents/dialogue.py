@@ -49,6 +49,12 @@ class Dialogue:
         begins = b"".join(pieces).find(text.encode())
         return len(ids) if begins < 0 else sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
 
+    def fork(self) -> "Dialogue":
+        """The same so far; what is appended to either does not reach the other."""
+        other = Dialogue(self._tokenizer, self._role, self._system)
+        other._turns, other.token_ids, other._stopped = list(self._turns), list(self.token_ids), self._stopped
+        return other
+
     def record(self) -> Conversation:
         return Conversation(role=self._role, turns=tuple(self._turns))
 

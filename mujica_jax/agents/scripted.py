@@ -9,11 +9,13 @@ Thoughts are short and put next to each other what the next decision needs: the 
 the number before the object, both years before the one that decides.
 """
 
+import dataclasses
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from mujica_jax.agents import protocol, scripted_single
+from mujica_jax.agents import protocol, scripted_decex, scripted_single
+from mujica_jax.agents.decex import DECEX, DecexState
 from mujica_jax.agents.mujica import PlannerState, WorkerState
 from mujica_jax.agents.scripted_text import TextScript, query_of
 from mujica_jax.agents.single import SingleState
@@ -41,18 +43,24 @@ class ScriptedPolicy:
         self._seed = seed
         self.missed: set[str] = set()  # queries whose fact was missed
         self._text = TextScript()
+        # Over passages no candidate is numbered.
+        self._decex = scripted_decex.DecexScript(
+            lambda question, answer: conclusion(dataclasses.replace(question, candidates=()), answer)
+        )
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
         del prompt, continues  # the script reads the state
-        if not isinstance(state, PlannerState | WorkerState | SingleState):
+        if not isinstance(state, PlannerState | WorkerState | SingleState | DecexState):
             raise UserError(
-                f"demonstrations are scripted for mujica and single and the agent asks with a {type(state).__name__}: "
-                "start from a checkpoint with --init"
+                f"demonstrations are scripted for mujica, single and decex and the agent asks with a "
+                f"{type(state).__name__}: start from a checkpoint with --init"
             )
         if isinstance(state, SingleState):
             text = scripted_single.write(state, conclusion)
+        elif isinstance(state, DecexState):
+            text = self._decex.write(state)
         elif isinstance(state, PlannerState):
             text = self._plan(state) if state.candidates else self._plan_on_text(state)
         else:
@@ -166,9 +174,12 @@ def _side(deciding: Sequence[Evidence], other: Sequence[Evidence]) -> str:
 
 
 def sample_text(agent: str = "mujica") -> Iterator[str]:
-    """The words of prompts, scripts and pre-training documents of a kind of agent, for a from-scratch tokenizer."""
+    """The words of prompts, scripts and pre-training documents, for a from-scratch tokenizer. Those of other agents
+    than Mujica come only where the agent is trained: they would change every vocabulary."""
     if agent == "single":
         yield from scripted_single.sample_text()
+    if agent == DECEX:
+        yield from scripted_decex.sample_text()
     call = protocol.SearchCall(query="Who is the of", candidate=0)
     for kind in ("graph", "text"):
         for role in ("planner", "worker"):

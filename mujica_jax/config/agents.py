@@ -56,6 +56,16 @@ class SingleConfig(PromptedAgent):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DecexConfig(PromptedAgent):
+    """DecEx-RAG: sub-question after sub-question, each answered from memory or by a search."""
+
+    kind: Literal["decex"] = "decex"
+    implementation: ClassVar[str] = "mujica_jax.agents.decex:Decex"
+    environments: ClassVar[tuple[str, ...]] = ("text",)
+    max_iterations: int = 4  # T, sub-questions before the final answer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BaselineConfig(AgentLimits):
     """Prompt-only baselines, one a kind; `agents/baselines.py` says what each does."""
 

@@ -8,21 +8,13 @@ opened.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mujica_jax.config.agents import MujicaConfig, PromptedAgent, SingleConfig
-from mujica_jax.config.methods import MygoConfig, PolicyGradientConfig
-from mujica_jax.config.schema import (
-    AgentConfig,
-    Config,
-    DistributedConfig,
-    EviPathConfig,
-    MethodConfig,
-    ProfileConfig,
-    RemoteConfig,
-    TrainerConfig,
-)
+from mujica_jax.config.agents import DecexConfig, MujicaConfig, PromptedAgent, SingleConfig
+from mujica_jax.config.fields import check_least, field_value, flag_of, has_field, require
+from mujica_jax.config.method_checks import check_method
+from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
 MIN: Mapping[str, int | float] = {  # smallest value of a field, where the section has it
@@ -87,6 +79,12 @@ MIN: Mapping[str, int | float] = {  # smallest value of a field, where the secti
     "staged.stage_two_round": 0,
     "staged.beta": 0,
     "staged.max_query_words": 1,
+    "method.branches": 1,
+    "method.rollouts": 1,
+    "method.skip_above": 0,
+    "method.budget_tokens": 0,
+    "method.min_reward": 0,
+    "method.dpo_epochs": 1,
     "eval.questions": 1,
     "distributed.processes": 1,
     "distributed.process": 0,
@@ -104,6 +102,8 @@ ABOVE_ZERO = (
     "trainer.clip_norm",
     "trainer.lora_alpha",
     "sampling.temperature",
+    "method.beta",
+    "method.dpo_learning_rate",
     "eval.temperature",
 )
 BELOW_ONE = (
@@ -115,24 +115,21 @@ BELOW_ONE = (
 )  # also at least 0
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 MAX_PORT = 65535
-BEST_REWARD = 1.0  # of every reward but `staged` (rewards/)
 MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
 
 
 def check(config: Config) -> None:
     """Raises UserError naming the first field that cannot be, its value, and what could."""
     _check_choices(config)
-    _check_least(config, MIN)
+    check_least(config, MIN)
     for name in ABOVE_ZERO:
-        _require(config, name, lambda value: value > 0, "above 0")
+        require(config, name, lambda value: value > 0, "above 0")
     for name in BELOW_ONE:
-        _require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+        require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
     most = config.trainer.row_tokens // MIN["trainer.row_tokens"]
-    _require(
-        config, "pretraining.row_parts", lambda parts: parts <= most, f"at most {most}, half of trainer.row_tokens"
-    )
-    _require(config, "seed", lambda value: value <= MAX_SEED, f"at most {MAX_SEED}")
-    _require(config, "metrics.port", lambda value: value <= MAX_PORT, f"at most {MAX_PORT}")
+    require(config, "pretraining.row_parts", lambda parts: parts <= most, f"at most {most}, half of trainer.row_tokens")
+    require(config, "seed", lambda value: value <= MAX_SEED, f"at most {MAX_SEED}")
+    require(config, "metrics.port", lambda value: value <= MAX_PORT, f"at most {MAX_PORT}")
     check_profile(config.profile)
     for section, steps in (("pretraining", config.pretraining.steps), ("warmup", config.warmup.steps), ("method", 1)):
         if steps:
@@ -143,22 +140,18 @@ def check(config: Config) -> None:
             f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and "
             f"warmup.pretraining_share {share} need some: give documents, or set both to 0"
         )
-    check_method(config.method)
+    check_method(config)
     check_engine(config)
     check_limits(config.agent)
     check_agent(config)
-    if isinstance(config.method, EviPathConfig):
-        check_evipath(config, config.method)
-    check_policy_gradient(config)
-    check_reward(config)
     check_rows(config.trainer)
     check_distributed(config.distributed)
 
 
 def check_engine(config: Any) -> None:
     """The section `engine` of a configuration, or of other arguments that have one."""
-    _check_least(config, {name: least for name, least in MIN.items() if name.startswith("engine.")})
-    _require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
+    check_least(config, {name: least for name, least in MIN.items() if name.startswith("engine.")})
+    require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
 
 
 def check_agent(config: Config) -> None:
@@ -174,104 +167,15 @@ def check_agent(config: Config) -> None:
         raise UserError(f"agent.min_probability is {probability}: give above 0 and at most 1")
 
 
-def check_policy_gradient(config: Config) -> None:
-    """What a policy gradient is measured against can be had."""
-    method = config.method
-    if not isinstance(method, PolicyGradientConfig):
-        return
-    if config.sampling.workers == "external":
-        raise UserError(
-            f"sampling.workers is external and method.kind {method.kind}: workers sample for mygo alone, so give "
-            "--sampling.workers internal"
-        )
-    if method.overlong_tokens and not 0 < method.overlong_cache_tokens <= method.overlong_tokens:
-        raise UserError(
-            f"method.overlong_cache_tokens is {method.overlong_cache_tokens} and method.overlong_tokens "
-            f"{method.overlong_tokens}: give from 1 to that many, or --method.overlong-tokens 0"
-        )
-    parts = config.trainer.data * config.trainer.fsdp * config.trainer.accumulation_steps
-    if method.rows_per_update % parts:
-        raise UserError(
-            f"method.rows_per_update {method.rows_per_update} cannot be split over data x fsdp x accumulation_steps = "
-            f"{parts}: use a multiple of {parts}, or 0 for trainer.rows_per_step"
-        )
-    if config.eval.control and config.init and not config.warmup.steps:
-        raise UserError(
-            "eval.control is True and warmup.steps 0: the control learns the warm-up's demonstrations, so give "
-            "warmup.steps, or --eval.control False"
-        )
-    distance = getattr(method, "kl_coefficient", 0.0)
-    if distance and config.keep_policies:
-        raise UserError(
-            f"method.kl_coefficient is {distance}, which measures the distance to policy 0, and keep_policies "
-            f"{config.keep_policies} removes it: give --keep-policies 0, or --method.kl-coefficient 0"
-        )
-
-
-def check_reward(config: Config) -> None:
-    """The staged reward has something that can be earned."""
-    if config.reward == "staged" and not (config.staged.answer or config.staged.format):
-        raise UserError("staged.answer and staged.format are both False, and nothing can be earned: leave one on")
-
-
-def check_method(method: MethodConfig) -> None:
-    """MyGO can keep what it is asked to keep."""
-    if not isinstance(method, MygoConfig):
-        return
-    if method.keep_per_question > method.max_attempts:
-        raise UserError(
-            f"method.keep_per_question is {method.keep_per_question} and method.max_attempts {method.max_attempts}: no "
-            "question has more trajectories than attempts, so lower the first or raise the second"
-        )
-    if not 0 <= method.fixed_threshold <= BEST_REWARD:
-        raise UserError(
-            f"method.fixed_threshold is {method.fixed_threshold} and rewards lie between 0 and {BEST_REWARD:g}: give a "
-            "K between them"
-        )
-
-
-def check_evipath(config: Config, method: EviPathConfig) -> None:
-    """The teacher can write what it is asked for, and the agent is the one that it plays."""
-    if not isinstance(config.agent, MujicaConfig):
-        raise UserError(
-            f"method evipath writes for planner and workers, and agent.kind is {config.agent.kind}: choose mujica"
-        )
-    _require(config, "method.threshold", lambda value: 0 <= value <= 1, "between 0 and 1")
-    if method.teacher == "remote" and method.remote.base_url is None:
-        raise UserError(
-            "method.teacher is remote and there is no endpoint: give --method.remote.base-url, or another teacher"
-        )
-    if method.teacher != "remote" and method.remote.base_url is not None:
-        raise UserError(
-            f"method.teacher is {method.teacher} and method.remote.base-url {method.remote.base_url}: add "
-            "--method.teacher remote, or leave the endpoint out"
-        )
-    check_remote(method.remote, "method.remote")
-    if method.teacher == "scripted" and method.mode != "abductive":
-        raise UserError(
-            f"method.mode is {method.mode}, and the scripted teacher writes from the gold evidence: add "
-            "--method.teacher policy, or choose abductive"
-        )
-    if method.teacher == "policy" and method.mode != "deductive" and config.init is None:
-        raise UserError(
-            f"method.mode is {method.mode}, and a policy from scratch cannot read what it asks: choose deductive, or "
-            "name a checkpoint with --init"
-        )
-    if config.sampling.workers == "external":
-        raise UserError("sampling.workers is external, and workers sample for mygo alone: leave it at internal")
-    if config.eval.control and not config.warmup.steps:
-        raise UserError(
-            "eval.control trains on the warm-up's demonstrations and warmup.steps is 0: leave one of the two out"
-        )
-
-
 def check_demonstrations(config: Config) -> None:
     """For a run that begins: the warm-up has something to show this agent."""
     kind, warmup = config.agent.kind, config.warmup
-    if warmup.steps and warmup.source == "scripted" and not isinstance(config.agent, MujicaConfig | SingleConfig):
+    scripted = MujicaConfig | SingleConfig | DecexConfig
+    if warmup.steps and warmup.source == "scripted" and not isinstance(config.agent, scripted):
         raise UserError(
-            f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica and single for {warmup.steps} "
-            "steps: give --warmup.steps 0 with a checkpoint that knows the format, or choose one of them"
+            f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica, single and decex for "
+            f"{warmup.steps} steps: give --warmup.steps 0 with a checkpoint that knows the format, or choose one of "
+            "these"
         )
     ablated = [name for name in ("split", "parallel") if not getattr(config.agent, name, True)]
     if warmup.steps and warmup.source == "scripted" and ablated:
@@ -355,29 +259,6 @@ def check_profile(profile: ProfileConfig) -> None:
         )
 
 
-def check_remote(remote: RemoteConfig, section: str = "remote") -> None:
-    """An endpoint is described wholly, or not at all."""
-    if remote.base_url is None:
-        for field in dataclasses.fields(remote):
-            if getattr(remote, field.name) != field.default:
-                name = _flag(f"{section}.{field.name}")
-                raise UserError(
-                    f"{name} is {getattr(remote, field.name)} and there is no endpoint: give --{section}.base-url too"
-                )
-        return
-    for name in ("model", "mode", "tokenizer"):
-        if not getattr(remote, name):
-            raise UserError(
-                f"--{section}.base-url is {remote.base_url} and --{section}.{name} is not given: an endpoint needs both"
-            )
-    for name, least in (("concurrency", 1), ("timeout_seconds", 0), ("deadline_seconds", 0)):
-        value = getattr(remote, name)
-        if not (math.isfinite(value) and value >= least and value > 0):
-            raise UserError(
-                f"{_flag(f'{section}.{name}')} is {value} and must be {'at least 1' if least else 'above 0'}"
-            )
-
-
 def _check_choices(config: Config) -> None:
     """A flag is one of the choices already; what a configuration file says is not."""
     for section, fields in vars(config).items():
@@ -387,45 +268,18 @@ def _check_choices(config: Config) -> None:
                 choices = ", ".join(map(str, get_args(hint)))
                 raise UserError(
                     f"{section}.{field} is {value!r} and must be one of {choices}: change it in the configuration or "
-                    f"pass {_flag(f'{section}.{field}')}"
+                    f"pass {flag_of(f'{section}.{field}')}"
                 )
 
 
-def _check_least(config: Any, least_of: Mapping[str, int | float]) -> None:
-    for name, least in least_of.items():
-        _require(config, name, lambda value, least=least: value >= least, f"at least {least}")
-
-
 def _check_rates(config: Config, section: str) -> None:
-    if not _has(config, f"{section}.learning_rate"):
+    if not has_field(config, f"{section}.learning_rate"):
         return
-    _require(config, f"{section}.learning_rate", lambda value: value > 0, "above 0")
-    peak = _value(config, f"{section}.learning_rate")
-    _require(
+    require(config, f"{section}.learning_rate", lambda value: value > 0, "above 0")
+    peak = field_value(config, f"{section}.learning_rate")
+    require(
         config,
         f"{section}.end_learning_rate",
         lambda value: 0 <= value <= peak,
         f"between 0 and {section}.learning_rate {peak}",
     )
-
-
-def _require(config: Any, name: str, holds: Callable[[float], bool], what: str) -> None:
-    if not _has(config, name):  # a section of several kinds, and this kind has no such field
-        return
-    value = _value(config, name)
-    if not (isinstance(value, int | float) and math.isfinite(value) and holds(value)):
-        raise UserError(f"{name} is {value!r} and must be {what}: change it in the configuration or pass {_flag(name)}")
-
-
-def _has(config: Any, name: str) -> bool:
-    section, _, field = name.rpartition(".")
-    return hasattr(getattr(config, section) if section else config, field)
-
-
-def _value(config: Any, name: str) -> int | float:
-    section, _, field = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, field)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 from mujica_jax.config.agents import (
     ChainOfThoughtConfig,
+    DecexConfig,
     DirectConfig,
     FlareConfig,
     IrcotConfig,
@@ -25,7 +26,7 @@ from mujica_jax.config.agents import (
     SingleConfig,
     SkrConfig,
 )
-from mujica_jax.config.methods import DapoConfig, EviPathConfig, GrpoConfig, MygoConfig
+from mujica_jax.config.methods import DapoConfig, DecexTreeConfig, EviPathConfig, GrpoConfig, MygoConfig
 from mujica_jax.config.remote import RemoteConfig as RemoteConfig
 from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.config.tasks import (
@@ -130,7 +131,7 @@ Baseline = (
     | ReactConfig
     | FlareConfig
 )
-AgentConfig = MujicaConfig | SingleConfig | Baseline
+AgentConfig = MujicaConfig | SingleConfig | DecexConfig | Baseline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,7 +236,7 @@ class SamplingConfig:
     workers: Literal["internal", "external"] = "internal"
 
 
-MethodConfig = MygoConfig | GrpoConfig | DapoConfig | EviPathConfig
+MethodConfig = MygoConfig | GrpoConfig | DapoConfig | EviPathConfig | DecexTreeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

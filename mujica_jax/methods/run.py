@@ -282,27 +282,43 @@ class Run:
         rounded differently. What is returned is what the store holds: another process may have been first. None if
         there was nothing to play.
         """
+
+        def play() -> list[Trajectory]:
+            trajectories: list[Trajectory] = []
+            while attempts := wave(trajectories):
+                trajectories += asyncio.run(
+                    run_episodes(
+                        agent or self.agent,
+                        attempts,
+                        self.task.environment,
+                        EnginePolicy(self.generator),
+                        reward=self.reward.at(round_number),
+                        concurrency=concurrency or self.config.engine.slots,
+                        on_episode=on_episode,
+                        poll=self.poll,
+                    )
+                )
+            return trajectories
+
+        return self.stored(round_number, shard, play, on_episode)
+
+    def stored(
+        self,
+        round_number: int,
+        shard: int,
+        play: Callable[[], list[Trajectory]],
+        on_read: Callable[[Trajectory], None] = lambda trajectory: None,
+    ) -> tuple[ShardEntry | None, list[Trajectory]]:
+        """A unit of work: what an earlier run left of it, each passed to `on_read`, or else what `play` gives now, as
+        the store then holds it."""
         entry = self._intact_shard(round_number, shard)
         if entry is not None:
             trajectories = self.store.read_shard(entry)
             for trajectory in trajectories:
-                on_episode(trajectory)
+                on_read(trajectory)
             return entry, trajectories
         self.generator.reset_cache()
-        trajectories = []
-        while attempts := wave(trajectories):
-            trajectories += asyncio.run(
-                run_episodes(
-                    agent or self.agent,
-                    attempts,
-                    self.task.environment,
-                    EnginePolicy(self.generator),
-                    reward=self.reward.at(round_number),
-                    concurrency=concurrency or self.config.engine.slots,
-                    on_episode=on_episode,
-                    poll=self._poll,
-                )
-            )
+        trajectories = play()
         if not trajectories:
             return None, []
         with self.clock.stage("saving"):
@@ -321,7 +337,8 @@ class Run:
             on_episode(trajectory)
         return entry, trajectories
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
+        """Called some times a second while episodes are played. Raises Preempted when asked to end."""
         self.preemption.check()
         self.on_poll()
 

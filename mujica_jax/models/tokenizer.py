@@ -29,7 +29,8 @@ CHATML_TEMPLATE = (
 )
 # Llama-3.1 templates print the date of the call unless they are told one: a run would not repeat on another day.
 TEMPLATE_DATE = "26 Jul 2024"
-UNTRUSTED_TAGS = (*PROTOCOL_TAGS, "reflect")  # neutralised in what comes from outside; the last one is no token
+# Neutralised in what comes from outside; the last ones are no tokens.
+UNTRUSTED_TAGS = (*PROTOCOL_TAGS, "reflect", "question", "recall")
 TAG_PATTERN = re.compile(rf"<(\s*/?\s*(?:{'|'.join(UNTRUSTED_TAGS)})\s*/?\s*)>", re.IGNORECASE)
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 

@@ -71,7 +71,8 @@ def build_once(path: str) -> None:
         return
     build = start.build_task
     task = build(load_config(path))
-    list(start.from_scratch(task).demonstrations())
+    if config.environment == "graph":  # bm25s starts JAX's threads, which no fork survives
+        list(start.from_scratch(task).demonstrations())
 
     start.build_task = lambda config_of_run: task if config_of_run.task == config else build(config_of_run)
 

@@ -1,0 +1,61 @@
+"""Fields of a configuration by their dotted names: what each may be, said in one sentence."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mujica_jax.config.remote import RemoteConfig
+from mujica_jax.errors import UserError
+
+
+def check_least(config: Any, least_of: Mapping[str, int | float]) -> None:
+    for name, least in least_of.items():
+        require(config, name, lambda value, least=least: value >= least, f"at least {least}")
+
+
+def require(config: Any, name: str, holds: Callable[[float], bool], what: str) -> None:
+    if not has_field(config, name):  # a section of several kinds, and this kind has no such field
+        return
+    value = field_value(config, name)
+    if not (isinstance(value, int | float) and math.isfinite(value) and holds(value)):
+        raise UserError(
+            f"{name} is {value!r} and must be {what}: change it in the configuration or pass {flag_of(name)}"
+        )
+
+
+def has_field(config: Any, name: str) -> bool:
+    section, _, field = name.rpartition(".")
+    return hasattr(getattr(config, section) if section else config, field)
+
+
+def field_value(config: Any, name: str) -> int | float:
+    section, _, field = name.rpartition(".")
+    return getattr(getattr(config, section) if section else config, field)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_remote(remote: RemoteConfig, section: str = "remote") -> None:
+    """An endpoint is described wholly, or not at all."""
+    if remote.base_url is None:
+        for field in dataclasses.fields(remote):
+            if getattr(remote, field.name) != field.default:
+                name = flag_of(f"{section}.{field.name}")
+                raise UserError(
+                    f"{name} is {getattr(remote, field.name)} and there is no endpoint: give --{section}.base-url too"
+                )
+        return
+    for name in ("model", "mode", "tokenizer"):
+        if not getattr(remote, name):
+            raise UserError(
+                f"--{section}.base-url is {remote.base_url} and --{section}.{name} is not given: an endpoint needs both"
+            )
+    for name, least in (("concurrency", 1), ("timeout_seconds", 0), ("deadline_seconds", 0)):
+        value = getattr(remote, name)
+        if not (math.isfinite(value) and value >= least and value > 0):
+            raise UserError(
+                f"{flag_of(f'{section}.{name}')} is {value} and must be {'at least 1' if least else 'above 0'}"
+            )

@@ -1,0 +1,130 @@
+"""Whether a method's section agrees with the rest of the configuration. Called by `checks.check`."""
+
+from mujica_jax.config.agents import DecexConfig, MujicaConfig
+from mujica_jax.config.fields import check_remote, require
+from mujica_jax.config.methods import DecexTreeConfig, EviPathConfig, MygoConfig, PolicyGradientConfig
+from mujica_jax.config.schema import Config, MethodConfig
+from mujica_jax.errors import UserError
+
+BEST_REWARD = 1.0  # of every reward but `staged` (rewards/)
+
+
+def check_method(config: Config) -> None:
+    """Raises UserError."""
+    kind, control = config.method.kind, config.eval.control
+    if not isinstance(config.method, MygoConfig) and config.sampling.workers == "external":
+        raise UserError(
+            f"sampling.workers is external and method.kind {kind}: workers sample for mygo alone, so give "
+            "--sampling.workers internal"
+        )
+    if not isinstance(config.method, MygoConfig) and control and not config.warmup.steps:
+        raise UserError(
+            "eval.control is True and warmup.steps 0: the control learns the warm-up's demonstrations, so give "
+            "warmup.steps, or --eval.control False"
+        )
+    _check_mygo(config.method)
+    _check_policy_gradient(config)
+    _check_evipath(config)
+    _check_trees(config)
+    _check_reward(config)
+
+
+def _check_policy_gradient(config: Config) -> None:
+    """What a policy gradient is measured against can be had."""
+    method = config.method
+    if not isinstance(method, PolicyGradientConfig):
+        return
+    if method.overlong_tokens and not 0 < method.overlong_cache_tokens <= method.overlong_tokens:
+        raise UserError(
+            f"method.overlong_cache_tokens is {method.overlong_cache_tokens} and method.overlong_tokens "
+            f"{method.overlong_tokens}: give from 1 to that many, or --method.overlong-tokens 0"
+        )
+    parts = config.trainer.data * config.trainer.fsdp * config.trainer.accumulation_steps
+    if method.rows_per_update % parts:
+        raise UserError(
+            f"method.rows_per_update {method.rows_per_update} cannot be split over data x fsdp x accumulation_steps = "
+            f"{parts}: use a multiple of {parts}, or 0 for trainer.rows_per_step"
+        )
+    distance = getattr(method, "kl_coefficient", 0.0)
+    if distance and config.keep_policies:
+        raise UserError(
+            f"method.kl_coefficient is {distance}, which measures the distance to policy 0, and keep_policies "
+            f"{config.keep_policies} removes it: give --keep-policies 0, or --method.kl-coefficient 0"
+        )
+
+
+def _check_reward(config: Config) -> None:
+    """The staged reward has something that can be earned."""
+    if config.reward == "staged" and not (config.staged.answer or config.staged.format):
+        raise UserError("staged.answer and staged.format are both False, and nothing can be earned: leave one on")
+
+
+def _check_mygo(method: MethodConfig) -> None:
+    """MyGO can keep what it is asked to keep."""
+    if not isinstance(method, MygoConfig):
+        return
+    if method.keep_per_question > method.max_attempts:
+        raise UserError(
+            f"method.keep_per_question is {method.keep_per_question} and method.max_attempts {method.max_attempts}: no "
+            "question has more trajectories than attempts, so lower the first or raise the second"
+        )
+    if not 0 <= method.fixed_threshold <= BEST_REWARD:
+        raise UserError(
+            f"method.fixed_threshold is {method.fixed_threshold} and rewards lie between 0 and {BEST_REWARD:g}: give a "
+            "K between them"
+        )
+
+
+def _check_evipath(config: Config) -> None:
+    """The teacher can write what it is asked for, and the agent is the one that it plays."""
+    method = config.method
+    if not isinstance(method, EviPathConfig):
+        return
+    if not isinstance(config.agent, MujicaConfig):
+        raise UserError(
+            f"method evipath writes for planner and workers, and agent.kind is {config.agent.kind}: choose mujica"
+        )
+    require(config, "method.threshold", lambda value: 0 <= value <= 1, "between 0 and 1")
+    if method.teacher == "remote" and method.remote.base_url is None:
+        raise UserError(
+            "method.teacher is remote and there is no endpoint: give --method.remote.base-url, or another teacher"
+        )
+    if method.teacher != "remote" and method.remote.base_url is not None:
+        raise UserError(
+            f"method.teacher is {method.teacher} and method.remote.base-url {method.remote.base_url}: add "
+            "--method.teacher remote, or leave the endpoint out"
+        )
+    check_remote(method.remote, "method.remote")
+    if method.teacher == "scripted" and method.mode != "abductive":
+        raise UserError(
+            f"method.mode is {method.mode}, and the scripted teacher writes from the gold evidence: add "
+            "--method.teacher policy, or choose abductive"
+        )
+    if method.teacher == "policy" and method.mode != "deductive" and config.init is None:
+        raise UserError(
+            f"method.mode is {method.mode}, and a policy from scratch cannot read what it asks: choose deductive, or "
+            "name a checkpoint with --init"
+        )
+
+
+def _check_trees(config: Config) -> None:
+    """Of DecEx-RAG: its trees can be grown, end, and are learnt from."""
+    method = config.method
+    if not isinstance(method, DecexTreeConfig):
+        return
+    if not isinstance(config.agent, DecexConfig):
+        raise UserError(
+            f"method.kind is decex, whose trees branch at decex's decisions, and agent.kind is {config.agent.kind}: "
+            "add --agent.kind decex"
+        )
+    if method.expansion == "full" and not method.budget_tokens:
+        raise UserError(
+            f"method.expansion is full, where each of {config.agent.max_iterations} layers has "
+            f"{2 * method.branches**2} times the states of the one before, and method.budget_tokens is 0: give "
+            "--method.budget-tokens, as 20000"
+        )
+    if not (method.sft or (method.dpo and (method.decision_pairs or method.execution_pairs))):
+        raise UserError(
+            f"method.sft is False, method.dpo {method.dpo}, method.decision_pairs {method.decision_pairs} and "
+            f"method.execution_pairs {method.execution_pairs}: nothing is learnt from the trees, so set one to True"
+        )

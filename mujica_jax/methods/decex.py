@@ -1,0 +1,261 @@
+"""DecEx-RAG: a search tree for each question, maximum likelihood on the best chains, then DPO on the executions and
+decisions that the trees scored (section 2.3 and appendix A.2 of the paper).
+
+The phases: a warm-up, or the checkpoint as it is where `warmup.steps` is 0; `trees`, all of the run's questions from
+that policy, a shard at a time; `sft`; `dpo`, whose reference is the policy that it begins with. Each of the last two
+can be left out. `methods/search_tree.py` has the trees and how we read them, `methods/tree_records.py` what is kept of
+them; a restart finds that, and the log-probabilities of the reference, in the run directory.
+
+Differences from the paper, besides those of the tree:
+
+- All parts of a tree are written by the policy that is trained. The paper's Qwen3-30B-A3B wrote all but the remembered
+  answers and the sub-queries for Qwen2.5-7B-Instruct.
+- "Best-reward chains" are those of the tree's leaves and of the episodes played from its nodes, which are whole chains
+  too; one a question is learnt, if it earns `min_reward`. The paper does not say what a pruned tree's several chains
+  are, or whether a wrong one is learnt.
+- A chain is one row with all of its turns trained. The paper cuts it into pairs of input and output at the searches,
+  which trains the same tokens given the same tokens before them.
+- beta 0.1, the learning rate 5e-7 and one epoch of DPO are ours, and so are the learning rates and epochs of SFT: the
+  paper published none.
+"""
+
+import asyncio
+import functools
+import io
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mujica_jax.agents.agent import Attempt, EnginePolicy, gather_polled
+from mujica_jax.agents.decex import Decex
+from mujica_jax.config.methods import DecexTreeConfig
+from mujica_jax.errors import UserError
+from mujica_jax.learning.losses import find_loss
+from mujica_jax.learning.trainer import steps_of_epochs
+from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState, Run
+from mujica_jax.methods.search_tree import Growth, Tree
+from mujica_jax.methods.shares import play_share
+from mujica_jax.methods.supervised import begin, run_control
+from mujica_jax.methods.tree_records import best_chain, figures, is_pair, records_of
+from mujica_jax.records import Conversation, Question, Trajectory
+from mujica_jax.runtime import distributed
+from mujica_jax.trajectories.packing import PackedRows, pack
+from mujica_jax.trajectories.store import ShardEntry
+
+ROUND = 1  # of the run directory: the trees
+SFT, DPO = Phase(name="sft", step=1), Phase(name="dpo", step=2)
+REFERENCE = "phases/dpo-reference.npy"
+
+
+def decex(run: Run) -> list[PhaseResult]:
+    """The warm-up, SFT and DPO, and the control if asked for. Finished phases are read from the run directory."""
+    config = _config(run)
+    start, first, demonstrations = begin(run)
+    began = time.monotonic()
+    records = _expanded(run, start)
+    run.compare(start, records, ROUND)
+    trees = [record for record in records if not is_pair(record)]
+    pairs = _pairs(run, records) if config.dpo else []
+    chains = [tree for tree in trees if tree.reward > 0 and tree.reward >= config.min_reward]
+    found = figures(records)
+    run.metrics.write("decex", ROUND, {**found, "chains": len(chains)})
+    if found["unfinished"]:
+        run.progress.line(
+            f"{found['unfinished']} of {len(trees)} trees have no chain, {found['budget_spent']} trees spent "
+            f"method.budget_tokens {config.budget_tokens}; what they made is kept"
+        )
+    spent = int(sum(tree.counts["forward_tokens"] for tree in trees))
+    sampled = int(sum(tree.counts["finished"] for tree in trees))
+    state, results = start, [first]
+    if config.sft:
+        state, result = _learn_chains(
+            run, state, trees, chains, began=began, trajectories=sampled, forward_tokens=spent
+        )
+        results.append(result)
+        began, spent, sampled = time.monotonic(), 0, 0
+    if pairs:
+        results.append(_learn_pairs(run, state, pairs, began=began, trajectories=sampled, forward_tokens=spent))
+    elif config.dpo:
+        run.progress.line(
+            f"{DPO.name}: the {len(trees)} trees left no preference pair that fits trainer.row_tokens "
+            f"{run.config.trainer.row_tokens}; the policy stays as it is"
+        )
+    if run.config.eval.control:
+        rates = {"peak": config.learning_rate, "end_value": config.end_learning_rate}
+        results.insert(1, run_control(run, start, demonstrations.rows, results[1:], **rates))
+    return results
+
+
+def _config(run: Run) -> DecexTreeConfig:
+    assert isinstance(run.config.method, DecexTreeConfig), f"method {run.config.method.kind} is not run by this file"
+    return run.config.method
+
+
+def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
+    """All trees of the run, as they are kept."""
+    done = distributed.primary_first("the trees are read", lambda: run.store.read_done(ROUND))
+    found = None if done is None else run.read_shards(done.shards)
+    if found is not None:
+        return found
+    size, questions = run.config.sampling.shard_questions, run.task.questions("train")
+    questions = questions[: run.config.sampling.questions_per_round]
+    if len(questions) < run.config.sampling.questions_per_round:
+        run.progress.line(
+            f"trees: all {len(questions)} training questions; sampling.questions_per_round is "
+            f"{run.config.sampling.questions_per_round}"
+        )
+    name = "trees: expanding"
+    run.preemption.enter(name, kept=KEPT_SHARDS)
+    run.use_policy(state, WARM_UP.step)
+    entries: list[ShardEntry] = []
+    records: list[Trajectory] = []
+    with (
+        run.counted(SAMPLING, ROUND),
+        run.progress.stage(name, total=len(questions), unit="questions", live=run.counters.figures) as stage,
+    ):
+        grown = 0
+
+        def on_tree(trees: int, reward: float) -> None:
+            nonlocal grown
+            grown += trees
+            stage.update(grown, best_reward=reward)
+
+        def unit(index: int, callback: object) -> tuple[ShardEntry | None, list[Trajectory]]:
+            del callback
+            asked = questions[index * size : (index + 1) * size]
+            return run.stored(ROUND, index, lambda: _grown(run, asked, on_tree))
+
+        units = [functools.partial(unit, index) for index in range(-(-len(questions) // size))]
+        play_share(run.progress, name, units)
+        for index, play in enumerate(units):
+            entry, found = play(None)
+            assert entry is not None, "a tree leaves a trajectory"
+            entries.append(entry)
+            records += found
+            grown = min(len(questions), (index + 1) * size)
+            stage.update(grown)
+    if distributed.is_primary():
+        run.metrics.flush()
+        rewards = [record.reward for record in records if not is_pair(record)]
+        run.store.write_done(ROUND, entries, mean_reward=statistics.fmean(rewards), threshold=None)
+    return records
+
+
+def _grown(run: Run, questions: Sequence[Question], on_tree: Callable[[int, float], None]) -> list[Trajectory]:
+    """The trees of a shard, which share the engine."""
+    config, agent, began = _config(run), run.agent, time.monotonic()
+    assert isinstance(agent, Decex), "checked with the configuration"
+
+    async def one(question: Question, gate: asyncio.Semaphore) -> Tree:
+        attempt = Attempt(
+            question=question,
+            number=0,
+            seed=1000 * run.config.seed + ROUND,
+            temperature=run.config.sampling.temperature,
+        )
+        tree = await Growth(
+            agent,
+            attempt,
+            run.task.environment(question),
+            EnginePolicy(run.generator),
+            config,
+            reward=lambda trajectory: trajectory.with_reward(run.reward(trajectory, question)),
+            gate=gate,
+        ).grow()
+        on_tree(1, best_chain(tree, config.retrievals)[0].reward)
+        return tree
+
+    async def all_of_them() -> list[Tree]:
+        gate = asyncio.Semaphore(run.config.engine.slots)
+        return await gather_polled([one(question, gate) for question in questions], run.preemption.check)
+
+    trees = asyncio.run(all_of_them())
+    seconds = (time.monotonic() - began) / len(trees)
+    return [record for tree in trees for record in records_of(tree, config.retrievals, seconds)]
+
+
+def _pairs(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
+    """Chosen, rejected, chosen, rejected, ... of the kinds that are learnt, where both train anything and fit a row."""
+    config, limit = _config(run), run.config.trainer.row_tokens
+    kinds = {"decision": config.decision_pairs, "execution": config.execution_pairs}
+    pairs = [record.conversations for record in records if is_pair(record)]
+    learnt = [pair for pair in pairs if kinds[pair[0].role] and all(any(side.loss_mask) for side in pair)]
+    kept = [pair for pair in learnt if sum(len(side.token_ids) for side in pair) <= limit]
+    if len(kept) < len(learnt):
+        run.progress.line(f"{len(learnt) - len(kept)} of {len(learnt)} pairs exceed {limit} tokens and are left out")
+    return [side for pair in kept for side in pair]
+
+
+def _learn_chains(
+    run: Run, state: PhaseState, trees: Sequence[Trajectory], chains: Sequence[Trajectory], **phase: float
+) -> tuple[PhaseState, PhaseResult]:
+    config, trainer = _config(run), run.config.trainer
+    best = max(tree.reward for tree in trees)
+    if not chains:
+        raise UserError(
+            f"the best chain of {len(trees)} trees earns {best:.2f} and method.min_reward is {config.min_reward}: "
+            f"raise method.branches {config.branches} or warmup.steps {run.config.warmup.steps}, start from a stronger "
+            "model, or lower method.min_reward"
+        )
+    rows = run.fitting([conversation for chain in chains for conversation in chain.conversations], "chains")
+    if not rows:
+        shortest = min(len(chain.conversations[0].token_ids) for chain in chains)
+        raise UserError(
+            f"none of {len(chains)} chains fits trainer.row_tokens {trainer.row_tokens}, the shortest has {shortest} "
+            "tokens: raise trainer.row_tokens"
+        )
+    packed = pack(rows, row_tokens=trainer.row_tokens, seed=run.config.seed + SFT.step)
+    steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.epochs)
+    learnt = run.learn(
+        SFT.name, state, lambda: packed, steps=steps, peak=config.learning_rate, end_value=config.end_learning_rate
+    )
+    return learnt, _finish(run, SFT, learnt, steps, accepted=len(rows), **phase)
+
+
+def _learn_pairs(run: Run, state: PhaseState, pairs: Sequence[Conversation], **phase: float) -> PhaseResult:
+    config, trainer = _config(run), run.config.trainer
+    packed = pack(pairs, row_tokens=trainer.row_tokens, seed=run.config.seed + DPO.step, pairs=True)
+    steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.dpo_epochs)
+    reference = _reference(run, state, packed)
+    learnt = run.learn(
+        DPO.name,
+        state,
+        lambda: packed.with_columns(reference_log_probs=reference),
+        steps=steps,
+        peak=config.dpo_learning_rate,
+        end_value=0.0,
+        loss=find_loss("dpo", beta=config.beta),
+    )
+    phase["forward_tokens"] += sum(len(side.token_ids) for side in pairs)
+    return _finish(run, DPO, learnt, steps, accepted=len(pairs) // 2, **phase)
+
+
+def _reference(run: Run, state: PhaseState, packed: PackedRows) -> np.ndarray:
+    """log p of every token of the rows under the policy that DPO begins with, scored once in the life of a run."""
+    if not distributed.broadcast(REFERENCE, lambda: run.store.exists(REFERENCE)):
+        with run.clock.stage("scoring"):
+            run.generator.release_weights()
+            scores = run.trainer.score(state(), packed)
+        if distributed.is_primary():
+            file = io.BytesIO()
+            np.save(file, scores, allow_pickle=False)
+            run.store.create(REFERENCE, file.getvalue())
+        distributed.barrier(REFERENCE)
+    return np.load(io.BytesIO(run.store.read(REFERENCE)), allow_pickle=False)
+
+
+def _finish(
+    run: Run, phase: Phase, state: PhaseState, steps: int, *, accepted: int, began: float, **spent: float
+) -> PhaseResult:
+    run.commit_policy(state, phase.step)
+    return run.finish_phase(
+        phase,
+        state,
+        began=began,
+        trajectories=int(spent["trajectories"]),
+        accepted=accepted,
+        forward_tokens=int(spent["forward_tokens"]),
+        trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
+    )

@@ -1,0 +1,77 @@
+"""What is kept of a search tree: trajectories, in the shards that all methods use.
+
+The first one is the tree's best chain, with the tree's own numbers among its counts; every other one is a preference
+pair: two conversations, the chosen one first, whose role is the kind of the pair. Called by `methods.decex`.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Literal
+
+from mujica_jax.methods.search_tree import Tree
+from mujica_jax.records import Trajectory
+
+CHOSEN, REJECTED = "chosen_mean", "rejected_mean"  # counts of a preference pair
+LEAF = "leaf"  # of a tree's first trajectory: whether it is a leaf of it
+
+
+def is_pair(record: Trajectory) -> bool:
+    return CHOSEN in record.counts
+
+
+def best_chain(tree: Tree, retrievals: Literal["most", "least"]) -> tuple[Trajectory, bool]:
+    """Of what was finished with the best reward, the chain with most or least searches (figure 2 of the paper), leaves
+    before what was played from a node; and whether it is a leaf. A tree that finished nothing gives its question."""
+    if not tree.finished:
+        return tree.unfinished, False
+    best = max(trajectory.reward for trajectory in tree.finished)
+    sign = 1 if retrievals == "most" else -1
+    place, chain = max(
+        ((place, chain) for place, chain in enumerate(tree.finished) if chain.reward == best),
+        key=lambda one: (sign * len(one[1].searches), -one[0]),
+    )
+    return chain, place < tree.leaves
+
+
+def records_of(tree: Tree, retrievals: Literal["most", "least"], seconds: float) -> list[Trajectory]:
+    """A tree as it is kept. `seconds` are those of its expansion."""
+    chain, is_leaf = best_chain(tree, retrievals)
+    about = {**tree.counts, "finished": float(len(tree.finished)), LEAF: float(is_leaf)}
+    first = dataclasses.replace(chain, attempt=0, counts={**chain.counts, **about}, seconds=seconds)
+    return [
+        first,
+        *(
+            dataclasses.replace(
+                tree.unfinished,
+                attempt=number,
+                conversations=(pair.chosen, pair.rejected),
+                counts={CHOSEN: pair.means[0], REJECTED: pair.means[1]},
+                seconds=0.0,
+            )
+            for number, pair in enumerate(tree.pairs, start=1)
+        ),
+    ]
+
+
+def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
+    """Of the trees of a run, means a question where nothing else is said (docs/metrics.md)."""
+    trees = [record for record in records if not is_pair(record)]
+
+    def mean(name: str) -> float:
+        return statistics.fmean(tree.counts[name] for tree in trees)
+
+    kinds = [record.conversations[0].role for record in records if is_pair(record)]
+    a_question = ("nodes", "rollouts", "duplicates", "malformed", "pruned_branches", "skipped_searches")
+    return {
+        "questions": len(trees),
+        "seconds": statistics.fmean(tree.seconds for tree in trees),
+        **{name: mean(name) for name in ("generated_tokens", *a_question)},
+        "best_reward": statistics.fmean(tree.reward for tree in trees),
+        "leaf_share": mean(LEAF),
+        "retrievals": statistics.fmean(len(tree.searches) for tree in trees),
+        "budget_spent": int(sum(tree.counts["budget_spent"] for tree in trees)),
+        "unfinished": sum(not tree.counts["finished"] for tree in trees),
+        "decision_pairs": kinds.count("decision"),
+        "execution_pairs": kinds.count("execution"),
+    }
