@@ -58,6 +58,7 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
     from mujica_jax.methods.setup import open_training
     from mujica_jax.report.results import closing_table, question_tree, summary_dict
     from mujica_jax.storage.run_directory import run_path
+    from mujica_jax.trajectories.store import SUMMARY
 
     with open_training(config, run_path(directory), preemption) as run:
         phases = tuple(result.row for result in implementation(config.method)(run))
@@ -70,7 +71,7 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
             seed=config.seed,
         )
         if distributed.is_primary():
-            run.store.write_json_once("summary.json", summary)
+            run.store.write_json_once(SUMMARY, summary)
         run.progress.show(closing_table(phases))
         if solved := run.solved_question(phases[-1].name):
             run.progress.show(question_tree(*solved))

@@ -18,12 +18,11 @@ from mujica_jax.methods.run import PhaseState, Run
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.storage.leases import Leases
 from mujica_jax.trajectories.select import mean_first_attempt_reward
-from mujica_jax.trajectories.store import DONE, shard_name
+from mujica_jax.trajectories.store import DONE, SUMMARY, shard_name
 
 POLL_SECONDS, MAX_POLL_SECONDS = 1.0, 8.0  # between two looks at a run that has nothing to do, twice as long each
 TRIES = 3  # units of a listing, which is old by then
 LOOKS_A_LEASE = 4  # how often leases of others are read while one lasts
-FINISHED = "summary.json"
 
 
 @dataclasses.dataclass
@@ -62,7 +61,7 @@ class Sampler:
         """Until the run is finished. Raises Preempted when asked to end; the unit under way is free for others then."""
         with self._run.progress.stage("sampling for others", unit="units", live=dict) as stage:
             wait = self._poll_seconds
-            while not self._run.store.exists(FINISHED):
+            while not self._run.store.exists(SUMMARY):
                 began = time.monotonic()
                 if any(self._work_on(number) for number in self._open_rounds()):
                     wait = self._poll_seconds

@@ -48,7 +48,7 @@ from mujica_jax.storage.leases import RENEWALS_A_LEASE, Leases
 from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunPath
 from mujica_jax.tasks.task import Task
-from mujica_jax.trajectories.store import CONFIG, Store, open_run
+from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
 
 TOKENIZER = "tokenizer"
 TRAINER, LEAD_SECONDS = "trainer", 30.0  # the lease of who leads a run
@@ -206,7 +206,7 @@ def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
 def _led(store: Store, preemption: Preemption) -> Iterator[None]:
     """No other trainer leads this run meanwhile. One that was killed on another host is waited for until its lease is
     over; one that lives is refused."""
-    if not distributed.is_primary():
+    if not distributed.is_primary() or store.exists(SUMMARY):  # a finished run changes nothing
         yield
         return
     leases, began = Leases(store, seconds=LEAD_SECONDS), time.monotonic()

@@ -32,6 +32,7 @@ from mujica_jax.trajectories import shards
 
 CONFIG = "config.json"
 DONE = "DONE.json"
+SUMMARY = "summary.json"  # the closing table; a run that has it is finished
 QUARANTINE = "quarantine"
 
 
