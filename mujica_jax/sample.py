@@ -22,11 +22,12 @@ from mujica_jax.runtime.standard_output import run_program
 
 if TYPE_CHECKING:
     from mujica_jax.config.schema import Config
-    from mujica_jax.trajectories.store import Store
+    from mujica_jax.storage.run_directory import run_path
+    from mujica_jax.trajectories.store import CONFIG, Store
 
 PROGRAM = "python -m mujica_jax.sample"
 USER_ERROR = 2
-MIN_LEASE_SECONDS = 5.0
+MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 5.0, 86_400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Preemption(kept="finished units are kept") as preemption:
         try:
             given = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)
-            if given.lease_seconds < MIN_LEASE_SECONDS:
+            if not MIN_LEASE_SECONDS <= given.lease_seconds <= MAX_LEASE_SECONDS:
                 raise UserError(
-                    f"--lease-seconds is {given.lease_seconds} and must be at least {MIN_LEASE_SECONDS:g}: a unit "
-                    "under way would be played twice"
+                    f"--lease-seconds is {given.lease_seconds} and must lie between {MIN_LEASE_SECONDS:g} and "
+                    f"{MAX_LEASE_SECONDS:g}: below, a unit under way would be played twice"
                 )
             sample(given, preemption)
         except UserError as error:
@@ -70,6 +71,8 @@ def sample(given: SampleArguments, preemption: Preemption) -> None:
     from mujica_jax.storage.leases import Leases
     from mujica_jax.trajectories.store import Store
 
+    if not (run_path(given.run) / CONFIG).exists():
+        raise UserError(f"there is no run in {given.run} yet: start its trainer first, or check --run")
     store = Store(given.run)
     config = _config_of(store, given)
     progress = Progress(live=False)
@@ -96,15 +99,8 @@ def _config_of(store: "Store", given: SampleArguments) -> "Config":
     from mujica_jax.runtime import provenance
     from mujica_jax.trajectories.store import CONFIG
 
-    if not store.exists(CONFIG):
-        raise UserError(f"there is no run in {store.root} yet: start its trainer first, or check --run")
     about = store.read_json(CONFIG)
     config = from_dict(Config, about["config"])
-    if config.sampling.workers != "external":
-        raise UserError(
-            f"the run in {store.root} has sampling.workers {config.sampling.workers} and samples by itself: begin one "
-            "with --sampling.workers external"
-        )
     if config.method.kind != "mygo":
         raise UserError(f"the run in {store.root} has method.kind {config.method.kind}: workers sample for mygo alone")
     revision, own = about.get("git_revision"), provenance.git_revision()

@@ -427,7 +427,7 @@ class RecordedRun:
     def commit_policy(self, state: object, version: int) -> None:
         self.asked.append(("commit", version))
 
-    def compare(self, state: object, trajectories: list[Trajectory], number: int) -> None:
+    def compare(self, state: object, trajectories: list[Trajectory], number: int, version: int) -> None:
         self.asked.append(("compare", len(trajectories), number))
 
     def counted(self, kind: str, step: int):

@@ -378,7 +378,7 @@ class TreeRun(RecordedRun):
         self.asked.append((number, shard, shards.content_sha256(found)))
         return entry, found
 
-    def _intact_shard(self, number: int, shard: int):
+    def intact_shard(self, number: int, shard: int):
         return self.store.find_shard(number, shard)
 
     def read_shards(self, entries: Any):

@@ -16,7 +16,8 @@ from whole_runs import ENVIRONMENT, SECONDS, finished, free_port, summary
 # Sums over two devices do not depend on who adds them: a job of two processes has one process's numbers.
 WORDS = """configs/tiny_world.py --trainer.fsdp 2 --trainer.rows-per-step 8 --task.demonstrations 200
     --task.train-questions 64 --pretraining.steps 10 --pretraining.documents 200 --warmup.steps 120 --method.rounds 1
-    --sampling.questions-per-round 8 --sampling.shard-questions 4 --method.max-attempts 1 --eval.questions 8""".split()
+    --sampling.questions-per-round 8 --sampling.shard-questions 4 --method.max-attempts 1 --method.keep-per-question 1
+    --eval.questions 8""".split()
 
 
 @pytest.fixture

@@ -179,5 +179,5 @@ def test_over_several_slices_the_data_axis_alone_crosses_the_network():
         mesh = make_mesh(data, fsdp, 1, chips)
         of_row = [{chip.slice_index for chip in row.flat} for row in mesh.devices]
         assert of_row == [{0}] * (data // 2) + [{1}] * (data // 2)
-    with pytest.raises(UserError, match="is 1 and the job has 2 slices: use a multiple of 2"):
+    with pytest.raises(UserError, match="is 1 and the job has 2 slices"):
         make_mesh(1, 8, 1, chips)

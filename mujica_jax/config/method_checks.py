@@ -3,10 +3,10 @@
 from mujica_jax.config.agents import DecexConfig, MujicaConfig
 from mujica_jax.config.fields import check_remote, require
 from mujica_jax.config.methods import DecexTreeConfig, EviPathConfig, MygoConfig, PolicyGradientConfig
-from mujica_jax.config.schema import Config, MethodConfig
+from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 
-BEST_REWARD = 1.0  # of every reward but `staged` (rewards/)
+BEST_REWARD, BEST_STAGED_REWARD = 1.0, 2.0  # rewards/
 
 
 def check_method(config: Config) -> None:
@@ -22,7 +22,7 @@ def check_method(config: Config) -> None:
             "eval.control is True and warmup.steps 0: the control learns the warm-up's demonstrations, so give "
             "warmup.steps, or --eval.control False"
         )
-    _check_mygo(config.method)
+    _check_mygo(config)
     _check_policy_gradient(config)
     _check_evipath(config)
     _check_trees(config)
@@ -59,19 +59,31 @@ def _check_reward(config: Config) -> None:
         raise UserError("staged.answer and staged.format are both False, and nothing can be earned: leave one on")
 
 
-def _check_mygo(method: MethodConfig) -> None:
+def _check_mygo(config: Config) -> None:
     """MyGO can keep what it is asked to keep."""
+    method, kept = config.method, config.keep_policies
     if not isinstance(method, MygoConfig):
         return
+    lags = {"asynchronous": 2, "offline": method.rounds + 1}.get(method.schedule, 1)
+    if 0 < kept < lags:
+        raise UserError(
+            f"keep_policies is {kept} and method.schedule {method.schedule} samples by older policies: keep at least "
+            f"{lags}, or all with 0"
+        )
     if method.keep_per_question > method.max_attempts:
         raise UserError(
             f"method.keep_per_question is {method.keep_per_question} and method.max_attempts {method.max_attempts}: no "
             "question has more trajectories than attempts, so lower the first or raise the second"
         )
-    if not 0 <= method.fixed_threshold <= BEST_REWARD:
+    best = BEST_STAGED_REWARD if config.reward == "staged" else BEST_REWARD
+    if not 0 <= method.fixed_threshold <= best:
         raise UserError(
-            f"method.fixed_threshold is {method.fixed_threshold} and rewards lie between 0 and {BEST_REWARD:g}: give a "
-            "K between them"
+            f"method.fixed_threshold is {method.fixed_threshold} and the best reward is {best:g}: give a K from 0 to it"
+        )
+    if method.fixed_threshold and method.threshold == "rising":
+        raise UserError(
+            f"method.fixed_threshold is {method.fixed_threshold} and method.threshold is rising: add "
+            "--method.threshold fixed, or leave it out"
         )
 
 

@@ -55,7 +55,7 @@ def decex(run: Run) -> list[PhaseResult]:
     start, first, demonstrations = begin(run)
     began = time.monotonic()
     records = _expanded(run, start)
-    run.compare(start, records, ROUND)
+    run.compare(start, records, ROUND, WARM_UP.step)
     trees = [record for record in records if not is_pair(record)]
     pairs = _pairs(run, records) if config.dpo else []
     chains = [tree for tree in trees if tree.reward > 0 and tree.reward >= config.min_reward]

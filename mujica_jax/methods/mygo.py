@@ -84,7 +84,7 @@ def _run_rounds(run: Run, state: PhaseState, rewarded: Sequence[Conversation]) -
                 break
             trajectories, k = sample_round(run, states[version], coming, version=version, previous_k=k)
             waiting.append((trajectories, k))
-            run.compare(states[version], trajectories, coming)
+            run.compare(states[version], trajectories, coming, version)
         trajectories, round_k = waiting.popleft()
         kept = select(trajectories, k=round_k, keep_per_question=config.keep_per_question, best_reward=run.reward.best)
         found = round_statistics(trajectories, kept, best_reward=run.reward.best)

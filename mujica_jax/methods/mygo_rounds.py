@@ -16,7 +16,7 @@ from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, select, threshold
-from mujica_jax.trajectories.store import ShardEntry
+from mujica_jax.trajectories.store import SUMMARY, ShardEntry
 
 OnEpisode = Callable[[Trajectory], None]
 
@@ -36,7 +36,12 @@ def sample_round(
         return earlier
     shards = plan_round(run, number, version, previous_k)
     run.preemption.enter(f"round {number}: sampling", kept=KEPT_SHARDS)
-    external = run.config.sampling.workers == "external"
+    # A finished run is left alone by workers: what is damaged there is sampled here.
+    external = run.config.sampling.workers == "external" and not run.store.exists(SUMMARY)
+    if external:
+        run.progress.line(
+            f"round {number} waits for workers: python -m mujica_jax.sample --run {run.store.root}, on any machine"
+        )
     if not external:
         run.use_policy(state, version)
     entries: list[ShardEntry] = []

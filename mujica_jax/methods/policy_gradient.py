@@ -119,7 +119,7 @@ def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: 
         return scored(run, config, rollout().rows, state, number, reference)
 
     if left is None:
-        run.compare(state, rollout().trajectories, number)
+        run.compare(state, rollout().trajectories, number, number - 1)
         steps = _steps(run, rollout())
     else:
         steps = left.steps

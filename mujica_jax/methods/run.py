@@ -228,16 +228,21 @@ class Run:
             yield
         self.metrics.write(kind, step, between(before, self.generator.statistics))
 
-    def compare(self, state: Callable[[], TrainState], trajectories: Sequence[Trajectory], round_number: int) -> None:
-        """Write how far the engine's log-probabilities are from the trainer's; `state` is what was sampled from."""
+    def compare(
+        self, state: Callable[[], TrainState], trajectories: Sequence[Trajectory], round_number: int, version: int
+    ) -> None:
+        """Write how far the engine's log-probabilities are from the trainer's; `state` is what was sampled from, which
+        the policy of this version is. One that would have to be restored stays where it is: its policy is read."""
         conversations = self.config.metrics.compared_conversations
         written = distributed.broadcast(MISMATCH, lambda: self.metrics.has(MISMATCH, round_number))
         if not conversations or written:
             return
+        absent = isinstance(state, PhaseState) and not state.is_here and self._is_committed(version)
         with self.clock.stage("scoring"):
             self.generator.release_weights()
+            scored = self.committed_state(version) if absent else state()
             found = compared(
-                self.trainer, state(), trajectories, conversations=conversations, seed=self.config.seed + round_number
+                self.trainer, scored, trajectories, conversations=conversations, seed=self.config.seed + round_number
             )
         if found:
             self.metrics.write(MISMATCH, round_number, found)
@@ -311,7 +316,7 @@ class Run:
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
         """A unit of work: what an earlier run left of it, each passed to `on_read`, or else what `play` gives now, as
         the store then holds it."""
-        entry = self._intact_shard(round_number, shard)
+        entry = self.intact_shard(round_number, shard)
         if entry is not None:
             trajectories = self.store.read_shard(entry)
             for trajectory in trajectories:
@@ -329,7 +334,7 @@ class Run:
         self, round_number: int, shard: int, on_episode: Callable[[Trajectory], None]
     ) -> tuple[ShardEntry, list[Trajectory]]:
         """A unit of work that another program plays, when it is there; a damaged one is waited for again."""
-        while (entry := self._intact_shard(round_number, shard)) is None:
+        while (entry := self.intact_shard(round_number, shard)) is None:
             self.preemption.check()
             time.sleep(AWAIT_SECONDS)
         trajectories = self.store.read_shard(entry)
@@ -355,7 +360,7 @@ class Run:
                 trajectories = None if trajectories is None else trajectories + found
         return trajectories
 
-    def _intact_shard(self, round_number: int, shard: int) -> ShardEntry | None:
+    def intact_shard(self, round_number: int, shard: int) -> ShardEntry | None:
         try:
             return self.store.find_shard(round_number, shard)
         except StoreError as damage:

@@ -106,9 +106,11 @@ class Sampler:
         # Whether others still live is read from time to time, of some of them: all workers together look at all.
         if time.monotonic() - self._looked < self._leases.seconds / LOOKS_A_LEASE:
             return False
-        self._looked = time.monotonic()
         taken = [unit for unit in units if unit.index in leased]
-        return self._play_one(number, taken, plan["policy_version"], fresh=False)
+        played = self._play_one(number, taken, plan["policy_version"], fresh=False)
+        if not played:
+            self._looked = time.monotonic()
+        return played
 
     def _later(
         self, number: int, plan: dict[str, Any], shards: list[list[Question]], firsts: Sequence[Unit]
@@ -118,6 +120,8 @@ class Sampler:
         run, name = self._run, f"rounds/{number:04d}/threshold.json"
         if not run.store.exists(name):
             of_shard = [_read(run, number, unit) for unit in firsts]
+            if not all(of_shard):
+                return []
             mean_reward = mean_first_attempt_reward([trajectory for shard in of_shard for trajectory in shard])
             k = next_threshold(config_of(run), plan["previous_threshold"], mean_reward, run.reward.best)
             later = later_attempts(run, number, shards, of_shard.__getitem__, k)
@@ -172,9 +176,9 @@ class Sampler:
 
 
 def _read(run: Run, number: int, unit: Unit) -> list[Trajectory]:
-    entry = run.store.find_shard(number, unit.index)
-    assert entry is not None, "an object that exists stays"
-    return run.store.read_shard(entry)
+    """Nothing where it is damaged: it is set aside then, and played again."""
+    entry = run.intact_shard(number, unit.index)
+    return run.store.read_shard(entry) if entry else []
 
 
 def _nothing() -> Any:

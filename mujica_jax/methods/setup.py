@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +50,8 @@ from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
 
 TOKENIZER = "tokenizer"
+# Of a configuration, what may be another at a restart.
+IGNORED = ("run", "keep_policies", "metrics", "profile", "distributed", "sampling.workers")
 TRAINER, LEAD_SECONDS = "trainer", 30.0  # the lease of who leads a run
 # 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not
 # at all.
@@ -199,7 +200,7 @@ def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
             f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has "
             "begun: give a --run directory that all hosts share"
         )
-    return open_run(directory, about, ignore=("run", "keep_policies", "metrics", "profile", "distributed"))
+    return open_run(directory, about, ignore=IGNORED)
 
 
 @contextlib.contextmanager
@@ -212,8 +213,7 @@ def _led(store: Store, preemption: Preemption) -> Iterator[None]:
     leases, began = Leases(store, seconds=LEAD_SECONDS), time.monotonic()
     while (lease := leases.claim(TRAINER)) is None:
         holder = leases.holder(TRAINER)
-        elsewhere = holder is not None and holder.host != socket.gethostname()
-        if holder and (not elsewhere or time.monotonic() - began > 2 * LEAD_SECONDS):
+        if holder and (leases.is_near(holder) or time.monotonic() - began > 2 * LEAD_SECONDS):
             raise UserError(
                 f"process {holder.process} on {holder.host} trains in {store.root} already: end it first, or choose "
                 "another --run directory"
@@ -224,7 +224,7 @@ def _led(store: Store, preemption: Preemption) -> Iterator[None]:
 
     def renew() -> None:
         while not ended.wait(LEAD_SECONDS / RENEWALS_A_LEASE):
-            with contextlib.suppress(UserError):  # a store that does not answer now is asked again
+            with contextlib.suppress(UserError, OSError):  # a store that does not answer now is asked again
                 lease.renew()
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)

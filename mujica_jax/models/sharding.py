@@ -52,11 +52,12 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     available = list(jax.devices() if devices is None else devices)
     wanted = math.prod(shape.values())
     must_use_all = len({device.process_index for device in available}) > 1
+    slices = len({getattr(device, "slice_index", 0) for device in available})
     if wanted > len(available) or (must_use_all and wanted != len(available)):
         raise UserError(
             f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices and {len(available)} are "
             f"available: choose three numbers whose product is {'' if must_use_all else 'at most '}{len(available)}, "
-            f"for example data=1, fsdp={len(available)}, tensor=1"
+            f"for example data={slices}, fsdp={len(available) // slices}, tensor=1"
         )
     chosen, types = available[:wanted], (AxisType.Auto,) * len(MESH_AXES)
     slices = len({getattr(device, "slice_index", 0) for device in chosen})
@@ -65,8 +66,8 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     # The network between slices is slow: the data axis alone, whose gradients are summed once a step, crosses it.
     if data % slices:
         raise UserError(
-            f"trainer.data is {data} and the job has {slices} slices: use a multiple of {slices}, since only the data "
-            "axis may cross the network between them"
+            f"trainer.data is {data} and the job has {slices} slices (of TPUs; hosts of GPUs): use a multiple of "
+            f"{slices}, since only the data axis may cross the network between them"
         )
     inside, between = (data // slices, fsdp, tensor), (slices, 1, 1)
     grid = mesh_utils.create_hybrid_device_mesh(inside, between, chosen, allow_split_physical_axes=True)

@@ -1,6 +1,6 @@
 """Who works on what: leases in the run directory, for processes that know nothing else of each other.
 
-    <name>/00001.json    {"owner", "host", "process", "until"}
+    <name>/00001.json    {"owner", "host", "space", "process", "until"}
 
 A lease is claimed by creating the next number, which one process alone can; it is renewed by writing its own file
 again, and counts until the time in it is over (seconds since 1970, so clocks must agree within a few seconds). A lease
@@ -28,6 +28,7 @@ class Holder:
 
     owner: str
     host: str
+    space: str  # of processes, where a host has several (containers)
     process: int
     until: float
 
@@ -46,6 +47,10 @@ class Leases:
         """`process`: another one of this host than the one that calls."""
         self._directory, self.seconds, self._clock = directory, seconds, clock
         self._host, self._process = socket.gethostname(), os.getpid() if process is None else process
+        try:
+            self._space = os.readlink("/proc/self/ns/pid")
+        except OSError:
+            self._space = ""
         self.owner = f"{self._host}-{self._process}-{uuid.uuid4().hex[:6]}"
         self.takeovers = 0  # leases that another one had let expire
 
@@ -71,9 +76,13 @@ class Leases:
     def _counts(self, found: Holder) -> bool:
         return found.until > self._clock() and (found.owner == self.owner or not self._is_gone(found))
 
+    def is_near(self, found: Holder) -> bool:
+        """Among the processes that this one can see."""
+        return (found.host, found.space) == (self._host, self._space)
+
     def _is_gone(self, found: Holder) -> bool:
         """Known for a process of this host alone. One of our own number was here before a container's restart."""
-        if found.host != self._host:
+        if not self.is_near(found):
             return False
         try:
             os.kill(found.process, 0)
@@ -93,7 +102,9 @@ class Leases:
             return None  # nothing that this program wrote: over
 
     def _bytes(self, until: float) -> bytes:
-        return json_bytes({"owner": self.owner, "host": self._host, "process": self._process, "until": until})
+        return json_bytes(
+            {"owner": self.owner, "host": self._host, "space": self._space, "process": self._process, "until": until}
+        )
 
     def _write(self, name: str, number: int, until: float) -> None:
         with self._directory.io_statistics.timed("write"):

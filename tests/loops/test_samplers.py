@@ -72,6 +72,27 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
 
 
 @pytest.mark.slow
+def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
+    """Three rounds, so that the last is sampled by a policy whose phase has left its checkpoint behind."""
+    words = ["--method.schedule", "asynchronous", "--method.rounds", "3", "--eval.control", "False"]
+    with serving() as alone:
+        assert ended(begin(alone, tmp_path / "cache", str(CONFIG), *words))["status"] == 0
+        of_one = outcome(fetched(alone, tmp_path / "alone"))
+    with serving() as bucket:
+        trainer = begin(bucket, tmp_path / "cache", str(CONFIG), *words, *EXTERNAL)
+        while not bucket.names("bucket", "runs/smoke/config.json"):
+            time.sleep(0.1)
+        worker = ended(begin(bucket, tmp_path / "cache", program="sample"))
+        of_trainer = ended(trainer)
+        found = outcome(fetched(bucket, tmp_path / "run"))
+    assert worker["status"] == 0 and of_trainer["status"] == 0, of_trainer["messages"] + worker["messages"]
+    assert {name: found[name] for name in found if name != "metrics"} == {
+        name: of_one[name] for name in of_one if name != "metrics"
+    }
+    assert "sampled by policy 1, 1 behind" in of_trainer["output"]
+
+
+@pytest.mark.slow
 def test_a_second_trainer_is_refused_while_the_first_one_trains(tmp_path):
     run = ["--run", str(tmp_path / "run")]
     command = [*whole_runs.TRAIN, *run, *EXTERNAL]
