@@ -22,8 +22,7 @@ from mujica_jax.runtime.standard_output import run_program
 
 if TYPE_CHECKING:
     from mujica_jax.config.schema import Config
-    from mujica_jax.storage.run_directory import run_path
-    from mujica_jax.trajectories.store import CONFIG, Store
+    from mujica_jax.trajectories.store import Store
 
 PROGRAM = "python -m mujica_jax.sample"
 USER_ERROR = 2
@@ -69,7 +68,8 @@ def sample(given: SampleArguments, preemption: Preemption) -> None:
     from mujica_jax.methods.setup import open_sampling
     from mujica_jax.report.progress import Progress
     from mujica_jax.storage.leases import Leases
-    from mujica_jax.trajectories.store import Store
+    from mujica_jax.storage.run_directory import run_path
+    from mujica_jax.trajectories.store import CONFIG, Store
 
     if not (run_path(given.run) / CONFIG).exists():
         raise UserError(f"there is no run in {given.run} yet: start its trainer first, or check --run")
