@@ -8,76 +8,35 @@ without. In the table of the end, see how EM and searches move; `--staged.search
 so on are the ablations.
 """
 
-from mujica_jax.config.schema import (
-    Config,
-    DapoConfig,
-    EngineConfig,
-    EvalConfig,
-    ModelConfig,
-    PretrainingConfig,
-    SamplingConfig,
-    SingleConfig,
-    StagedRewardConfig,
-    TinyWorldConfig,
-    TrainerConfig,
-    WarmupConfig,
-)
+import dataclasses
+
+from mujica_jax.config.files import load_config
+from mujica_jax.config.schema import Config, DapoConfig, SingleConfig, StagedRewardConfig
 
 
 def get_config() -> Config:
-    return Config(
+    base = load_config("tiny_world")
+    return dataclasses.replace(
+        base,
         name="tiny_world_dapo_staged",
-        task=TinyWorldConfig(
-            environment="text",
-            top_k=1,
-            common_knowledge=0.5,
-            train_questions=5_000,
-            demonstrations=800,
-            dev_questions=400,
-            test_questions=400,
-            facts_per_entity=5,
-            distractor_names=0.0,
+        task=dataclasses.replace(
+            base.task, environment="text", top_k=1, demonstrations=800, augmented_copies=0, common_knowledge=0.5
         ),
-        model=ModelConfig(
-            family="qwen3",
-            vocab_tokens=1536,
-            hidden_size=64,
-            intermediate_size=160,
-            num_layers=3,
-            num_heads=4,
-            num_kv_heads=4,
-            head_dim=32,
-            embedding_range=0.15,
-        ),
-        agent=SingleConfig(
-            prompt="brief",
-            max_searches=4,
-            max_turn_tokens=112,
-            max_trajectory_tokens=640,
-            max_observation_tokens=112,
-        ),
-        engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
-        trainer=TrainerConfig(optimizer="muon", row_tokens=640, rows_per_step=4),
-        pretraining=PretrainingConfig(
-            documents=16_000, row_parts=4, steps=850, learning_rate=6e-3, end_learning_rate=4e-3
-        ),
-        warmup=WarmupConfig(steps=500, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.3),
-        sampling=SamplingConfig(
-            questions_per_round=50,
-            shard_questions=50,
-            temperature=1.0,
-        ),
+        agent=SingleConfig(max_turn_tokens=112, max_trajectory_tokens=640, max_observation_tokens=112, prompt="brief"),
+        trainer=dataclasses.replace(base.trainer, row_tokens=640, rows_per_step=4),
+        pretraining=dataclasses.replace(base.pretraining, row_parts=4),
+        warmup=dataclasses.replace(base.warmup, pretraining_share=0.3, miss_rate=0.0),
+        sampling=dataclasses.replace(base.sampling, questions_per_round=50, shard_questions=50, temperature=1.0),
         method=DapoConfig(
             rounds=12,
             rounds_per_phase=4,
             group_attempts=8,
-            learning_rate=5e-4,
-            end_learning_rate=5e-5,
+            learning_rate=0.0005,
+            end_learning_rate=5e-05,
             epochs=1,
             rows_per_update=32,
             max_sampled_batches=4,
         ),
         reward="staged",
         staged=StagedRewardConfig(stage_two_round=5),
-        eval=EvalConfig(questions=400, split="test"),
     )

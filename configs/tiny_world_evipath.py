@@ -8,14 +8,13 @@ the warmed-up policy writes them itself, told nothing, and what it gets right is
 """
 
 import dataclasses
-from pathlib import Path
 
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config, EviPathConfig
 
 
 def get_config() -> Config:
-    base = load_config(str(Path(__file__).with_name("tiny_world.py")))
+    base = load_config("tiny_world")
     return dataclasses.replace(
         base,
         name="tiny_world_evipath",

@@ -5,73 +5,25 @@
 `--method.kind dapo` has DAPO's clip and its dynamic sampling.
 """
 
-from mujica_jax.config.schema import (
-    Config,
-    EngineConfig,
-    EvalConfig,
-    GrpoConfig,
-    ModelConfig,
-    MujicaConfig,
-    PretrainingConfig,
-    SamplingConfig,
-    TinyWorldConfig,
-    TrainerConfig,
-    WarmupConfig,
-)
+import dataclasses
+
+from mujica_jax.config.files import load_config
+from mujica_jax.config.schema import Config, GrpoConfig
 
 
 def get_config() -> Config:
-    return Config(
+    base = load_config("tiny_world")
+    return dataclasses.replace(
+        base,
         name="tiny_world_grpo",
-        task=TinyWorldConfig(
-            train_questions=5_000,
-            demonstrations=400,
-            dev_questions=400,
-            test_questions=400,
-            augmented_copies=1,
-            facts_per_entity=5,
-            distractor_names=0.0,
-        ),
-        model=ModelConfig(
-            family="qwen3",
-            vocab_tokens=1536,
-            hidden_size=64,
-            intermediate_size=160,
-            num_layers=3,
-            num_heads=4,
-            num_kv_heads=4,
-            head_dim=32,
-            embedding_range=0.15,
-        ),
-        agent=MujicaConfig(
-            prompt="brief",
-            max_iterations=4,
-            max_searches_per_turn=4,
-            max_turn_tokens=96,
-            max_trajectory_tokens=320,
-            max_observation_tokens=200,
-        ),
-        engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
-        trainer=TrainerConfig(optimizer="muon", row_tokens=300, rows_per_step=7),
-        pretraining=PretrainingConfig(
-            documents=16_000, row_parts=2, steps=850, learning_rate=6e-3, end_learning_rate=4e-3
-        ),
-        warmup=WarmupConfig(
-            steps=500, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
-        ),
-        sampling=SamplingConfig(
-            questions_per_round=50,
-            shard_questions=50,
-            temperature=1.0,
-        ),
+        sampling=dataclasses.replace(base.sampling, questions_per_round=50, shard_questions=50, temperature=1.0),
         method=GrpoConfig(
             rounds=8,
             rounds_per_phase=4,
             group_attempts=8,
-            learning_rate=5e-4,
-            end_learning_rate=5e-5,
+            learning_rate=0.0005,
+            end_learning_rate=5e-05,
             epochs=1,
             rows_per_update=32,
         ),
-        eval=EvalConfig(questions=400, split="test"),
     )
