@@ -96,17 +96,18 @@ def _config_of(store: "Store", given: SampleArguments) -> "Config":
     """The run's own configuration, with this host's data. Raises UserError for a run that is led otherwise."""
     from mujica_jax.config.files import from_dict
     from mujica_jax.config.schema import Config
+    from mujica_jax.methods.setup import TRAINER
     from mujica_jax.runtime import provenance
+    from mujica_jax.storage.leases import Leases
     from mujica_jax.trajectories.store import CONFIG
 
-    about = store.read_json(CONFIG)
-    config = from_dict(Config, about["config"])
+    config = from_dict(Config, store.read_json(CONFIG)["config"])
     if config.method.kind != "mygo":
         raise UserError(f"the run in {store.root} has method.kind {config.method.kind}: workers sample for mygo alone")
-    revision, own = about.get("git_revision"), provenance.git_revision()
-    if revision and own and revision != own:
+    trainer, own = Leases(store, seconds=given.lease_seconds).newest(TRAINER), provenance.git_revision()
+    if trainer and trainer.revision and own and trainer.revision != own:
         raise UserError(
-            f"the run in {store.root} was begun by revision {revision} and this program is {own}: check out the same"
+            f"the trainer of {store.root} is revision {trainer.revision} and this program is {own}: check out the same"
         )
     if given.data_dir is None:
         return config

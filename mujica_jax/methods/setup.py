@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import itertools
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +40,7 @@ from mujica_jax.models.weights import open_checkpoint
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
 from mujica_jax.report.progress import NoConsole, Progress
 from mujica_jax.report.wandb_log import import_wandb
-from mujica_jax.runtime import distributed
+from mujica_jax.runtime import distributed, provenance
 from mujica_jax.runtime.chips import chip_of
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.extras import import_extra
@@ -210,7 +212,8 @@ def _led(store: Store, preemption: Preemption) -> Iterator[None]:
     if not distributed.is_primary() or store.exists(SUMMARY):  # a finished run changes nothing
         yield
         return
-    leases, began = Leases(store, seconds=LEAD_SECONDS), time.monotonic()
+    leases = Leases(store, seconds=LEAD_SECONDS, revision=provenance.git_revision())
+    began = time.monotonic()
     while (lease := leases.claim(TRAINER)) is None:
         holder = leases.holder(TRAINER)
         if holder and (leases.is_near(holder) or time.monotonic() - began > 2 * LEAD_SECONDS):
@@ -225,6 +228,9 @@ def _led(store: Store, preemption: Preemption) -> Iterator[None]:
     def renew() -> None:
         while not ended.wait(LEAD_SECONDS / RENEWALS_A_LEASE):
             with contextlib.suppress(UserError, OSError):  # a store that does not answer now is asked again
+                if lease.is_lost:  # this program stood still for that long; what it has written stays as after a kill
+                    print(f"error: another process trains in {store.root} since; this one ends", file=sys.stderr)
+                    os._exit(2)
                 lease.renew()
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)

@@ -1,6 +1,6 @@
 """Who works on what: leases in the run directory, for processes that know nothing else of each other.
 
-    <name>/00001.json    {"owner", "host", "space", "process", "until"}
+    <name>/00001.json    {"owner", "host", "space", "process", "until", "revision"}
 
 A lease is claimed by creating the next number, which one process alone can; it is renewed by writing its own file
 again, and counts until the time in it is over (seconds since 1970, so clocks must agree within a few seconds). A lease
@@ -31,6 +31,7 @@ class Holder:
     space: str  # of processes, where a host has several (containers)
     process: int
     until: float
+    revision: str  # of the program; empty where nobody knows
 
 
 class Leases:
@@ -43,9 +44,11 @@ class Leases:
         seconds: float,
         clock: Callable[[], float] = time.time,
         process: int | None = None,
+        revision: str | None = None,
     ) -> None:
         """`process`: another one of this host than the one that calls."""
         self._directory, self.seconds, self._clock = directory, seconds, clock
+        self._revision = revision or ""
         self._host, self._process = socket.gethostname(), os.getpid() if process is None else process
         try:
             self._space = os.readlink("/proc/self/ns/pid")
@@ -54,10 +57,14 @@ class Leases:
         self.owner = f"{self._host}-{self._process}-{uuid.uuid4().hex[:6]}"
         self.takeovers = 0  # leases that another one had let expire
 
+    def newest(self, name: str) -> Holder | None:
+        """Who has it, or had it last."""
+        numbers = self._numbers(name)
+        return self._read(name, numbers[-1]) if numbers else None
+
     def holder(self, name: str) -> Holder | None:
         """Who has it now."""
-        numbers = self._numbers(name)
-        found = self._read(name, numbers[-1]) if numbers else None
+        found = self.newest(name)
         return found if found and self._counts(found) else None
 
     def claim(self, name: str, *, fresh: bool = False) -> "Lease | None":
@@ -103,7 +110,16 @@ class Leases:
 
     def _bytes(self, until: float) -> bytes:
         return json_bytes(
-            {"owner": self.owner, "host": self._host, "space": self._space, "process": self._process, "until": until}
+            dataclasses.asdict(
+                Holder(
+                    owner=self.owner,
+                    host=self._host,
+                    space=self._space,
+                    process=self._process,
+                    until=until,
+                    revision=self._revision,
+                )
+            )
         )
 
     def _write(self, name: str, number: int, until: float) -> None:
@@ -117,6 +133,11 @@ class Lease:
     def __init__(self, leases: Leases, name: str, number: int) -> None:
         self._leases, self._name, self._number = leases, name, number
         self._written = leases._clock()
+
+    @property
+    def is_lost(self) -> bool:
+        """It was over at some time, and another process has it since."""
+        return self._leases._directory.exists(_file(self._name, self._number + 1))
 
     def renew(self) -> None:
         leases, now = self._leases, self._leases._clock()
