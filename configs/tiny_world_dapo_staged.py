@@ -2,10 +2,10 @@
 
     python -m mujica_jax.train configs/tiny_world_dapo_staged.py
 
-Half of the entities stand in the text that the model reads before its demonstrations (`task.common_knowledge`). The
-first stage rewards searching where an answer is wrong, the second one, from `staged.stage_two_round` on, answering
-without. In the table of the end, see how EM and searches move; `--staged.search False`, `--staged.stage-one False` and
-so on are the ablations.
+Half of the entities stand in the text that the model reads before its demonstrations (`task.common_knowledge`), which
+search for half of what could be remembered all the same (`warmup.miss_rate`). The first stage rewards searching where
+an answer is wrong, the second one, from `staged.stage_two_round` on, answering without. In the table of the end, see
+how EM and searches move; `--staged.search False`, `--staged.stage-one False` and so on are the ablations.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def get_config() -> Config:
         agent=SingleConfig(max_turn_tokens=112, max_trajectory_tokens=640, max_observation_tokens=112, prompt="brief"),
         trainer=dataclasses.replace(base.trainer, row_tokens=640, rows_per_step=4),
         pretraining=dataclasses.replace(base.pretraining, row_parts=4),
-        warmup=dataclasses.replace(base.warmup, pretraining_share=0.3, miss_rate=0.0),
+        warmup=dataclasses.replace(base.warmup, pretraining_share=0.3, miss_rate=0.5),
         sampling=dataclasses.replace(base.sampling, questions_per_round=50, shard_questions=50, temperature=1.0),
         method=DapoConfig(
             rounds=12,

@@ -23,9 +23,6 @@ goes on where an earlier one was killed.
 
 import argparse
 import dataclasses
-import hashlib
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,30 +38,21 @@ from mujica_jax.config.schema import (
     EngineConfig,
     EvalConfig,
     RemoteConfig,
-    SingleConfig,
     TaskConfig,
     TwoWikiConfig,
 )
 from mujica_jax.errors import UserError
-from mujica_jax.methods.policies import WANTED, SavedPolicy, find_policy, init_as_checkpoint, is_run, read_object
+from mujica_jax.methods.policies import WANTED, Checkpoint, find_policy, init_as_checkpoint, is_run, read_object
 from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preempted, Preemption
-from mujica_jax.runtime.provenance import differences
 from mujica_jax.runtime.standard_output import run_program
 from mujica_jax.storage.run_directory import run_path
 
 if TYPE_CHECKING:
-    from mujica_jax.methods.evaluation import Play, ScoredGenerator
-    from mujica_jax.models.tokenizer import Tokenizer
-    from mujica_jax.records import Trajectory
-    from mujica_jax.report.comparison import Compared
-    from mujica_jax.report.progress import Progress
-    from mujica_jax.storage.run_directory import RunDirectory, RunPath
-    from mujica_jax.tasks.task import Task
+    from mujica_jax.storage.run_directory import RunPath
 
-MIN_PART_QUESTIONS = 64  # questions that are kept together: what a kill may cost
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
 
 
@@ -94,44 +82,6 @@ class EvalArguments:
     distributed: DistributedConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint(SavedPolicy):
-    """What is evaluated and where that is written down."""
-
-    out: "RunPath"
-
-    def concurrency(self, config: Config) -> int:
-        return config.engine.slots
-
-    def open(self, config: Config) -> "tuple[Tokenizer, ScoredGenerator]":
-        from flax import nnx
-
-        from mujica_jax.inference.engine.factory import engine_mesh
-        from mujica_jax.methods.parts import make_generator, use_weights
-
-        tokenizer, decoder = self.load(config.trainer.dtype, engine_mesh(config.engine))
-        generator = make_generator(decoder, config, tokenizer)
-        if config.engine.weights != "compute" or self.adapter is not None:
-            use_weights(generator, decoder, nnx.state(decoder), config.engine.weights, self.version)
-        generator.policy_version = self.version
-        return tokenizer, generator
-
-    def about(self) -> dict[str, Any]:
-        adapter = {} if self.adapter is None else {"adapter": str(self.adapter)}
-        return {"checkpoint": self.place, "policy": self.version, **adapter}
-
-    def trained_otherwise(self, agent: AgentConfig) -> list[str]:
-        """What the run that made the policy says otherwise of its agent: a configuration beside a run replaces it."""
-        if self.run is None:
-            return []
-        trained, now = read_object(self.run / "config.json")["config"]["agent"], dataclasses.asdict(agent)
-        said = trained if trained["kind"] == now["kind"] else {"kind": trained["kind"]}
-        return differences({"agent": said}, {"agent": {key: now.get(key) for key in said}}, ignore=())
-
-    def closing_lines(self) -> list[str]:
-        return []
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, or ended by SIGTERM, its parts kept; 2 a mistake of the user's; 130 interrupted."""
     with Preemption(kept="what was evaluated is kept") as preemption:
@@ -147,6 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 named = dataclasses.replace(given, checkpoint=given.worker, policy=None, adapter=None)
                 worker = distributed.primary_first("the worker's policy", lambda: find_checkpoint(named))
             judge = None if given.judge.base_url is None else open_endpoint(given.judge, policy.out)
+            # A mistake in the arguments is answered before JAX has started.
+            from mujica_jax.methods.evaluate_policies import evaluate
+
             evaluate(configs, policy, preemption, worker=worker, judge=judge, plot=given.plot)
             distributed.finish()
         except UserError as error:
@@ -235,221 +188,6 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
     found = find_policy(given.checkpoint, policy=given.policy, adapter=given.adapter)
     folder = run_path(given.out or "eval") if given.out or found.run is None else found.run / "eval"
     return Checkpoint(**vars(found), out=folder)
-
-
-def evaluate(
-    configs: Sequence[Config],
-    policy: Checkpoint | Endpoint,
-    preemption: Preemption,
-    *,
-    worker: Checkpoint | None = None,
-    judge: Endpoint | None = None,
-    plot: bool = False,
-) -> None:
-    """Score, print, and write the results; of several configurations, which differ in task and agent, a table too."""
-    # Imported here: a mistake in the arguments is answered before JAX has started.
-    from mujica_jax.inference.counters import LiveCounters
-    from mujica_jax.inference.scheduler import BatchedGenerator
-    from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
-    from mujica_jax.report import comparison
-    from mujica_jax.report.progress import NoConsole, Progress
-    from mujica_jax.runtime.compilation_cache import use_compilation_cache
-    from mujica_jax.runtime.extras import import_extra
-    from mujica_jax.storage.run_directory import RunDirectory, atomic_write
-
-    first = configs[0]
-    if plot:
-        import_extra("matplotlib", "--plot", extra="plots")
-    _require_writable(policy.out)
-    require_packages(first)
-    check_dtypes(first)
-    use_compilation_cache()
-    tasks: dict[TaskConfig, Task] = {}
-    for config in configs:
-        if config.task not in tasks:
-            tasks[config.task] = build_task(config, learns=False)
-    tokenizer, generator = policy.open(first)
-    reader = None if worker is None else _worker(worker, first, tokenizer)
-    live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
-    progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
-    if isinstance(policy, Checkpoint) and (otherwise := policy.trained_otherwise(first.agent)):
-        progress.line(f"the policy was trained under other settings: {'; '.join(otherwise)}")
-    compared = [
-        _evaluate_one(
-            config, tasks[config.task], policy, worker, judge, tokenizer, generator, reader, progress, live, preemption
-        )
-        for config in configs
-    ]
-    folders = [_parts(config, policy, worker) for config in configs]
-    distributed.barrier("all is evaluated")
-    if not distributed.is_primary():
-        return
-    if len(compared) > 1:
-        found = comparison.rows(compared)
-        file = policy.out / f"comparison-{first.eval.split}.json"
-        atomic_write(file, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
-        atomic_write(file.with_suffix(".md"), comparison.markdown(found).encode())
-        if plot:
-            atomic_write(file.with_suffix(".png"), comparison.draw(found))
-        progress.show(comparison.table(found))
-        progress.line(f"comparison: {file}")
-    for folder in folders:  # all that they hold is in the results
-        RunDirectory(folder).remove_folder("")
-    for line in policy.closing_lines():
-        progress.line(line)
-
-
-def _evaluate_one(
-    config: Config,
-    task: "Task",
-    policy: Checkpoint | Endpoint,
-    worker: Checkpoint | None,
-    judge: Endpoint | None,
-    tokenizer: "Tokenizer",
-    generator: "ScoredGenerator",
-    reader: "ScoredGenerator | None",
-    progress: "Progress",
-    live: Any,
-    preemption: Preemption,
-) -> "Compared":
-    from mujica_jax.methods.evaluation import score_policy
-    from mujica_jax.methods.judge import Judge
-    from mujica_jax.methods.parts import make_agent, make_reward, statistics_of
-    from mujica_jax.methods.shares import gather
-    from mujica_jax.report.comparison import Compared
-    from mujica_jax.report.results import score_table
-    from mujica_jax.storage.run_directory import RunDirectory, atomic_write
-    from mujica_jax.trajectories import shards
-
-    parts = _parts(config, policy, worker)
-    agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
-    where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
-    progress.line(f"{policy.name} from {policy.place}, {where}")
-    if left_out := getattr(task, "left_out", 0):
-        progress.line(f"{left_out} questions are left out: the graph does not know their entities or answers")
-    scores = score_policy(
-        policy.name,
-        agent=make_agent(config.agent, tokenizer),
-        reward=make_reward(config, task.rule).at(generator.policy_version),
-        generator=generator,
-        task=task,
-        config=config,
-        progress=progress,
-        concurrency=policy.concurrency(config),
-        live=live,
-        preemption=preemption,
-        worker=reader,
-        gather=lambda kind, own: gather(RunDirectory(parts), kind, own),
-        part_questions=max(MIN_PART_QUESTIONS, 2 * policy.concurrency(config)),
-        keep=lambda name, play: _kept(RunDirectory(parts), f"{name}.parquet", play),
-    )
-    summary = scores.summary()
-    if judge is not None and distributed.is_primary():
-        progress.line(f"{judge.name} at {judge.place} judges {len(scores.questions)} answers")
-        judged = Judge(judge.generator, judge.tokenizer, f"{judge.place} {judge.name}")
-        judgement = judged.judge(scores.questions, scores.greedy.trajectories, task.rule).summary()
-        summary["greedy"] |= judgement | {"judged_by": judge.name}
-        progress.line(
-            f"{judge.name} says yes to {judgement['judge']}% and fails {judgement['judge_failures']} times; yes "
-            f"without an exact match {judgement['judge_yes_not_exact']} times and no with one "
-            f"{judgement['judge_no_but_exact']} times"
-        )
-    compared = Compared(
-        task=f"{task.name} {task.environment_kind}",
-        agent=config.agent.kind,
-        summary=summary["greedy"],
-        em=scores.exact_matches(),
-    )
-    if not distributed.is_primary():
-        return compared
-    file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
-    about = {
-        "task": task.name,
-        "environment": task.environment_kind,
-        "split": config.eval.split,
-        "agent": config.agent.kind,
-        "left_out": getattr(task, "left_out", 0),  # questions that the task could not ask
-        "settings": {"task": dataclasses.asdict(config.task), "agent": dataclasses.asdict(config.agent)},
-        **policy.about(),
-        **({} if worker is None else {"worker": worker.place}),
-        "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
-        "seed": config.seed,
-        "temperature": config.eval.temperature,
-    }
-    atomic_write(file.with_suffix(".predictions.jsonl"), scores.predictions())
-    atomic_write(file.with_suffix(".parquet"), shards.encode(scores.greedy.trajectories))
-    atomic_write(file, (json.dumps(about | summary, indent=2, allow_nan=False) + "\n").encode())
-    progress.show(score_table(summary["greedy"], summary["sampled"]))
-    for kind, found in summary.items():
-        reasons = ", ".join(f"{reason} {count}" for reason, count in found["stop_reasons"].items())
-        progress.line(f"{kind}: {found['searches']:.2f} searches a question; episodes ended: {reasons}")
-    progress.line(f"retrieval: {statistics_of(task, scores.questions).sentence()}")
-    progress.line(f"results and predictions: {file}")
-    return compared
-
-
-def _worker(worker: Checkpoint, config: Config, tokenizer: "Tokenizer") -> "ScoredGenerator":
-    """Raises UserError where its tokens are others."""
-    own, generator = worker.open(config)
-    said = "Who? <think> Ghent [1] </think> 14 März 1961"
-    if own.vocab_size != tokenizer.vocab_size or own.encode_trusted(said) != tokenizer.encode_trusted(said):
-        raise UserError(
-            f"--worker {worker.place} has {own.vocab_size:,} tokens and the planner's checkpoint "
-            f"{tokenizer.vocab_size:,}, or splits text otherwise: choose a worker with the same tokenizer"
-        )
-    return generator
-
-
-def _stem(config: Config, task: "Task") -> str:
-    """What tells results apart in their files' names."""
-    agent = config.agent
-    which = [task.name, task.environment_kind]
-    which += ["distractor"] * (getattr(config.task, "setting", "open") == "distractor")
-    which += [] if agent.kind == "mujica" else [agent.kind.replace("_", "-")]
-    which += [agent.style.replace("_", "-")] if isinstance(agent, SingleConfig) else []
-    which += [f"no-{name}" for name in ("split", "parallel") if not getattr(agent, name, True)]
-    return "-".join(which)
-
-
-def _parts(config: Config, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> "RunPath":
-    """Where what was played is kept until all is: one folder for all processes, whose copies of files differ in age."""
-    return policy.out / f".parts-{distributed.broadcast('parts', lambda: _identity(config, policy, worker))}"
-
-
-def _identity(config: Config, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> str:
-    """What a part that an earlier start has played must agree in."""
-    read = (config.task, config.agent, config.engine, config.eval, config.trainer.dtype)
-    weights = []
-    folders = (getattr(of, name, None) for of in (policy, worker) for name in ("model", "adapter"))
-    for folder in folders:
-        for path in sorted(folder.rglob("*")) if folder is not None else ():
-            found = path.stat()
-            weights.append((path.name, found.st_size, found.st_mtime_ns))
-    said = [repr(read), repr(getattr(policy, "remote", None)), config.reward, config.seed, policy.place, policy.name]
-    said += [weights, distributed.processes()]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
-
-
-def _kept(parts: "RunDirectory", name: str, play: "Play") -> "Sequence[Trajectory]":
-    from mujica_jax.trajectories import shards
-
-    if parts.exists(name):
-        return shards.decode(parts.read(name), name)
-    played = play()
-    parts.create(name, shards.encode(played))
-    return played
-
-
-def _require_writable(folder: "RunPath") -> None:
-    """Asked first: an evaluation takes minutes. (A bucket answers at the first write.)"""
-    if not isinstance(folder, Path):
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write into {folder} ({error.strerror}): choose another folder with --out") from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"cannot write into {folder}: choose another folder with --out")
 
 
 def _run_config(folder: "RunPath") -> Config:

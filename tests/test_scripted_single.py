@@ -29,9 +29,9 @@ FILM = Material(text="Amber Tide: The director of Amber Tide is Ilse Vand.", tit
 DIRECTOR = Material(text="Ilse Vand: The place of birth of Ilse Vand is Ghent.", title="Ilse Vand")
 
 
-def play(question: Question, world: Environment, style="reflect") -> Trajectory:
+def play(question: Question, world: Environment, style="reflect", **noise) -> Trajectory:
     player = Single(tokenizer(), dataclasses.replace(LIMITS, style=style))
-    return asyncio.run(player.run(attempt(question, temperature=0.0), world, ScriptedPolicy(tokenizer())))
+    return asyncio.run(player.run(attempt(question, temperature=0.0), world, ScriptedPolicy(tokenizer(), **noise)))
 
 
 def text_world(found: Mapping[str, tuple[Material, ...]]) -> LittleWorld:
@@ -58,6 +58,14 @@ def test_common_knowledge_is_answered_from_memory():
         "<think> The director of Amber Tide is Ilse Vand. The place of birth of Ilse Vand is Ghent. </think>\n"
         "<reflect> Ghent. </reflect>\n<answer> Ghent </answer>"
     ]
+
+
+def test_a_share_of_what_is_common_knowledge_is_searched_for():
+    world = text_world({"Amber Tide director": (FILM, DIRECTOR)})
+    known = [dataclasses.replace(QUESTION, id=f"q-{n}", kind="compositional, known") for n in range(200)]
+    found = [play(question, world, miss_rate=0.3) for question in known]
+    assert 0.2 < sum(bool(trajectory.searches) for trajectory in found) / len(found) < 0.4
+    assert all(trajectory.answer == "Ghent" for trajectory in found)
 
 
 def test_one_search_that_states_two_facts_is_enough():

@@ -90,7 +90,7 @@ def test_saves_come_as_often_as_the_configuration_says(opened, config, monkeypat
     monkeypatch.setattr(
         Checkpoints, "save", lambda self, state, about: saved.append(int(state.step)) or save(self, state, about)
     )
-    monkeypatch.setattr(Run, "_steps_a_stretch", 1)
+    monkeypatch.setattr("mujica_jax.methods.learning_phase.STEPS_A_STRETCH", 1)
     run = opened(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, save_seconds=save_seconds)))
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
     run.learn("warm-up", run.initial_state, lambda: rows, steps=3, peak=0.1, end_value=0.1)
@@ -110,9 +110,9 @@ def test_saves_that_take_long_come_seldom(opened, config, monkeypatch):
         self.seconds_a_save = 60.0
 
     monkeypatch.setattr(Checkpoints, "save", slow)
-    monkeypatch.setattr(Run, "_steps_a_stretch", 1)
+    monkeypatch.setattr("mujica_jax.methods.learning_phase.STEPS_A_STRETCH", 1)
     run = opened(config)
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
-    monkeypatch.setattr("mujica_jax.methods.run.time", SimpleNamespace(monotonic=lambda: next(looks)))
+    monkeypatch.setattr("mujica_jax.methods.learning_phase.time", SimpleNamespace(monotonic=lambda: next(looks)))
     run.learn("warm-up", run.initial_state, lambda: rows, steps=30, peak=0.1, end_value=0.1)
     assert saved == [1, 14, 27, 30]

@@ -32,7 +32,8 @@ class ScriptedPolicy:
     """Writes any question's episode; what it cannot answer rightly it leaves unanswered.
 
     Its one kind of noise: with the probability `miss_rate` its worker says that nothing was found where the fact stands
-    before it. The planner then gives up, as after any fact that is missing.
+    before it. The planner then gives up, as after any fact that is missing. An agent without workers searches, with the
+    same probability, for what is common knowledge.
     """
 
     version = 0
@@ -58,7 +59,8 @@ class ScriptedPolicy:
                 f"{type(state).__name__}: start from a checkpoint with --init"
             )
         if isinstance(state, SingleState):
-            text = scripted_single.write(state, conclusion)
+            recalls = random.Random(f"{self._seed} {state.question.id}").random() >= self._miss_rate
+            text = scripted_single.write(state, conclusion, recalls=recalls)
         elif isinstance(state, DecexState):
             text = self._decex.write(state)
         elif isinstance(state, PlannerState):

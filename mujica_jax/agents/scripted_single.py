@@ -20,11 +20,11 @@ KNOWN = ", known"  # ends the kind of a question whose facts are common knowledg
 Conclude = Callable[[Question, str], str]  # the thought before an answer
 
 
-def write(state: SingleState, conclude: Conclude) -> str:
-    """The next turn."""
+def write(state: SingleState, conclude: Conclude, *, recalls: bool = True) -> str:
+    """The next turn. One that does not recall searches for what is common knowledge, too."""
     question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
     evidences = [evidence for group in evidence_rounds(question.evidences) for evidence in group]
-    if question.kind.endswith(KNOWN):
+    if recalls and question.kind.endswith(KNOWN):
         return _turn(state, " ".join(map(_fact, evidences)), conclude(question, answer), answer)
     learnt: list[str] = []  # by the last search
     for evidence in evidences:

@@ -218,8 +218,8 @@ class WarmupConfig:
     learning_rate: float
     end_learning_rate: float
     pretraining_share: float  # pre-training documents mixed into the demonstrations, as a share of their tokens
-    # Over graphs, the share of worker turns in which the scripted demonstrator misses the fact before it (0 to 1): its
-    # one kind of noise. Over passages, searches miss by themselves.
+    # The scripted demonstrator's one kind of noise (0 to 1): over graphs, the share of worker turns in which it misses
+    # the fact before it; of the agent `single`, the share of questions about common knowledge that it searches for.
     miss_rate: float = 0.0
     few_shot_trajectories: int = 300  # how many correct trajectories to sample (appendix D.3)
     few_shot_attempts: int = 4  # at most this many tries a question

@@ -35,8 +35,9 @@ from mujica_jax.agents.teacher import REFUSED, RETRIES, TEACHER_PROMPT_TOKENS, T
 from mujica_jax.config.schema import EviPathConfig, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import steps_of_epochs
+from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.remote import open_endpoint
-from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, Phase, PhaseResult, PhaseState, Run
+from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, run_control
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory

@@ -44,8 +44,9 @@ import numpy as np
 
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.mygo_rounds import config_of, plan_round, sample_round
+from mujica_jax.methods.phases import Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
-from mujica_jax.methods.run import Phase, PhaseResult, PhaseState, Run, tokens_of
+from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import run_control, warm_up
 from mujica_jax.records import Conversation, Trajectory
 from mujica_jax.trajectories.packing import PackedRows, pack, too_long

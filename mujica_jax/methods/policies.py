@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mujica_jax.config.schema import AgentConfig, Config
 from mujica_jax.errors import UserError
 from mujica_jax.models.gguf import checkpoint_folder, is_converted
+from mujica_jax.runtime.provenance import differences
 from mujica_jax.storage.run_directory import local_folder, run_path
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from mujica_jax.methods.evaluation import ScoredGenerator
     from mujica_jax.models.decoder import Decoder
     from mujica_jax.models.tokenizer import Tokenizer
     from mujica_jax.storage.run_directory import RunPath
@@ -44,6 +47,44 @@ class SavedPolicy:
         if self.adapter is None:
             return tokenizer, load(mesh, dtype)
         return tokenizer, with_adapter(load(mesh), self.adapter)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint(SavedPolicy):
+    """What is evaluated and where that is written down."""
+
+    out: "RunPath"
+
+    def concurrency(self, config: Config) -> int:
+        return config.engine.slots
+
+    def open(self, config: Config) -> "tuple[Tokenizer, ScoredGenerator]":
+        from flax import nnx
+
+        from mujica_jax.inference.engine.factory import engine_mesh
+        from mujica_jax.methods.parts import make_generator, use_weights
+
+        tokenizer, decoder = self.load(config.trainer.dtype, engine_mesh(config.engine))
+        generator = make_generator(decoder, config, tokenizer)
+        if config.engine.weights != "compute" or self.adapter is not None:
+            use_weights(generator, decoder, nnx.state(decoder), config.engine.weights, self.version)
+        generator.policy_version = self.version
+        return tokenizer, generator
+
+    def about(self) -> dict[str, Any]:
+        adapter = {} if self.adapter is None else {"adapter": str(self.adapter)}
+        return {"checkpoint": self.place, "policy": self.version, **adapter}
+
+    def trained_otherwise(self, agent: AgentConfig) -> list[str]:
+        """What the run that made the policy says otherwise of its agent: a configuration beside a run replaces it."""
+        if self.run is None:
+            return []
+        trained, now = read_object(self.run / "config.json")["config"]["agent"], dataclasses.asdict(agent)
+        said = trained if trained["kind"] == now["kind"] else {"kind": trained["kind"]}
+        return differences({"agent": said}, {"agent": {key: now.get(key) for key in said}}, ignore=())
+
+    def closing_lines(self) -> list[str]:
+        return []
 
 
 def init_as_checkpoint(words: Sequence[str]) -> list[str]:

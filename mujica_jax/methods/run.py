@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import jax
 from flax import nnx
 
 from mujica_jax import metrics as scores_of_answers
@@ -22,13 +21,12 @@ from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
 from mujica_jax.config.schema import Config, TrainerConfig
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
-from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
-from mujica_jax.learning.throughput import Throughput
-from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
+from mujica_jax.learning.trainer import Trainer, TrainState
 from mujica_jax.methods.evaluation import Scores, held_out_questions, score_policy
+from mujica_jax.methods.learning_phase import train_phase
 from mujica_jax.methods.mismatch import compared
 from mujica_jax.methods.parts import (
     make_agent,
@@ -37,6 +35,19 @@ from mujica_jax.methods.parts import (
     open_adapter,
     statistics_of,
     use_weights,
+)
+from mujica_jax.methods.phases import (
+    EVALUATING,
+    LEARNING,
+    MISMATCH,
+    RETRIEVAL,
+    TIME,
+    WARM_UP,
+    Phase,
+    PhaseResult,
+    PhaseState,
+    learning_folder,
+    phase_file,
 )
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.adapters import (
@@ -62,55 +73,8 @@ from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.store import CONFIG, ShardEntry, Store, shard_name
 
-SAVE_EVERY_SECONDS = 15.0  # of training, at least; a save takes about 60 ms for the tiny models
-SAVING_SHARE = 0.05  # of training that saves may take, where `trainer.save_seconds` does not say how often they come
 AWAIT_SECONDS = 0.5  # between two looks for what other programs sample
 KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
-
-# Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
-SAMPLING, EVALUATING, LEARNING, MISMATCH, TIME = "sampling", "evaluating", "learning", "mismatch", "time"
-RETRIEVAL = "retrieval"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Phase:
-    """A stretch of a run that ends with an evaluation: the warm-up, a round, the control."""
-
-    name: str  # its row of the table, and its files
-    step: int  # of its lines in metrics.jsonl; also the version of the policy that it leaves
-    prefix: str = ""  # before the names of these lines, for a phase beside the others
-
-
-WARM_UP = Phase(name="warm-up", step=0)  # its trajectories are round 0 of the run directory
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PhaseResult:
-    """What a phase left: its row of the table, and what it computed, so that the control can be given as much."""
-
-    row: PhaseRow
-    forward_tokens: int  # tokens that went through the model once, while sampling
-    trained_slots: int  # row slots that went forward and backward
-
-
-class PhaseState:
-    """The state that a phase ends with: trained, or restored, when it is first called for.
-
-    Training that goes on from it reuses its buffers; called again after that, it is restored from its checkpoint.
-    """
-
-    def __init__(self, make: Callable[[], TrainState]) -> None:
-        self._make = make
-        self._state: TrainState | None = None
-
-    @property
-    def is_here(self) -> bool:
-        return self._state is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
-
-    def __call__(self) -> TrainState:
-        if self._state is None or not self.is_here:
-            self._state = self._make()
-        return self._state
 
 
 class Run:
@@ -144,7 +108,7 @@ class Run:
         self._decoder, self._load = decoder, load
         self.on_poll: Callable[[], None] = lambda: None  # while episodes are played, some times a second
         self._base = ""  # fingerprint of what adapters are trained on
-        self._newest = ""  # phase whose checkpoint the run would go on from
+        self.newest_phase = ""  # phase whose checkpoint the run would go on from
 
     def initial_state(self) -> TrainState:
         decoder = self._load()
@@ -215,8 +179,8 @@ class Run:
     def remove_past_checkpoints(self) -> None:
         """Of all phases before the newest; the control begins with the warm-up's. Called by the first process, when the
         newest phase is whole."""
-        kept = {self._newest, WARM_UP.name} if self.config.eval.control else {self._newest}
-        folders = {_folder(name) for name in kept}
+        kept = {self.newest_phase, WARM_UP.name} if self.config.eval.control else {self.newest_phase}
+        folders = {learning_folder(name) for name in kept}
         for name in sorted({"/".join(file.split("/")[:2]) for file in self.store.names(f"{LEARNING}/")} - folders):
             self.store.remove_folder(name)
 
@@ -407,95 +371,17 @@ class Run:
         this phase's own rows. `over` is the file that says that the phase is over (None: that of its evaluation). A
         preemption saves the step it comes at.
         """
-        file = over or _phase_file(name)
+        file = over or phase_file(name)
         is_past = distributed.broadcast(f"{name} is over", lambda: self.store.exists(file))
+        rates = schedule(peak=peak, end_value=end_value, total_steps=steps, warmup_steps=warmup_steps, stretch=stretch)
         state = PhaseState(
-            lambda: self._learnt(
-                name, start, rows, steps, peak, end_value, warmup_steps, stretch, loss, config or self.config.trainer
+            lambda: train_phase(
+                self, name, start, rows, steps=steps, rates=rates, loss=loss, config=config or self.config.trainer
             )
         )
         if not is_past:
             state()
         return state
-
-    def _learnt(
-        self,
-        name: str,
-        start: Callable[[], TrainState],
-        rows: Callable[[], PackedRows],
-        steps: int,
-        peak: float,
-        end_value: float,
-        warmup_steps: int,
-        stretch: tuple[float, float],
-        loss: Loss | None,
-        config: TrainerConfig,
-    ) -> TrainState:
-        self.generator.release_weights()
-        checkpoints = Checkpoints(
-            self.store.root / _folder(name), keep=config.keep_checkpoints, io_statistics=self.store.io_statistics
-        )
-        trainer = self.trainer
-        if loss or config != self.config.trainer:
-            trainer = Trainer(self.trainer.model, config, loss)
-        found = checkpoints.restore_latest(trainer.abstract_state())
-        state = trainer.next_phase(start()) if found is None else found[0]
-        self._newest = name  # set here: `start` may be a phase, too
-        input_state = None if found is None else found[1].get("input")
-        rates = schedule(peak=peak, end_value=end_value, total_steps=steps, warmup_steps=warmup_steps, stretch=stretch)
-        done = int(state.step)
-        if done >= steps:
-            return state
-        self.preemption.enter(f"{name}: learning", kept=f"step {done} of {steps} is kept")
-        with self.clock.stage("packing"):
-            packed = rows()
-        figures = Throughput(trainer, packed, done=done, seconds=lambda: self.clock.seconds(LEARNING))
-        last_save, saved = time.monotonic(), done
-
-        with (
-            checkpoints,  # a save goes on beside the steps and is finished before the phase ends, however it ends
-            self.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage,
-            self.profile.of_phase(name, done=done, steps=steps),
-        ):
-
-            def on_step(metrics: StepMetrics) -> None:
-                stage.update(metrics.step, loss=metrics.loss, **metrics.of_loss)
-                if metrics.step % self.config.metrics.every_steps == 0 or metrics.step == steps:
-                    more = figures.of(metrics)
-                    stage.update(metrics.step, tokens_per_second=round(more["tokens_per_second"]))
-                    self.metrics.write(f"{name}/learn", metrics.step, metrics.values() | more)
-
-            # A save is due by the clock, but what a restart repeats is the same steps with the same batches either way.
-            while done < steps:
-                until = self.profile.until(done, min(steps, done + self._steps_a_stretch))
-                self.profile.before(done)
-                with self.clock.stage(LEARNING):
-                    result = fit(
-                        trainer,
-                        state,
-                        packed,
-                        schedule=rates,
-                        steps=until,
-                        seed=self.config.seed,
-                        input_state=input_state,
-                        on_step=on_step,
-                        should_stop=self.preemption.at_step,
-                    )
-                state, done, input_state = result.state, result.steps, result.input_state
-                self.profile.after(done, state)
-                every = config.save_seconds or max(SAVE_EVERY_SECONDS, checkpoints.seconds_a_save / SAVING_SHARE)
-                due = result.stopped or done == steps or time.monotonic() - last_save > every
-                if distributed.broadcast(f"{name}: save", lambda due=due: due) and done > saved:
-                    with self.clock.stage("saving"):
-                        self.metrics.flush()  # a resumed run does not repeat these steps
-                        checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
-                    last_save, saved = time.monotonic(), done
-                if result.stopped:
-                    checkpoints.finish()
-                    raise self.preemption.ended(f"step {saved} of {steps} is saved")
-        return state
-
-    _steps_a_stretch = 25
 
     def finish_phase(
         self,
@@ -510,7 +396,7 @@ class Run:
     ) -> PhaseResult:
         """Evaluate greedily and sampled on the held-out questions and write the phase down, or read it back."""
         name, step = phase.name, phase.step
-        file = _phase_file(name)
+        file = phase_file(name)
         if not distributed.broadcast(file, lambda: self.store.exists(file)):
             self.use_policy(state, step)
             with self.counted(f"{phase.prefix}{EVALUATING}", step):
@@ -586,17 +472,3 @@ class Run:
             return None
         chosen = max(solved, key=lambda trajectory: len(trajectory.searches))
         return questions[chosen.question_id], chosen
-
-
-def _phase_file(name: str) -> str:
-    return f"phases/{name.replace(' ', '-')}.json"
-
-
-def _folder(name: str) -> str:
-    """Of the checkpoints of a phase."""
-    return f"{LEARNING}/{name.replace(' ', '-')}"
-
-
-def tokens_of(trajectories: Sequence[Trajectory]) -> int:
-    """Tokens of all conversations: each went through the model once while sampling."""
-    return sum(len(turn.token_ids) for t in trajectories for c in t.conversations for turn in c.turns)

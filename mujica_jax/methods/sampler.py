@@ -14,7 +14,8 @@ from typing import Any
 
 from mujica_jax.errors import UserError
 from mujica_jax.methods.mygo_rounds import Unit, config_of, first_attempts, later_attempts, next_threshold
-from mujica_jax.methods.run import PhaseState, Run
+from mujica_jax.methods.phases import PhaseState
+from mujica_jax.methods.run import Run
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.storage.leases import Leases
 from mujica_jax.trajectories.select import mean_first_attempt_reward

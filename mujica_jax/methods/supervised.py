@@ -24,7 +24,8 @@ from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
 from mujica_jax.methods.parts import make_agent
-from mujica_jax.methods.run import KEPT_SHARDS, SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState, Run, tokens_of
+from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState, tokens_of
+from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Conversation, Question, Trajectory, Turn
 from mujica_jax.runtime import distributed

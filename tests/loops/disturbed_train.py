@@ -45,7 +45,7 @@ import mujica_jax
 from mujica_jax import sample, train
 from mujica_jax.config.files import load_config
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods import run
+from mujica_jax.methods import learning_phase
 from mujica_jax.methods import setup as start
 from mujica_jax.records import Reward, Trajectory
 from mujica_jax.report.progress import Stage
@@ -176,9 +176,9 @@ def disturbed(
     directory = Path(words[words.index("--run") + 1])
     reward_by_tokens()
     if signal is None or signal == "SIGKILL":
-        run.SAVE_EVERY_SECONDS = 0.0  # so that a kill within a phase finds something to go on from
+        learning_phase.SAVE_EVERY_SECONDS = 0.0  # so that a kill within a phase finds something to go on from
     if stretch is not None:
-        run.Run._steps_a_stretch = stretch
+        learning_phase.STEPS_A_STRETCH = stretch
     if rows is not None:
         write_rows_down(Path(rows))
     if file_bytes is not None:

@@ -1,0 +1,389 @@
+"""The papers' claims on the tiny world, in shape: every run behind docs/claims.md, and that page's tables and pictures.
+
+    python benchmarks/claims.py run [--runs DIR] [--only NAME ...] [--seeds 0 1 2]
+    python benchmarks/claims.py write [--runs DIR] [--page docs/claims.md]
+
+`run` starts `python -m mujica_jax.train` for each experiment and seed, one after the other; one that is finished is
+left as it is, and a killed one goes on. Methods that begin with the same policy share the run that made it: `start`
+names it. `write` replaces what stands between `<!-- table NAME -->` and `<!-- end -->` in the page by what the finished
+runs say, and draws the pictures beside it. A cell is the median over the seeds with the least and the most behind it.
+
+Minutes are those of the phases after the start: sampling, scoring, learning and saving, without evaluations and
+compilation. Tokens are those that the engine generated for training.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+TIME_LEFT_OUT = ("evaluating_seconds", "compiling_seconds", "total_seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One row of a table: a configuration, its flags, and what it begins with (None: its own warm-up)."""
+
+    config: str
+    flags: str = ""
+    start: str | None = None
+    worker: bool = False  # one process learns on the first core, another one samples on the second
+
+
+START = "--method.rounds 0"
+GRPO = "--method.rounds 24 --method.rounds-per-phase 3"
+WORKER = "--sampling.workers external --method.rounds 4 --sampling.questions-per-round 200"
+GRPO_ROWS = ("round 6", "round 12", "round 24")
+STAGED, EVIPATH, DECEX = "tiny_world_dapo_staged", "tiny_world_evipath", "tiny_world_decex"
+STAGED_PARTS = ("stage-one", "stage-two", "search", "format", "answer")
+EXPERIMENTS = {
+    "start": Experiment("tiny_world", START),
+    "mygo": Experiment("tiny_world", "", "start"),
+    "mygo-asynchronous": Experiment("tiny_world", "--method.schedule asynchronous", "start"),
+    "mygo-offline": Experiment("tiny_world", "--method.schedule offline", "start"),
+    "mygo-fixed": Experiment("tiny_world", "--method.threshold fixed --method.fixed-threshold 1.0", "start"),
+    "mygo-none": Experiment("tiny_world", "--method.threshold fixed", "start"),
+    "grpo": Experiment("tiny_world_grpo", GRPO, "start"),
+    "dapo": Experiment("tiny_world_grpo", f"--method.kind dapo {GRPO}", "start"),
+    "worker-online": Experiment("tiny_world", WORKER, "start", worker=True),
+    "worker-asynchronous": Experiment("tiny_world", f"{WORKER} --method.schedule asynchronous", "start", worker=True),
+    "no-split": Experiment("tiny_world", "--agent.split False"),
+    "no-parallel": Experiment("tiny_world", "--agent.parallel False"),
+    "staged-start": Experiment(STAGED, START),
+    "staged": Experiment(STAGED, "", "staged-start"),
+    **{f"staged-without-{part}": Experiment(STAGED, f"--staged.{part} False", "staged-start") for part in STAGED_PARTS},
+    "evipath-start": Experiment("tiny_world", f"{START} --warmup.steps 200"),
+    "evipath": Experiment(EVIPATH, "", "evipath-start"),
+    "evipath-deductive": Experiment(EVIPATH, "--method.mode deductive --method.teacher policy", "evipath-start"),
+    "evipath-planner": Experiment(EVIPATH, "--method.tune planner", "evipath-start"),
+    "evipath-executor": Experiment(EVIPATH, "--method.tune executor", "evipath-start"),
+    "decex-start": Experiment(
+        DECEX, f"--method.kind grpo {START} --method.rounds-per-phase 1 --method.group-attempts 2"
+    ),
+    "decex": Experiment(DECEX, "", "decex-start"),
+    "decex-least": Experiment(DECEX, "--method.retrievals least", "decex-start"),
+    "decex-dpo": Experiment(DECEX, "--method.sft False", "decex-start"),
+    "decex-decisions": Experiment(DECEX, "--method.execution-pairs False", "decex-start"),
+    "decex-executions": Experiment(DECEX, "--method.decision-pairs False", "decex-start"),
+    "decex-unpruned": Experiment(DECEX, "--method.expansion unpruned", "decex-start"),
+}
+# What the rates of the configurations were chosen among, on dev with seed 0: `run --only tune-... --seeds 0`.
+TUNED = {
+    "mygo": ("0.0005", "0.001", "0.002", "0.004"),
+    "grpo": ("0.00025", "0.0005", "0.001", "0.002"),
+}
+for _name, _rates in TUNED.items():
+    for _rate in _rates:
+        _flags = f"{EXPERIMENTS[_name].flags} --method.learning-rate {_rate} --eval.split dev"
+        EXPERIMENTS[f"tune-{_name}-{_rate}"] = dataclasses.replace(EXPERIMENTS[_name], flags=_flags)
+
+
+def folder(runs: Path, name: str, seed: int) -> Path:
+    return runs / f"{name}-{seed}"
+
+
+def command(runs: Path, name: str, seed: int) -> list[str]:
+    """What trains an experiment, as a user would type it."""
+    what = EXPERIMENTS[name]
+    words = ["python", "-m", "mujica_jax.train", f"configs/{what.config}.py", *what.flags.split(), "--seed", str(seed)]
+    if what.start is not None:
+        policy = folder(runs, what.start, seed) / "policies/000000/model"
+        words += ["--init", str(policy), "--pretraining.steps", "0", "--warmup.steps", "0"]
+    return [*words, "--run", str(folder(runs, name, seed))]
+
+
+def train(runs: Path, names: Sequence[str], seeds: Sequence[int]) -> None:
+    runs.mkdir(parents=True, exist_ok=True)
+    for seed, name in itertools.product(seeds, names):
+        place = folder(runs, name, seed)
+        if (place / "summary.json").exists():
+            continue
+        words = command(runs, name, seed)
+        print(" ".join(words), flush=True)
+        with open(f"{place}.log", "ab") as log:
+            if not EXPERIMENTS[name].worker:
+                subprocess.run([sys.executable, *words[1:]], check=True, stdout=log, stderr=log)
+                continue
+            worker = [sys.executable, "-m", "mujica_jax.sample", "--run", str(place)]
+            with _on_core(0, [sys.executable, *words[1:]], log) as trainer:
+                while not (place / "config.json").exists() and trainer.poll() is None:
+                    time.sleep(1)
+                with _on_core(1, worker, log) as sampler:
+                    if trainer.wait() or sampler.wait():
+                        sampler.terminate()
+                        raise SystemExit(f"{name} failed: {place}.log says why")
+
+
+def _on_core(core: int, words: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["taskset", "-c", str(core), *words], stdout=log, stderr=log)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """How a policy scores, and what it took since the start."""
+
+    phase: str
+    scores: dict[str, Any]  # a phase of summary.json
+    trajectories: int
+    learnt: int  # of them
+    tokens: int
+    minutes: float
+
+
+def points(run: Path) -> list[Point]:
+    """The start and every phase after it; the control, which samples nothing, is none of them."""
+    phases = json.loads((run / "summary.json").read_text())["phases"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    times = [line for line in lines if line["phase"] == "time"]
+    found: list[Point] = []
+    last = 0
+    for phase, spent in zip((phase for phase in phases if phase["name"] != "control"), times, strict=True):
+        if not found:
+            found.append(Point(phase["name"], phase, 0, 0, 0, 0.0))
+            continue
+        of_phase = [line for line in lines if line["phase"] == "sampling" and last < line["step"] <= spent["step"]]
+        seconds = sum(v for key, v in spent.items() if key.endswith("_seconds") and key not in TIME_LEFT_OUT)
+        before, last = found[-1], spent["step"]
+        found.append(
+            Point(
+                phase=phase["name"],
+                scores=phase,
+                trajectories=before.trajectories + phase["trajectories"],
+                learnt=before.learnt + phase["accepted"],
+                tokens=before.tokens + sum(line["generated_tokens"] for line in of_phase),
+                minutes=before.minutes + seconds / 60,
+            )
+        )
+    return found
+
+
+def cell(values: Sequence[float], form: str = ".1f") -> str:
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
+
+
+def to_reach(curve: Sequence[Point], level: float, what: Callable[[Point], float]) -> float | None:
+    """What it took until sampled F1 first reached `level`, on the straight line between two evaluations."""
+    for before, after in itertools.pairwise(curve):
+        low, high = before.scores["f1_sampled"], after.scores["f1_sampled"]
+        if low >= level:
+            return what(before)
+        if high >= level:
+            share = (level - low) / (high - low)
+            return what(before) + share * (what(after) - what(before))
+    return None
+
+
+class Runs:
+    """The finished runs of a folder, by experiment."""
+
+    def __init__(self, place: Path, seeds: Sequence[int]) -> None:
+        self.curves: dict[str, dict[int, list[Point]]] = {}
+        self.revisions: dict[str, set[str]] = {}
+        self.place = place
+        for name, seed in itertools.product(EXPERIMENTS, seeds):
+            run = folder(place, name, seed)
+            if (run / "summary.json").exists():
+                self.curves.setdefault(name, {})[seed] = points(run)
+                revision = json.loads((run / "config.json").read_text())["git_revision"][:7]
+                self.revisions.setdefault(name, set()).add(revision)
+
+    def row(self, name: str, label: str, phase: int | str = -1) -> str | None:
+        """EM and F1, greedy and sampled, and what they took, of a phase by its place or its name."""
+        found = [_phase(curve, phase) for curve in self.curves.get(name, {}).values()]
+        if not found:
+            return None
+        cells = [label, str(len(found))]
+        cells += [cell([point.scores[key] for point in found]) for key in ("em", "em_sampled", "f1_sampled")]
+        cells.append(cell([point.scores["searches"] for point in found], ".2f"))
+        cells.append(cell([point.trajectories for point in found], ",.0f"))
+        cells.append(cell([point.learnt for point in found], ",.0f"))
+        cells.append(cell([point.minutes for point in found]))
+        return f"| {' | '.join(cells)} |"
+
+    def table(self, *rows: str | None) -> str:
+        heads = ("", "seeds", "EM", "EM sampled", "F1 sampled", "searches", "trajectories", "learnt", "minutes")
+        lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        return "\n".join([*lines, *(row for row in rows if row is not None)])
+
+    def crossing(self) -> str:
+        """What MyGO and the group methods took to the level that MyGO ends with, seed by seed."""
+        measures: dict[str, Callable[[Point], float]] = {
+            "trajectories": lambda point: point.trajectories,
+            "generated tokens": lambda point: point.tokens,
+            "minutes": lambda point: point.minutes,
+        }
+        lines = ["| seed | F1 sampled | method | trajectories | generated tokens | minutes |", "|---" * 6 + "|"]
+        for seed, mygo in self.curves.get("mygo", {}).items():
+            level = mygo[-1].scores["f1_sampled"]
+            for name in ("mygo", "grpo", "dapo"):
+                curve = self.curves.get(name, {}).get(seed)
+                if curve is None:
+                    continue
+                taken = {key: to_reach(curve, level, what) for key, what in measures.items()}
+                own = {key: what(mygo[-1]) for key, what in measures.items()}
+                cells = [str(seed), f"{level:.1f}", name]
+                for key, value in taken.items():
+                    form = ".1f" if key == "minutes" else ",.0f"
+                    if name == "mygo":
+                        cells.append(format(own[key], form))
+                    elif value is None:
+                        best = max(point.scores["f1_sampled"] for point in curve)
+                        end = measures[key](curve[-1])
+                        cells.append(f"not within {end:{form}}, best {best:.1f}")
+                    else:
+                        cells.append(f"{value:{form}}, {value / own[key]:.2f}x")
+                lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def context(self) -> str:
+        """Tokens that a call of the engine reads, from the evaluation of the last phase."""
+        lines = ["| | EM | EM sampled | context a call, tokens | calls a question |", "|---" * 5 + "|"]
+        labels = {"mygo": "planner and workers, parallel", "no-split": "one agent", "no-parallel": "one at a time"}
+        for name, label in labels.items():
+            of_seeds = self.curves.get(name, {})
+            if not of_seeds:
+                continue
+            contexts, calls = [], []
+            for seed, curve in of_seeds.items():
+                line = _line(folder(self.place, name, seed), "evaluating")
+                contexts.append(line["prompt_tokens"] / line["requests"])
+                calls.append(line["requests"] / (2 * curve[-1].scores["questions"]))
+            last = [curve[-1].scores for curve in of_seeds.values()]
+            cells = [label, cell([s["em"] for s in last]), cell([s["em_sampled"] for s in last])]
+            lines.append(f"| {' | '.join([*cells, cell(contexts, '.0f'), cell(calls)])} |")
+        return "\n".join(lines)
+
+    def trees(self) -> str:
+        """What a search tree took and found, means over its questions."""
+        names = {
+            "seconds": ".2f",
+            "generated_tokens": ",.0f",
+            "nodes": ".1f",
+            "best_reward": ".2f",
+            "retrievals": ".2f",
+        }
+        lines = [f"| | {' | '.join(names).replace('_', ' ')} |", "|---" * (len(names) + 1) + "|"]
+        for name, label in {"decex": "pruned", "decex-unpruned": "unpruned"}.items():
+            found = [_line(folder(self.place, name, seed), "decex") for seed in self.curves.get(name, {})]
+            if found:
+                cells = [cell([line[key] for line in found], form) for key, form in names.items()]
+                lines.append(f"| {' | '.join([label, *cells])} |")
+        return "\n".join(lines)
+
+    def tables(self) -> dict[str, str]:
+        return {
+            "mygo": self.table(
+                self.row("start", "warm-up"),
+                self.row("mygo", "MyGO online"),
+                self.row("mygo-asynchronous", "asynchronous"),
+                self.row("mygo-offline", "offline"),
+                self.row("mygo-fixed", "K fixed at 1"),
+                self.row("mygo-none", "K fixed at 0 (rejection sampling)"),
+            ),
+            "workers": self.table(self.row("worker-online", "online"), self.row("worker-asynchronous", "asynchronous")),
+            "grpo": self.table(
+                self.row("start", "warm-up"),
+                *(
+                    self.row(name, f"{name.upper()}, {phase}", phase)
+                    for name in ("grpo", "dapo")
+                    for phase in GRPO_ROWS
+                ),
+            ),
+            "crossing": self.crossing(),
+            "ablations": self.context(),
+            "staged": self.table(
+                self.row("staged-start", "warm-up"),
+                self.row("staged", "end of stage one", "round 4"),
+                self.row("staged", "end of stage two"),
+                *(self.row(f"staged-without-{part}", f"without {part.replace('-', ' ')}") for part in STAGED_PARTS),
+            ),
+            "evipath": self.table(
+                self.row("evipath-start", "start"),
+                self.row("evipath", "abductive, both"),
+                self.row("evipath-deductive", "deductive, both"),
+                self.row("evipath-planner", "abductive, planner alone"),
+                self.row("evipath-executor", "abductive, executor alone"),
+            ),
+            "decex": self.table(
+                self.row("decex-start", "warm-up"),
+                self.row("decex", "SFT", "sft"),
+                self.row("decex-least", "SFT, least searches", "sft"),
+                self.row("decex", "SFT, then DPO"),
+                self.row("decex-dpo", "DPO alone"),
+                self.row("decex-decisions", "SFT, then DPO, decision pairs alone"),
+                self.row("decex-executions", "SFT, then DPO, execution pairs alone"),
+                self.row("decex-unpruned", "SFT of unpruned trees", "sft"),
+            ),
+            "trees": self.trees(),
+        }
+
+    def draw(self, x: str, what: Callable[[Point], float], file: Path) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.add_subplot()
+        for name, colour in (("mygo", "C0"), ("grpo", "C1"), ("dapo", "C2")):
+            curves = list(self.curves.get(name, {}).values())
+            if not curves:
+                continue
+            at = [statistics.median(what(point) for point in place) for place in zip(*curves, strict=True)]
+            scores = [[point.scores["em_sampled"] for point in place] for place in zip(*curves, strict=True)]
+            axes.plot(at, [statistics.median(s) for s in scores], "o-", color=colour, label=name)
+            axes.fill_between(at, [min(s) for s in scores], [max(s) for s in scores], color=colour, alpha=0.2)
+        axes.set_xlabel(x)
+        axes.set_ylabel("EM sampled on test, percent")
+        axes.legend()
+        figure.savefig(file, dpi=100)
+
+
+def _line(run: Path, phase: str) -> dict[str, Any]:
+    """The last line of this phase in metrics.jsonl."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in reversed(lines) if line["phase"] == phase)
+
+
+def _phase(curve: Sequence[Point], which: int | str) -> Point:
+    if isinstance(which, int):
+        return curve[which]
+    return next(point for point in curve if point.phase == which)
+
+
+def write(found: Runs, page: Path) -> None:
+    text = page.read_text()
+    for name, table in found.tables().items():
+        place = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text, count = place.subn(lambda found, table=table: f"{found[1]}\n{table}\n\n{found[2]}", text)
+        if count != 1:
+            raise SystemExit(f"{page} has {count} places for table {name} and should have one")
+    page.write_text(text)
+    found.draw("trajectories", lambda point: point.trajectories, page.parent / "claims_trajectories.png")
+    found.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
+    for name, revisions in found.revisions.items():
+        print(f"{name}: {len(found.curves[name])} seeds at {', '.join(sorted(revisions))}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "write"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/claims"))
+    parser.add_argument("--only", nargs="+", choices=tuple(EXPERIMENTS), metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
+    parser.add_argument("--page", type=Path, default=Path("docs/claims.md"))
+    given = parser.parse_args()
+    if given.what == "run":
+        train(given.runs, given.only or [name for name in EXPERIMENTS if "tune-" not in name], given.seeds)
+    else:
+        write(Runs(given.runs, given.seeds), given.page)
+
+
+if __name__ == "__main__":
+    main()

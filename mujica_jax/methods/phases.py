@@ -1,0 +1,70 @@
+"""The stretches of a run that end with an evaluation: their names, what they leave, and the state they end with."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+from mujica_jax.learning.trainer import TrainState
+from mujica_jax.records import Trajectory
+from mujica_jax.report.results import PhaseRow
+
+# Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
+SAMPLING, EVALUATING, LEARNING, MISMATCH, TIME = "sampling", "evaluating", "learning", "mismatch", "time"
+RETRIEVAL = "retrieval"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of a run that ends with an evaluation: the warm-up, a round, the control."""
+
+    name: str  # its row of the table, and its files
+    step: int  # of its lines in metrics.jsonl; also the version of the policy that it leaves
+    prefix: str = ""  # before the names of these lines, for a phase beside the others
+
+
+WARM_UP = Phase(name="warm-up", step=0)  # its trajectories are round 0 of the run directory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseResult:
+    """What a phase left: its row of the table, and what it computed, so that the control can be given as much."""
+
+    row: PhaseRow
+    forward_tokens: int  # tokens that went through the model once, while sampling
+    trained_slots: int  # row slots that went forward and backward
+
+
+class PhaseState:
+    """The state that a phase ends with: trained, or restored, when it is first called for.
+
+    Training that goes on from it reuses its buffers; called again after that, it is restored from its checkpoint.
+    """
+
+    def __init__(self, make: Callable[[], TrainState]) -> None:
+        self._make = make
+        self._state: TrainState | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self._state is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+
+    def __call__(self) -> TrainState:
+        if self._state is None or not self.is_here:
+            self._state = self._make()
+        return self._state
+
+
+def phase_file(name: str) -> str:
+    """In the run directory: it says that the phase is over, with its row of the table."""
+    return f"phases/{name.replace(' ', '-')}.json"
+
+
+def learning_folder(name: str) -> str:
+    """Of the checkpoints of a phase."""
+    return f"{LEARNING}/{name.replace(' ', '-')}"
+
+
+def tokens_of(trajectories: Sequence[Trajectory]) -> int:
+    """Tokens of all conversations: each went through the model once while sampling."""
+    return sum(len(turn.token_ids) for t in trajectories for c in t.conversations for turn in c.turns)
