@@ -1,7 +1,7 @@
 """2WikiMultihopQA over passages by staged rewards and DAPO, with Qwen3-8B on 32 chips (v5e:4x8).
 
-    python -m mujica_jax.train configs/two_wiki_text_dapo_staged_qwen3_8b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
-        --task.index INDEX
+    python -m mujica_jax.train configs/two_wiki_text_dapo_staged_qwen3_8b_v5e.py --init CHECKPOINT \\
+        --task.data-dir DIR --task.index INDEX
 
 Learning When to Search, table 1, 2Wiki with Qwen3-8B: a judge accepts 0.28 without search, 0.43 with one, 0.51 trained.
 
