@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.methods.parts import make_reward
 from mujica_jax.records import Question, Search, StopReason, Trajectory
+from mujica_jax.retrieval.text.similarity import word_cosines
 from mujica_jax.rewards import RewardFunction, find_reward
-from mujica_jax.rewards.staged import is_concise, mean_similarity, word_counts
+from mujica_jax.rewards.staged import is_concise, mean_similarity
 
 QUESTION = Question(id="q", text="Where?", answers=("Ghent",))
 SWITCH = 10  # first round of the second stage
@@ -37,7 +39,12 @@ def episode(answer: str, *queries: str, malformed: bool = False, reason=StopReas
 
 def reward(**changes) -> RewardFunction:
     config = StagedRewardConfig(stage_two_round=SWITCH, **changes)
-    return find_reward("staged", "two_wiki", config, lambda queries: np.array([VECTORS[query] for query in queries]))
+    return find_reward("staged", "two_wiki", config, cosines)
+
+
+def cosines(query: str, others: Sequence[str]) -> list[float]:
+    one, rest = np.array(VECTORS[query]), np.array([VECTORS[other] for other in others])
+    return (rest @ one / np.linalg.norm(rest, axis=1) / np.linalg.norm(one)).tolist()
 
 
 def parts(trajectory: Trajectory, stage: int, **changes) -> dict[str, float]:
@@ -103,15 +110,15 @@ def test_the_ablations_of_search_and_format():
     assert find_reward("staged", "two_wiki", None, raising)(episode("Ghent", "a"), QUESTION).total == 2.0
 
 
-def raising(queries):
+def raising(query, others):
     raise AssertionError("asked")
 
 
 def test_similarity_of_counts_of_words():
     # "amber tide director" and "amber tide": 2 / (sqrt 3 sqrt 2); "ghent" shares nothing with either.
-    vectors = word_counts(["Amber Tide director", "amber tide", "Ghent"])
-    assert mean_similarity(vectors) == pytest.approx(2 / math.sqrt(6) / 3)
-    assert mean_similarity(word_counts(["?", "!"])) == 0.0
+    queries = ["Amber Tide director", "amber tide", "Ghent"]
+    assert mean_similarity(queries, word_cosines) == pytest.approx(2 / math.sqrt(6) / 3)
+    assert mean_similarity(["?", "!"], word_cosines) == 0.0
 
 
 @pytest.mark.parametrize(

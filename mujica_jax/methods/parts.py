@@ -18,12 +18,10 @@ from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
-from mujica_jax.retrieval.text.embedders import find_embedder
+from mujica_jax.retrieval.text.similarity import find_similarity
 from mujica_jax.rewards import STAGED, RewardFunction, find_reward
 from mujica_jax.storage.run_directory import local_folder
 from mujica_jax.tasks.task import Task
-
-WORDS = "words"  # of `staged.embedder`: counts of words, no model
 
 
 def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
@@ -32,10 +30,9 @@ def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
 
 def make_reward(config: Config, rule: Rule) -> RewardFunction:
     """The reward of a configuration, with the embedder that it needs."""
-    if config.reward != STAGED or config.staged.embedder == WORDS or not config.staged.search:
+    if config.reward != STAGED or not config.staged.search:
         return find_reward(config.reward, rule, config.staged)
-    embedder = find_embedder(config.staged.embedder).load()
-    return find_reward(config.reward, rule, config.staged, lambda queries: embedder.embed(queries, "query"))
+    return find_reward(config.reward, rule, config.staged, find_similarity(config.staged.embedder))
 
 
 def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatistics:

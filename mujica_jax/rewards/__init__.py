@@ -18,7 +18,8 @@ from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.metrics import Rule, Score, score
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
-from mujica_jax.rewards.staged import Embed, best_reward, staged_reward, word_counts
+from mujica_jax.retrieval.text.similarity import Similarity, word_cosines
+from mujica_jax.rewards.staged import best_reward, staged_reward
 
 FORMAT_SHARE = 0.1
 MALFORMED = "malformed_"  # what an agent counts under such a name speaks against the format
@@ -76,24 +77,26 @@ class RewardFunction:
 
 
 def find_reward(
-    name: str, rule: Rule, staged: StagedRewardConfig | None = None, embed: Embed = word_counts
+    name: str, rule: Rule, staged: StagedRewardConfig | None = None, similarity: Similarity = word_cosines
 ) -> RewardFunction:
-    """The reward of this name; `staged` and the vectors of queries are for the one that is called so. Raises UserError
+    """The reward of this name; `staged` and the likeness of queries are for the one that is called so. Raises UserError
     with the nearest name if there is none."""
     if name == STAGED:
-        return _staged(rule, staged or StagedRewardConfig(), embed)
+        return _staged(rule, staged or StagedRewardConfig(), similarity)
     if name not in REWARDS:
         raise UserError(f"there is no reward {name}: {nearest(name, [*REWARDS, STAGED])}")
     return RewardFunction(rule=rule, of=REWARDS[name])
 
 
-def _staged(rule: Rule, config: StagedRewardConfig, embed: Embed) -> RewardFunction:
+def _staged(rule: Rule, config: StagedRewardConfig, similarity: Similarity) -> RewardFunction:
     def of_round(number: int) -> Parts:
         stage = 1 if number < config.stage_two_round else 2
 
         def of(answer: Score, trajectory: Trajectory) -> Reward:
             formed = is_well_formed(trajectory)
-            return staged_reward(answer, trajectory, well_formed=formed, stage=stage, config=config, embed=embed)
+            return staged_reward(
+                answer, trajectory, well_formed=formed, stage=stage, config=config, similarity=similarity
+            )
 
         return of
 

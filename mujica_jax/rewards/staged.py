@@ -13,22 +13,21 @@ The first stage teaches to search, the second one to leave it where it is not ne
 - An answer is right if it is an exact match under the task's rule; the paper asks a language model.
 - The rules of a concise query are not published; `is_concise` has ours.
 - A stage that is switched off gives 1 or -1 whatever was searched, as section 4.5 describes its ablations.
-- What a query's vector is comes from outside: counts of words (`word_counts`), or an embedder, as the paper has it.
+- How alike two queries are comes from outside (`retrieval.text.similarity`): counts of words, or an embedder, as the
+  paper has it.
 
 As printed, a wrong answer of the first stage earns more than 0 from four searches on.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Sequence
-
-import numpy as np
-from jaxtyping import Float
+import statistics
+from collections.abc import Sequence
 
 from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.metrics import Score
 from mujica_jax.records import Reward, StopReason, Trajectory
-
-Embed = Callable[[Sequence[str]], Float[np.ndarray, "texts width"]]
+from mujica_jax.retrieval.text.similarity import Similarity
 
 _WORD = re.compile(r"\w+")
 QUESTION_WORDS = frozenset(
@@ -38,7 +37,13 @@ PREPOSITIONS = frozenset("about at by for from in into of on to with".split())
 
 
 def staged_reward(
-    answer: Score, trajectory: Trajectory, *, well_formed: bool, stage: int, config: StagedRewardConfig, embed: Embed
+    answer: Score,
+    trajectory: Trajectory,
+    *,
+    well_formed: bool,
+    stage: int,
+    config: StagedRewardConfig,
+    similarity: Similarity,
 ) -> Reward:
     """Total and parts; a part that is switched off is absent."""
     queries = [search.query for search in trajectory.searches]
@@ -46,7 +51,7 @@ def staged_reward(
     if config.answer:
         parts["answer"] = answer_reward(right=answer.em == 1.0, searches=len(queries), stage=stage, config=config)
     if config.search:
-        parts["search"] = search_reward(queries, max_words=config.max_query_words, embed=embed)
+        parts["search"] = search_reward(queries, max_words=config.max_query_words, similarity=similarity)
     if config.format:
         parts["format"] = 1.0 if well_formed and trajectory.stop_reason is StopReason.ANSWERED else -1.0
     return Reward(total=sum(parts.values()), parts=parts)
@@ -65,17 +70,16 @@ def answer_reward(*, right: bool, searches: int, stage: int, config: StagedRewar
     return 1.0 - lessened if right else -1.0
 
 
-def search_reward(queries: Sequence[str], *, max_words: int, embed: Embed) -> float:
+def search_reward(queries: Sequence[str], *, max_words: int, similarity: Similarity) -> float:
     if len(queries) > 1:
-        return -mean_similarity(embed(queries))
+        return -mean_similarity(queries, similarity)
     return 0.0 if all(is_concise(query, max_words) for query in queries) else -1.0
 
 
-def mean_similarity(vectors: Float[np.ndarray, "texts width"]) -> float:
-    """Mean cosine over the pairs of two or more vectors; a vector of zeros is like none."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit = vectors / np.where(lengths == 0, 1.0, lengths)
-    return float((unit @ unit.T)[np.triu_indices(len(vectors), k=1)].mean())
+def mean_similarity(queries: Sequence[str], similarity: Similarity) -> float:
+    """Over the pairs of two or more."""
+    pairs = (similarity(query, queries[place:]) for place, query in enumerate(queries[:-1], start=1))
+    return statistics.fmean(itertools.chain.from_iterable(pairs))
 
 
 def is_concise(query: str, max_words: int) -> bool:
@@ -84,14 +88,3 @@ def is_concise(query: str, max_words: int) -> bool:
     if not 0 < len(words) <= max_words or query.rstrip().endswith("?"):
         return False
     return words[0] not in QUESTION_WORDS | PREPOSITIONS and words[-1] not in PREPOSITIONS
-
-
-def word_counts(texts: Sequence[str]) -> Float[np.ndarray, "texts width"]:
-    """How often each text has each word of all of them: vectors that need no model."""
-    words = [_WORD.findall(text.casefold()) for text in texts]
-    place = {word: number for number, word in enumerate(sorted({word for of_text in words for word in of_text}))}
-    counts = np.zeros((len(texts), max(1, len(place))))
-    for row, of_text in enumerate(words):
-        for word in of_text:
-            counts[row, place[word]] += 1
-    return counts
