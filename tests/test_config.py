@@ -21,7 +21,7 @@ from packed_rows import MODEL, TRAINER, tiny_decoder
 
 from mujica_jax.config import schema as config_module
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import CONFIG_FOLDER, command_line, from_dict, load_config
+from mujica_jax.config.files import CONFIG_FOLDER, command_line, from_dict, load_config, of_kind
 from mujica_jax.config.schema import (
     AgentConfig,
     Config,
@@ -156,6 +156,30 @@ def test_flags_reach_their_fields():
         "elsewhere",
         False,
     )
+
+
+def test_a_section_of_another_kind_keeps_what_was_chosen_and_no_default():
+    grpo = GrpoConfig(
+        rounds=7,
+        rounds_per_phase=1,
+        group_attempts=4,
+        learning_rate=1e-3,
+        end_learning_rate=1e-4,
+        epochs=2,
+        clip_low=0.1,
+    )
+    base = dataclasses.replace(load_config("tiny_world"), method=grpo)
+    found = of_kind(base, "method", "dapo").method
+    assert found == DapoConfig(
+        rounds=7,
+        rounds_per_phase=1,
+        group_attempts=4,
+        learning_rate=1e-3,
+        end_learning_rate=1e-4,
+        epochs=2,
+        clip_low=0.1,
+    )
+    assert isinstance(found, DapoConfig) and found.dynamic_sampling and found.clip_high > grpo.clip_high
 
 
 def test_a_file_may_stand_behind_flags():

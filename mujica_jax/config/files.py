@@ -62,7 +62,7 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
 
 
 def of_kind(config: Config, section: str, kind: str) -> Config:
-    """With a section of another kind: what both kinds have keeps its value, the rest has its default."""
+    """With a section of another kind: what both have keeps the value that was chosen, the rest has its default."""
     import tyro
 
     changed = _of_kind(config, section, _sections_with_kinds(type(config))[section], [f"--{section}.kind", kind])
@@ -186,13 +186,20 @@ def _of_kind(values: Section, section: str, kinds: Mapping[str, type], words: li
         return values
     import tyro
 
-    kept = {name: getattr(current, name) for name in fields & _fields(type(current)) - {"kind"}}
-    required = {
-        field.name: tyro.MISSING
-        for field in dataclasses.fields(kinds[kind])
-        if field.default is dataclasses.MISSING and field.name not in kept
+    defaults, defaults_before = _defaults(kinds[kind]), _defaults(type(current))
+    shared = {name: getattr(current, name) for name in fields & _fields(type(current)) - {"kind"}}
+    # What nobody chose gives way to what the new kind says.
+    kept = {
+        name: value
+        for name, value in shared.items()
+        if name not in defaults or value != defaults_before.get(name, tyro.MISSING)
     }
+    required = {name: tyro.MISSING for name in fields - {"kind"} if name not in defaults and name not in kept}
     return dataclasses.replace(values, **{section: kinds[kind](**kept, **required)})  # type: ignore[type-var]
+
+
+def _defaults(section: type) -> dict[str, Any]:
+    return {f.name: f.default for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING}
 
 
 def _take_flag(words: list[str], flag: str) -> str | None:
