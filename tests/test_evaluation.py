@@ -173,6 +173,9 @@ def test_scores_shown_do_not_depend_on_the_reward():
     *by_format, format_rewards = shown("f1_format")
     assert asked == [(temperature, number) for temperature in (0.0, 1.0) for number in said] * 2
     assert by_f1 == by_format and by_f1[1]["greedy"]["em"] == 33.33
+    assert [row["sampled"]["em"] for row in by_f1[2]] == [row["em"] for row in by_f1[2]], (
+        "the model says the same twice"
+    )
     assert f1_rewards == pytest.approx([1.0, 2 / 3, 0.0])
     assert format_rewards == pytest.approx([1.0, 0.7, 0.0])
 

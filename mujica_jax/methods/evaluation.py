@@ -93,11 +93,14 @@ class Scores:
         return tuple(metrics.score(of.final_answer, asked.answers, self.rule).em for asked, of in pairs)
 
     def predictions(self) -> bytes:
-        """The greedy predictions, one JSON object a line: what was asked, what came, how it scored and what its reward
-        was.
+        """One JSON object a line: what was asked, what came greedily, how it scored and what its reward was; and what
+        came when it was sampled.
         """
         lines = []
-        for question, trajectory in zip(self.questions, self.greedy.trajectories, strict=True):
+        for question, trajectory, sampled in zip(
+            self.questions, self.greedy.trajectories, self.sampled.trajectories, strict=True
+        ):
+            of_sampled = metrics.score(sampled.final_answer, question.answers, self.rule)
             score = metrics.score(trajectory.final_answer, question.answers, self.rule)
             row = {
                 "id": question.id,
@@ -110,6 +113,7 @@ class Scores:
                 "reward": trajectory.reward,
                 "stop_reason": trajectory.stop_reason.value,
                 "searches": [{"query": search.query, "sentence": search.sentence} for search in trajectory.searches],
+                "sampled": {"prediction": sampled.answer, "em": of_sampled.em, "f1": of_sampled.f1},
             }
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         return "".join(lines).encode()
