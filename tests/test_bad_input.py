@@ -182,6 +182,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--method.fixed-threshold 0.5": "method.fixed_threshold is 0.5 and method.threshold is rising",
     "--method.schedule offline --keep-policies 1": "keep_policies is 1 and method.schedule offline",
     "--method.fixed-threshold 1.5": "method.fixed_threshold is 1.5 and the best reward is 1: give a K from 0 to it",
+    "--reward staged --staged.format False --method.fixed-threshold 1.5": "1.5 and the best reward is 1: give a K",
     "--sampling.shard-questions 0": "sampling.shard_questions is 0",
     "--method.epochs 0": "method.epochs is 0",
     "--method.replay -0.5": "method.replay is -0.5",

@@ -6,8 +6,6 @@ from mujica_jax.config.methods import DecexTreeConfig, EviPathConfig, MygoConfig
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 
-BEST_REWARD, BEST_STAGED_REWARD = 1.0, 2.0  # rewards/
-
 
 def check_method(config: Config) -> None:
     """Raises UserError."""
@@ -75,7 +73,7 @@ def _check_mygo(config: Config) -> None:
             f"method.keep_per_question is {method.keep_per_question} and method.max_attempts {method.max_attempts}: no "
             "question has more trajectories than attempts, so lower the first or raise the second"
         )
-    best = BEST_STAGED_REWARD if config.reward == "staged" else BEST_REWARD
+    best = float(config.staged.answer) + float(config.staged.format) if config.reward == "staged" else 1.0  # rewards/
     if not 0 <= method.fixed_threshold <= best:
         raise UserError(
             f"method.fixed_threshold is {method.fixed_threshold} and the best reward is {best:g}: give a K from 0 to it"
