@@ -342,7 +342,6 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
 
     monkeypatch.setattr("mujica_jax.methods.learning_phase.Checkpoints", asked)
     own: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
-    own._learnt = functools.partial(run.Run._learnt, own)
     own.generator = types.SimpleNamespace(release_weights=lambda: None)
     with pytest.raises(Asked, match="7"):
         run.Run.learn(own, "warm-up", None, None, steps=1, peak=1.0, end_value=0.0)  # pyright: ignore
