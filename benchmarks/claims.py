@@ -1,12 +1,12 @@
-"""The papers' claims on the tiny world, in shape: every run behind docs/claims.md, and that page's tables and pictures.
+"""The papers' claims on the tiny world, in shape: the runs, and the page docs/claims.md that they give.
 
     python benchmarks/claims.py run [--runs DIR] [--only NAME ...] [--seeds 0 1 2]
     python benchmarks/claims.py write [--runs DIR] [--page docs/claims.md]
 
 `run` starts `python -m mujica_jax.train` for each experiment and seed, one after the other; one that is finished is
 left as it is, and a killed one goes on. Methods that begin with the same policy share the run that made it: `start`
-names it. `write` replaces what stands between `<!-- table NAME -->` and `<!-- end -->` in the page by what the finished
-runs say, and draws the pictures beside it. A cell is the median over the seeds with the least and the most behind it.
+names it. `write` makes the page of the runs that are finished, with its pictures; a section without one is left out. A
+cell is the median over the seeds with the least and the most behind it.
 
 Minutes are those of the phases after the start: sampling, scoring, learning and saving, without evaluations and
 compilation. Tokens are those that the engine generated for training.
@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -75,7 +74,7 @@ EXPERIMENTS = {
     "decex-executions": Experiment(DECEX, "--method.decision-pairs False", "decex-start"),
     "decex-unpruned": Experiment(DECEX, "--method.expansion unpruned", "decex-start"),
 }
-# What the rates of the configurations were chosen among, on dev with seed 0: `run --only tune-... --seeds 0`.
+# Rates to choose among, on dev with seed 0: `run --only tune-mygo-0.001 ... --seeds 0`.
 TUNED = {
     "mygo": ("0.0005", "0.001", "0.002", "0.004"),
     "grpo": ("0.00025", "0.0005", "0.001", "0.002"),
@@ -84,6 +83,32 @@ for _name, _rates in TUNED.items():
     for _rate in _rates:
         _flags = f"{EXPERIMENTS[_name].flags} --method.learning-rate {_rate} --eval.split dev"
         EXPERIMENTS[f"tune-{_name}-{_rate}"] = dataclasses.replace(EXPERIMENTS[_name], flags=_flags)
+
+
+INTRODUCTION = """# The papers' claims, on the tiny world
+
+Do the methods do here what their papers say of them? In shape: what is compared is the order and the size of a
+difference, never a score with a paper's. `python benchmarks/claims.py write` wrote this page from {runs} runs, revision
+{revisions}; `run` trains them, prints their commands, and goes on where it was killed. Methods that are compared begin
+with the same policy of the same seed. Scores are percent on test questions about entities that no training text names;
+a cell is the median over seeds (the least to the most). Minutes are those of sampling, scoring, learning and saving,
+without the start, evaluations and compilation. Searches are counted in greedy evaluation."""
+MYGO, PARTS, TREES = "MyGO", "Planner and workers, and asking at once", "DecEx-RAG"
+GROUPS = "MyGO beside GRPO and DAPO"
+SECTIONS = {  # of each table: its heading, and what stands before it
+    "mygo": (MYGO, "The paper: MyGO beats its warm-up, offline as well as online, and the threshold matters."),
+    "workers": (MYGO, "One core learns and evaluates, another one samples: four rounds of 200 questions."),
+    "grpo": (GROUPS, "The paper: the quality of GRPO with 94% fewer trajectories and 74% less time."),
+    "crossing": (GROUPS, "What it took until sampled F1 reached that of MyGO's last policy, on straight lines:"),
+    "ablations": (
+        PARTS,
+        "One agent reads by itself (`agent.split False`); one search a turn (`agent.parallel False`).",
+    ),
+    "staged": ("Staged rewards", "The paper: stage one raises accuracy and searching, stage two lowers the searches."),
+    "evipath": ("EviPath", "The paper: what is written backwards teaches more; planner and executor both need tuning."),
+    "trees": (TREES, "The paper: 134.9 s a question with pruning, 743.2 s without, and chains as good."),
+    "decex": (TREES, "The paper: SFT and DPO beat either alone. SFT learns a chain a question, DPO pairs."),
+}
 
 
 def folder(runs: Path, name: str, seed: int) -> Path:
@@ -358,17 +383,21 @@ def _phase(curve: Sequence[Point], which: int | str) -> Point:
 
 
 def write(found: Runs, page: Path) -> None:
-    text = page.read_text()
-    for name, table in found.tables().items():
-        place = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, count = place.subn(lambda found, table=table: f"{found[1]}\n{table}\n\n{found[2]}", text)
-        if count != 1:
-            raise SystemExit(f"{page} has {count} places for table {name} and should have one")
-    page.write_text(text)
-    found.draw("trajectories", lambda point: point.trajectories, page.parent / "claims_trajectories.png")
-    found.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
-    for name, revisions in found.revisions.items():
-        print(f"{name}: {len(found.curves[name])} seeds at {', '.join(sorted(revisions))}")
+    revisions = sorted(set().union(*found.revisions.values()))
+    parts = [INTRODUCTION.format(runs=sum(map(len, found.curves.values())), revisions=", ".join(revisions))]
+    title = ""
+    tables = found.tables()
+    for name, (section, said) in SECTIONS.items():
+        table = tables[name]
+        if table.count("\n") < 2:  # a heading and its line
+            continue
+        parts += [f"## {section}"] * (section != title) + [said, table]
+        title = section
+    if "mygo" in found.curves:
+        found.draw("trajectories", lambda point: point.trajectories, page.parent / "claims_trajectories.png")
+        found.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
+        parts.append("![EM against trajectories](claims_trajectories.png)\n![EM against minutes](claims_minutes.png)")
+    page.write_text("\n\n".join(parts) + "\n")
 
 
 def main() -> None:

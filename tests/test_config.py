@@ -159,26 +159,11 @@ def test_flags_reach_their_fields():
 
 
 def test_a_section_of_another_kind_keeps_what_was_chosen_and_no_default():
-    grpo = GrpoConfig(
-        rounds=7,
-        rounds_per_phase=1,
-        group_attempts=4,
-        learning_rate=1e-3,
-        end_learning_rate=1e-4,
-        epochs=2,
-        clip_low=0.1,
-    )
-    base = dataclasses.replace(load_config("tiny_world"), method=grpo)
-    found = of_kind(base, "method", "dapo").method
-    assert found == DapoConfig(
-        rounds=7,
-        rounds_per_phase=1,
-        group_attempts=4,
-        learning_rate=1e-3,
-        end_learning_rate=1e-4,
-        epochs=2,
-        clip_low=0.1,
-    )
+    chosen: dict[str, Any] = {"rounds": 7, "rounds_per_phase": 1, "group_attempts": 4, "epochs": 2, "clip_low": 0.1}
+    chosen |= {"learning_rate": 1e-3, "end_learning_rate": 1e-4}
+    grpo = GrpoConfig(**chosen)
+    found = of_kind(dataclasses.replace(load_config("tiny_world"), method=grpo), "method", "dapo").method
+    assert found == DapoConfig(**chosen)
     assert isinstance(found, DapoConfig) and found.dynamic_sampling and found.clip_high > grpo.clip_high
 
 

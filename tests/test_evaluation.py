@@ -146,7 +146,8 @@ def test_scores_shown_do_not_depend_on_the_reward():
             shown = tokenizer().decode(prompt)
             number = next(number for number in said if f"Question {number}?" in shown)
             asked.append((params.temperature, number))
-            return completion(said[number])
+            is_right = number == "1" and params.temperature > 0  # sampled it is, greedily it is not
+            return completion(answer("Ghent") if is_right else said[number])
 
     def shown(reward: str) -> tuple[list[str], dict, list[dict], list[float]]:
         console = io.StringIO()
@@ -173,9 +174,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
     *by_format, format_rewards = shown("f1_format")
     assert asked == [(temperature, number) for temperature in (0.0, 1.0) for number in said] * 2
     assert by_f1 == by_format and by_f1[1]["greedy"]["em"] == 33.33
-    assert [row["sampled"]["em"] for row in by_f1[2]] == [row["em"] for row in by_f1[2]], (
-        "the model says the same twice"
-    )
+    assert [(row["em"], row["sampled"]["em"]) for row in by_f1[2]] == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
     assert f1_rewards == pytest.approx([1.0, 2 / 3, 0.0])
     assert format_rewards == pytest.approx([1.0, 0.7, 0.0])
 

@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mujica_jax"
 FLOORS = (  # from the ground up, as the design has them; a room is a folder or a file of the package
     ("config", "records", "metrics", "errors"),
-    ("storage", "http", "runtime"),
+    ("storage", "http", "runtime", "rewards"),
     ("models",),
     ("inference", "retrieval", "trajectories"),
-    ("tasks", "learning", "rewards"),
+    ("tasks", "learning"),
     ("agents", "report"),
     ("methods",),
     ("train", "eval", "sample", "index", "plan", "serve"),

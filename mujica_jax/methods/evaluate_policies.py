@@ -101,7 +101,6 @@ def _evaluate_one(
     live: Any,
     preemption: Preemption,
 ) -> Compared:
-
     parts = _parts(config, policy, worker)
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
     where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"

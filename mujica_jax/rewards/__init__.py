@@ -18,8 +18,7 @@ from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.metrics import Rule, Score, score
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
-from mujica_jax.retrieval.text.similarity import Similarity, word_cosines
-from mujica_jax.rewards.staged import best_reward, staged_reward
+from mujica_jax.rewards.staged import Similarity, best_reward, staged_reward
 
 FORMAT_SHARE = 0.1
 MALFORMED = "malformed_"  # what an agent counts under such a name speaks against the format
@@ -77,10 +76,10 @@ class RewardFunction:
 
 
 def find_reward(
-    name: str, rule: Rule, staged: StagedRewardConfig | None = None, similarity: Similarity = word_cosines
+    name: str, rule: Rule, staged: StagedRewardConfig | None = None, similarity: Similarity | None = None
 ) -> RewardFunction:
-    """The reward of this name; `staged` and the likeness of queries are for the one that is called so. Raises UserError
-    with the nearest name if there is none."""
+    """The reward of this name. `staged` is for the one that is called so, and so is what compares its queries, which
+    only its part `search` asks. Raises UserError with the nearest name if there is none."""
     if name == STAGED:
         return _staged(rule, staged or StagedRewardConfig(), similarity)
     if name not in REWARDS:
@@ -88,7 +87,7 @@ def find_reward(
     return RewardFunction(rule=rule, of=REWARDS[name])
 
 
-def _staged(rule: Rule, config: StagedRewardConfig, similarity: Similarity) -> RewardFunction:
+def _staged(rule: Rule, config: StagedRewardConfig, similarity: Similarity | None) -> RewardFunction:
     def of_round(number: int) -> Parts:
         stage = 1 if number < config.stage_two_round else 2
 

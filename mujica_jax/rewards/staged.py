@@ -22,12 +22,13 @@ As printed, a wrong answer of the first stage earns more than 0 from four search
 import itertools
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.metrics import Score
 from mujica_jax.records import Reward, StopReason, Trajectory
-from mujica_jax.retrieval.text.similarity import Similarity
+
+Similarity = Callable[[str, Sequence[str]], list[float]]  # of a text to each of the others: -1 to 1
 
 _WORD = re.compile(r"\w+")
 QUESTION_WORDS = frozenset(
@@ -43,7 +44,7 @@ def staged_reward(
     well_formed: bool,
     stage: int,
     config: StagedRewardConfig,
-    similarity: Similarity,
+    similarity: Similarity | None,
 ) -> Reward:
     """Total and parts; a part that is switched off is absent."""
     queries = [search.query for search in trajectory.searches]
@@ -51,6 +52,7 @@ def staged_reward(
     if config.answer:
         parts["answer"] = answer_reward(right=answer.em == 1.0, searches=len(queries), stage=stage, config=config)
     if config.search:
+        assert similarity is not None, "the part `search` compares queries"
         parts["search"] = search_reward(queries, max_words=config.max_query_words, similarity=similarity)
     if config.format:
         parts["format"] = 1.0 if well_formed and trajectory.stop_reason is StopReason.ANSWERED else -1.0
