@@ -383,6 +383,8 @@ def _phase(curve: Sequence[Point], which: int | str) -> Point:
 
 
 def write(found: Runs, page: Path) -> None:
+    if not found.curves:
+        raise SystemExit(f"{found.place} has no finished run: `python benchmarks/claims.py run` first, or check --runs")
     revisions = sorted(set().union(*found.revisions.values()))
     parts = [INTRODUCTION.format(runs=sum(map(len, found.curves.values())), revisions=", ".join(revisions))]
     title = ""
