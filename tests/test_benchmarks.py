@@ -13,6 +13,9 @@ import pytest
 from packed_rows import MODEL, tiny_decoder
 from tiny_embedder import WORDS, tiny_embedder
 
+from mujica_jax.config.checks import check
+from mujica_jax.config.files import command_line
+from mujica_jax.config.schema import DapoConfig
 from mujica_jax.models.weights import save_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -179,3 +182,18 @@ def test_embedding_is_measured(tmp_path):
     words = ["--embedder", str(tiny_embedder(tmp_path / "embedder")), "--passages", "64", "--rounds", "1"]
     (row,) = map(json.loads, printed("retrieval.py", "encode", "--corpus", str(corpus), *words).splitlines())
     assert row["encoder"] == "ours" and row["passages"] == 64 and row["passages_per_second"] > 0
+
+
+def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
+    """And begins with a policy that another one of them makes."""
+    monkeypatch.chdir(ROOT)
+    claims = runpy.run_path(str(ROOT / "benchmarks" / "claims.py"))
+    named = {}
+    for name, experiment in claims["EXPERIMENTS"].items():
+        assert experiment.start is None or claims["EXPERIMENTS"][experiment.start].start is None
+        named[name] = command_line(claims["command"](Path("runs"), name, 1)[3:], default="tiny_world")
+        check(named[name])
+        assert named[name].seed == 1 and bool(named[name].init) == bool(experiment.start)
+    method = named["dapo"].method
+    assert isinstance(method, DapoConfig) and method.dynamic_sampling
+    assert set(claims["SECTIONS"]) == set(claims["Runs"](Path("nowhere"), [1]).tables())
