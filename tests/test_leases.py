@@ -34,6 +34,7 @@ def test_a_lease_has_one_holder_until_it_is_over(tmp_path):
     clock.now += 2
     assert not lease.is_lost
     assert other.claim("unit") is not None and other.takeovers == 1 and lease.is_lost
+    assert other.takeover_seconds == 61, "since the renewal at 1059"
     holder = one.holder("unit")
     assert holder is not None and holder.owner == other.owner
 

@@ -2,10 +2,14 @@
 
 import asyncio
 import csv
+import functools
 import gzip
+import http.server
 import json
 import subprocess
 import sys
+import threading
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +20,7 @@ from mujica_jax.config.files import load_config, override
 from mujica_jax.config.schema import TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import Question
-from mujica_jax.tasks.open_domain.records import read_open_records
+from mujica_jax.tasks.open_domain.records import read_open_records, read_set
 from mujica_jax.tasks.open_domain.task import OpenDomain, build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -243,3 +247,55 @@ def test_a_builder_of_tensorflow_datasets_gives_the_same_questions(tmp_path):
         assert built.questions(split) == official.questions(split)
     question = built.questions("dev")[0]
     assert found(built, question, question.text) == found(official, question, question.text)
+
+
+DOWNLOAD = """
+import hashlib, sys, pathlib, tensorflow_datasets as tfds
+from mujica_jax.tasks.open_domain import builders
+addresses = {address for kind in builders.DOWNLOADS.values() for address, _ in kind.values()}
+assert addresses == builders.BUILDERS["nq"].url_infos.keys()
+folder, served = map(pathlib.Path, sys.argv[1:3])
+base, files = sys.argv[3], sorted(served.iterdir())
+info = tfds.core.download.checksums.UrlInfo
+known = {f"{base}/{f.name}": info(f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest(), f.name) for f in files}
+names = (("train", "train"), ("validation", "dev"))
+builders.DOWNLOADS = {
+    "nq": {split: (f"{base}/NQ-open.{name}.jsonl", "") for split, name in names},
+    "ambigqa": {split: (f"{base}/light.zip", f"{name}_light.json") for split, name in names},
+}
+for kind in builders.DOWNLOADS:
+    builders.BUILDERS[kind].url_infos = known
+    made = builders.BUILDERS[kind](data_dir=folder)
+    made.download_and_prepare()
+    print("made", made.info.splits["train"].num_examples, made.info.splits["validation"].num_examples, made.data_dir)
+(served / "NQ-open.dev.jsonl").write_text("tampered")
+try:
+    builders.BUILDERS["nq"](data_dir=folder / "again").download_and_prepare()
+except tfds.core.download.download_manager.NonMatchingChecksumError:
+    print("refused")
+"""
+
+
+@pytest.mark.slow
+def test_builders_download_what_has_a_checksum_and_refuse_what_differs(tmp_path):
+    served, folder = tmp_path / "served", tmp_path / "data"
+    served.mkdir()
+    lines = {"train": ["who is it", "what is it"], "dev": ["where is it"]}
+    with zipfile.ZipFile(served / "light.zip", "w") as archive:
+        for name, questions in lines.items():
+            rows = [{"question": question, "answer": ["Oslo"]} for question in questions]
+            (served / f"NQ-open.{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            annotations = [{"type": "singleAnswer", "answer": ["Oslo"]}]
+            ambiguous = [{"id": q, "question": q, "annotations": annotations} for q in questions]
+            archive.writestr(f"{name}_light.json", json.dumps(ambiguous))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(served))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        words = [str(folder), str(served), f"http://127.0.0.1:{server.server_port}"]
+        ran = subprocess.run([sys.executable, "-c", DOWNLOAD, *words], capture_output=True, text=True, cwd=ROOT)
+        server.shutdown()
+    assert ran.returncode == 0, ran.stderr
+    said = [line.split() for line in ran.stdout.splitlines() if line.startswith(("made", "refused"))]
+    assert [words[:3] for words in said] == [["made", "2", "1"], ["made", "2", "1"], ["refused"]]
+    of_split = [(training, record.text) for training, record in read_set(Path(said[1][3]), "ambigqa")]
+    assert sorted(of_split) == [(False, "where is it"), (True, "what is it"), (True, "who is it")]

@@ -33,6 +33,7 @@ class SamplerStatistics:
     units: int = 0
     trajectories: int = 0
     takeovers: int = 0  # units whose worker had let its lease expire
+    takeover_seconds: float = 0.0  # the longest time that such a worker had been silent
     sampling_seconds: float = 0.0
     idle_seconds: float = 0.0
     store_operations: int = 0
@@ -40,7 +41,8 @@ class SamplerStatistics:
     def in_words(self) -> str:
         total = max(self.sampling_seconds + self.idle_seconds, 1e-9)
         return (
-            f"{self.units} units ({self.trajectories} trajectories, {self.takeovers} taken over) in {total:.0f} s, "
+            f"{self.units} units ({self.trajectories} trajectories, {self.takeovers} taken over after at most "
+            f"{self.takeover_seconds:.0f} s) in {total:.0f} s, "
             f"idle {self.idle_seconds / total:.0%}, {self.store_operations / max(1, self.units):.0f} store operations "
             "a unit"
         )
@@ -174,6 +176,7 @@ class Sampler:
         counted = self._run.store.io_statistics.summary()
         self.statistics.store_operations = int(counted["reads"] + counted["writes"])
         self.statistics.takeovers = self._leases.takeovers
+        self.statistics.takeover_seconds = self._leases.takeover_seconds
 
 
 def _read(run: Run, number: int, unit: Unit) -> list[Trajectory]:

@@ -56,6 +56,7 @@ class Leases:
             self._space = ""
         self.owner = f"{self._host}-{self._process}-{uuid.uuid4().hex[:6]}"
         self.takeovers = 0  # leases that another one had let expire
+        self.takeover_seconds = 0.0  # the longest time from a last renewal until then
 
     def newest(self, name: str) -> Holder | None:
         """Who has it, or had it last."""
@@ -70,14 +71,16 @@ class Leases:
     def claim(self, name: str, *, fresh: bool = False) -> "Lease | None":
         """None where another process has it, or was faster. `fresh`: nobody has had it, as a listing said just now."""
         numbers = [] if fresh else self._numbers(name)
-        if numbers:
-            found = self._read(name, numbers[-1])
-            if found and self._counts(found):
-                return None
+        found = self._read(name, numbers[-1]) if numbers else None
+        if found and self._counts(found):
+            return None
         number = (numbers[-1] if numbers else 0) + 1
         if not self._directory.create(_file(name, number), self._bytes(self._clock() + self.seconds)):
             return None
         self.takeovers += bool(numbers)
+        if found and found.until:  # it was not released
+            silent = self._clock() - (found.until - self.seconds)
+            self.takeover_seconds = max(self.takeover_seconds, silent)
         return Lease(self, name, number)
 
     def _counts(self, found: Holder) -> bool:

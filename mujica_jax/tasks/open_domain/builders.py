@@ -1,12 +1,14 @@
-"""TensorFlow Datasets builders of the question sets, from the official files in a manual folder.
+"""TensorFlow Datasets builders of the question sets, from the official files: those of a manual folder, or downloads.
 
-    tfds build mujica_hotpotqa --imports mujica_jax.tasks.open_domain.builders --manual_dir DIR --data_dir DATA
+    tfds build mujica_hotpotqa --imports mujica_jax.tasks.open_domain.builders [--manual_dir DIR] --data_dir DATA
     python -m mujica_jax.eval ... --task.kind hotpotqa --task.data-dir DATA/mujica_hotpotqa/1.0.0
 
-TensorFlow is imported here alone, and by a run only the first time that it reads such a folder (`records.read_set`).
+`checksums.tsv` holds sizes and SHA-256 of what is downloaded, as other collections of datasets recorded them; a file
+that differs is refused. TensorFlow is imported here alone, and by a run only the first time that it reads such a folder
+(`records.read_set`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,29 @@ from mujica_jax.tasks.open_domain.records import (
     question_files,
     read_open_records,
 )
+
+_HOTPOT = "http://curtis.ml.cmu.edu/datasets/hotpot"
+_NQ = (
+    "https://raw.githubusercontent.com/google-research-datasets/natural-questions/"
+    "a7a113c9fdc2d9986d624bd43b8a18d6d5779eaa/nq_open"
+)
+_TRIVIA = "http://nlp.cs.washington.edu/triviaqa/data/triviaqa-unfiltered.tar.gz"
+_AMBIG = "https://nlp.cs.washington.edu/ambigqa/data/ambignq_light.zip"
+DOWNLOADS: Mapping[str, Mapping[str, tuple[str, str]]] = {  # by kind and split: address, and the file in an archive
+    "hotpotqa": {
+        "train": (f"{_HOTPOT}/hotpot_train_v1.1.json", ""),
+        "validation": (f"{_HOTPOT}/hotpot_dev_distractor_v1.json", ""),
+    },
+    "nq": {
+        "train": (f"{_NQ}/NQ-open.train.jsonl", ""),
+        "validation": (f"{_NQ}/NQ-open.dev.jsonl", ""),
+    },
+    "triviaqa": {
+        "train": (_TRIVIA, "unfiltered-web-train.json"),
+        "validation": (_TRIVIA, "unfiltered-web-dev.json"),
+    },
+    "ambigqa": {"train": (_AMBIG, "train_light.json"), "validation": (_AMBIG, "dev_light.json")},
+}
 
 
 class _Questions(tfds.core.GeneratorBasedBuilder):
@@ -42,11 +67,25 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
         return self.dataset_info_from_configs(features=tfds.features.FeaturesDict(features))
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator[tuple[str, Any]]]:
-        folder = Path(dl_manager.manual_dir)
-        files = question_files(folder, self._kind)
-        training = [file for file in files if "train" in file.name.lower()]
-        parts = {"train": training, "validation": [file for file in files if file not in training]}
+        try:
+            folder = Path(dl_manager.manual_dir)
+        except AssertionError:  # there is none, or nothing in it
+            if self._kind not in DOWNLOADS:
+                raise
+            parts = self._downloaded(dl_manager)
+        else:
+            files = question_files(folder, self._kind)
+            training = [file for file in files if "train" in file.name.lower()]
+            parts = {"train": training, "validation": [file for file in files if file not in training]}
         return {split: self._generate_examples(of_split) for split, of_split in parts.items() if of_split}
+
+    def _downloaded(self, dl_manager: tfds.download.DownloadManager) -> dict[str, list[Path]]:
+        wanted = DOWNLOADS[self._kind]
+        places = dl_manager.download_and_extract({split: address for split, (address, _) in wanted.items()})
+        return {
+            split: sorted(Path(places[split]).rglob(member)) if member else [Path(places[split])]
+            for split, (_, member) in wanted.items()
+        }
 
     def _generate_examples(self, files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         seen = set()
@@ -62,7 +101,8 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
 
 
 def _builder(kind: str) -> type[_Questions]:
-    said = f"Put {SOURCES[kind]} into the manual folder, plain or .gz."
+    said = f"Put {SOURCES[kind]} into the manual folder, plain or .gz"
+    said += ", or leave it empty: they are downloaded." if kind in DOWNLOADS else "."
     about = {"__doc__": f"Questions of {kind}.", "MANUAL_DOWNLOAD_INSTRUCTIONS": said, "__module__": __name__}
     about |= {"name": f"mujica_{kind}", "SKIP_REGISTERING": False}
     return type(f"Mujica{kind.capitalize()}", (_Questions,), about)
