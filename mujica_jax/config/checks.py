@@ -17,85 +17,31 @@ from mujica_jax.config.method_checks import check_method
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
-MIN: Mapping[str, int | float] = {  # smallest value of a field, where the section has it
-    "model.hidden_size": 1,
-    "model.intermediate_size": 1,
-    "model.num_layers": 1,
-    "model.num_heads": 1,
-    "model.num_kv_heads": 1,
-    "model.head_dim": 2,
-    "agent.max_iterations": 1,
-    "agent.max_searches_per_turn": 1,
-    "agent.max_searches": 1,
-    "agent.max_sentences": 1,
-    "agent.max_turn_tokens": 1,
-    "agent.max_trajectory_tokens": 1,
-    "agent.max_observation_tokens": 1,
-    "engine.slots": 1,
-    "engine.decode_steps_per_call": 1,
-    "engine.prefill_tokens": 1,
-    "engine.page_tokens": 8,
-    "engine.cache_gigabytes": 0,
-    "engine.tensor": 1,
-    "trainer.row_tokens": 2,
-    "trainer.rows_per_step": 1,
-    "trainer.weight_decay": 0,
-    "trainer.spike_deviations": 0,
-    "trainer.spike_window_steps": 2,
-    "trainer.max_skips_in_a_row": 1,
-    "trainer.accumulation_steps": 1,
-    "trainer.z_loss": 0,
-    "trainer.keep_checkpoints": 1,
-    "trainer.save_seconds": 0,
-    "trainer.lora_rank": 0,
-    "trainer.data": 1,
-    "trainer.fsdp": 1,
-    "trainer.tensor": 1,
-    "pretraining.documents": 0,
-    "pretraining.steps": 0,
-    "pretraining.row_parts": 1,
-    "warmup.steps": 0,
-    "warmup.pretraining_share": 0,
-    "warmup.few_shot_trajectories": 1,
-    "warmup.few_shot_attempts": 1,
-    "sampling.questions_per_round": 1,
-    "sampling.shard_questions": 1,
-    "method.rounds": 0,
-    "method.max_attempts": 1,
-    "method.keep_per_question": 1,
-    "method.epochs": 1,
-    "method.replay": 0,
-    "method.max_tries": 1,
-    "method.rounds_per_phase": 1,
-    "method.group_attempts": 2,
-    "method.rows_per_update": 0,
-    "method.clip_low": 0,
-    "method.clip_high": 0,
-    "method.importance_cap": 0,
-    "method.max_sampled_batches": 1,
-    "method.overlong_tokens": 0,
-    "method.overlong_cache_tokens": 0,
-    "method.kl_coefficient": 0,
-    "staged.stage_two_round": 0,
-    "staged.beta": 0,
-    "staged.max_query_words": 1,
-    "method.branches": 1,
-    "method.rollouts": 1,
-    "method.skip_above": 0,
-    "method.budget_tokens": 0,
-    "method.min_reward": 0,
-    "method.dpo_epochs": 1,
-    "eval.questions": 1,
-    "distributed.processes": 1,
-    "distributed.process": 0,
-    "distributed.deadline_seconds": 1,
-    "distributed.barrier_seconds": 1,
-    "metrics.every_steps": 1,
-    "metrics.compared_conversations": 0,
-    "metrics.port": 0,
-    "seed": 0,
-    "keep_policies": 0,
+LEAST: Mapping[int, str] = {  # values of fields at least, where the section has them
+    0: """
+        engine.cache_gigabytes trainer.weight_decay trainer.spike_deviations trainer.z_loss trainer.save_seconds
+        trainer.lora_rank pretraining.documents pretraining.steps warmup.steps warmup.pretraining_share
+        method.rounds method.replay method.rows_per_update method.clip_low method.clip_high method.importance_cap
+        method.overlong_tokens method.overlong_cache_tokens method.kl_coefficient method.skip_above
+        method.budget_tokens method.min_reward staged.stage_two_round staged.beta distributed.process
+        metrics.compared_conversations metrics.port seed keep_policies
+    """,
+    1: """
+        model.hidden_size model.intermediate_size model.num_layers model.num_heads model.num_kv_heads
+        agent.max_iterations agent.max_searches_per_turn agent.max_searches agent.max_sentences
+        agent.max_turn_tokens agent.max_trajectory_tokens agent.max_observation_tokens engine.slots
+        engine.decode_steps_per_call engine.prefill_tokens engine.tensor trainer.rows_per_step
+        trainer.max_skips_in_a_row trainer.accumulation_steps trainer.keep_checkpoints trainer.data trainer.fsdp
+        trainer.tensor pretraining.row_parts warmup.few_shot_trajectories warmup.few_shot_attempts
+        sampling.questions_per_round sampling.shard_questions method.max_attempts method.keep_per_question
+        method.epochs method.max_tries method.rounds_per_phase method.max_sampled_batches method.branches
+        method.rollouts method.dpo_epochs staged.max_query_words eval.questions distributed.processes
+        distributed.deadline_seconds distributed.barrier_seconds metrics.every_steps
+    """,
+    2: "model.head_dim trainer.row_tokens trainer.spike_window_steps method.group_attempts",
+    8: "engine.page_tokens",
 }
+MIN: Mapping[str, int | float] = {name: least for least, names in LEAST.items() for name in names.split()}
 ABOVE_ZERO = (
     "model.rope_theta",
     "model.embedding_range",
