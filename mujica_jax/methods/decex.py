@@ -34,6 +34,7 @@ from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import find_loss
 from mujica_jax.learning.trainer import steps_of_epochs
+from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.search_tree import Growth, Tree
@@ -96,10 +97,9 @@ def _config(run: Run) -> DecexTreeConfig:
 
 def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
     """All trees of the run, as they are kept."""
-    done = distributed.primary_first("the trees are read", lambda: run.store.read_done(ROUND))
-    found = None if done is None else run.read_shards(done.shards)
-    if found is not None:
-        return found
+    earlier = finished_round(run, ROUND)
+    if earlier is not None:
+        return earlier[0]
     size, questions = run.config.sampling.shard_questions, run.task.questions("train")
     questions = questions[: run.config.sampling.questions_per_round]
     if len(questions) < run.config.sampling.questions_per_round:
@@ -137,10 +137,8 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
             records += found
             grown = min(len(questions), (index + 1) * size)
             stage.update(grown)
-    if distributed.is_primary():
-        run.metrics.flush()
-        rewards = [record.reward for record in records if not is_pair(record)]
-        run.store.write_done(ROUND, entries, mean_reward=statistics.fmean(rewards), threshold=None)
+    rewards = [record.reward for record in records if not is_pair(record)]
+    close_round(run, ROUND, entries, mean_reward=statistics.fmean(rewards))
     return records
 
 

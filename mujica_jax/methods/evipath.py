@@ -35,6 +35,7 @@ from mujica_jax.agents.teacher import REFUSED, RETRIES, TEACHER_PROMPT_TOKENS, T
 from mujica_jax.config.schema import EviPathConfig, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import steps_of_epochs
+from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.remote import open_endpoint
 from mujica_jax.methods.run import KEPT_SHARDS, Run
@@ -156,9 +157,9 @@ def _synthesize(
     """One trajectory a question, in shards. Raises UserError as soon as all that a teacher wrote is malformed."""
     number, config = EVIPATH.step, _config(run)
     name = f"{EVIPATH.name}: synthesis"
-    earlier = distributed.primary_first("the synthesis is read", lambda: _finished(run))
+    earlier = finished_round(run, number)
     if earlier is not None:
-        return earlier
+        return earlier[0]
     size = run.config.sampling.shard_questions
     shards = [questions[start : start + size] for start in range(0, len(questions), size)]
     if distributed.is_primary():
@@ -198,17 +199,9 @@ def _synthesize(
                     f"({_not_kept(trajectories, [])}); what was made is kept: ask another teacher, or begin another "
                     f"run with more than method.max_tries {config.max_tries}"
                 )
-    if distributed.is_primary():
-        run.metrics.flush()  # a resumed run finds the round closed and does not write its line again
-        mean_reward = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
-        run.store.write_done(number, entries, mean_reward=mean_reward, threshold=None)
+    mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
+    close_round(run, number, entries, mean_reward=mean)
     return trajectories
-
-
-def _finished(run: Run) -> list[Trajectory] | None:
-    """What an earlier start made; None where the round is open."""
-    done = run.store.read_done(EVIPATH.step)
-    return None if done is None else run.read_shards(done.shards)
 
 
 def _attempt(run: Run, question: Question) -> Attempt:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig
+from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, PhaseState
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
@@ -32,9 +33,11 @@ def sample_round(
 ) -> tuple[list[Trajectory], float]:
     """All trajectories of a round, by the policy of this version, and its threshold. The first half of its shards holds
     first attempts."""
-    earlier = distributed.primary_first(f"round {number} is read", lambda: _finished_round(run, number))
+    earlier = finished_round(run, number)
     if earlier is not None:
-        return earlier
+        sampled, threshold = earlier
+        assert threshold is not None, "a MyGO round is closed with its threshold"
+        return sampled, threshold
     shards = plan_round(run, number, version, previous_k)
     run.preemption.enter(f"round {number}: sampling", kept=KEPT_SHARDS)
     # A finished run is left alone by workers: what is damaged there is sampled here.
@@ -84,9 +87,7 @@ def sample_round(
         firsts = {trajectory.question_id: trajectory for trajectory in trajectories}
         of_shard = [[firsts[question.id] for question in shard] for shard in shards]
         play("later attempts", later_attempts(run, number, shards, of_shard.__getitem__, k))
-    if distributed.is_primary():
-        run.metrics.flush()  # a resumed run finds the round closed and does not write its line again
-        run.store.write_done(number, entries, mean_reward=mean_reward, threshold=k)
+    close_round(run, number, entries, mean_reward=mean_reward, threshold=k)
     return trajectories, k
 
 
@@ -155,16 +156,6 @@ def plan_round(run: Run, number: int, version: int, previous_k: float) -> list[l
     if distributed.is_primary():
         run.store.write_plan(number, plan)
     return shards
-
-
-def _finished_round(run: Run, number: int) -> tuple[list[Trajectory], float] | None:
-    """What an earlier run sampled; None where the round is open."""
-    done = run.store.read_done(number)
-    found = None if done is None else run.read_shards(done.shards)
-    if done is None or found is None:
-        return None
-    assert done.threshold is not None, "a MyGO round is closed with its threshold"
-    return found, done.threshold
 
 
 def next_attempts(

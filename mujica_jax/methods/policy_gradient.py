@@ -36,6 +36,7 @@ from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.methods import DapoConfig, GrpoConfig
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.learning.trainer import steps_of_epochs
+from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.rollouts import Reference, Rollout, compared_groups, figures, loss_of, prepare, scored
 from mujica_jax.methods.run import KEPT_SHARDS, Run
@@ -201,9 +202,9 @@ def _say(run: Run, rollout: Rollout, number: int) -> None:
 
 def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[Trajectory]:
     """All trajectories of a round, those of groups that teach nothing among them."""
-    earlier = distributed.primary_first(f"round {number} is read", lambda: _finished_round(run, number))
+    earlier = finished_round(run, number)
     if earlier is not None:
-        return earlier
+        return earlier[0]
     config, size = _config(run), run.config.sampling.shard_questions
     questions, wanted, most = _questions_of(run, number)
     if distributed.is_primary():
@@ -242,17 +243,9 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
             teaching = sum(group.teaches or not config.dynamic_sampling for group in groups)
             stage.update(teaching, episodes=episodes)
             asked += more
-    if distributed.is_primary():
-        run.metrics.flush()  # a resumed run finds the round closed and does not write its line again
-        mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
-        run.store.write_done(number, entries, mean_reward=mean, threshold=None)
+    mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
+    close_round(run, number, entries, mean_reward=mean)
     return trajectories
-
-
-def _finished_round(run: Run, number: int) -> list[Trajectory] | None:
-    """What an earlier run sampled; None where the round is open."""
-    done = run.store.read_done(number)
-    return None if done is None else run.read_shards(done.shards)
 
 
 def _questions_of(run: Run, number: int) -> tuple[Sequence[Question], int, int]:
