@@ -74,14 +74,16 @@ EXPERIMENTS = {
     "decex-executions": Experiment(DECEX, "--method.decision-pairs False", "decex-start"),
     "decex-unpruned": Experiment(DECEX, "--method.expansion unpruned", "decex-start"),
 }
-# Rates to choose among, on dev with seed 0: `run --only tune-mygo-0.001 ... --seeds 0`.
+# Rates to choose among, on dev with seed 0: `run --only tune-mygo-0.001 ... --seeds 0`. GRPO's are compared after a
+# third of the rounds.
+TUNING = {"mygo": "", "grpo": "--method.rounds 8 --method.rounds-per-phase 4"}
 TUNED = {
     "mygo": ("0.0005", "0.001", "0.002", "0.004"),
     "grpo": ("0.00025", "0.0005", "0.001", "0.002"),
 }
 for _name, _rates in TUNED.items():
     for _rate in _rates:
-        _flags = f"{EXPERIMENTS[_name].flags} --method.learning-rate {_rate} --eval.split dev"
+        _flags = f"{TUNING[_name]} --method.learning-rate {_rate} --eval.split dev"
         EXPERIMENTS[f"tune-{_name}-{_rate}"] = dataclasses.replace(EXPERIMENTS[_name], flags=_flags)
 
 
