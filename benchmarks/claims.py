@@ -38,9 +38,9 @@ class Experiment:
 
 
 START = "--method.rounds 0"
-GRPO = "--method.rounds 24 --method.rounds-per-phase 3"
+GRPO = "--method.rounds 12 --method.rounds-per-phase 3"
 WORKER = "--sampling.workers external --method.rounds 4 --sampling.questions-per-round 200"
-GRPO_ROWS = ("round 6", "round 12", "round 24")
+GRPO_ROWS = ("round 3", "round 6", "round 12")
 STAGED, EVIPATH, DECEX = "tiny_world_dapo_staged", "tiny_world_evipath", "tiny_world_decex"
 STAGED_PARTS = ("stage-one", "stage-two", "search", "format", "answer")
 EXPERIMENTS = {
@@ -74,8 +74,8 @@ EXPERIMENTS = {
     "decex-executions": Experiment(DECEX, "--method.decision-pairs False", "decex-start"),
     "decex-unpruned": Experiment(DECEX, "--method.expansion unpruned", "decex-start"),
 }
-# Rates to choose among, on dev with seed 0: `run --only tune-mygo-0.001 ... --seeds 0`. GRPO's are compared after a
-# third of the rounds.
+# Rates to choose among, on dev with seed 0: `run --only tune-mygo-0.001 ... --seeds 0`. GRPO's are compared after
+# eight rounds.
 TUNING = {"mygo": "", "grpo": "--method.rounds 8 --method.rounds-per-phase 4"}
 TUNED = {
     "mygo": ("0.0005", "0.001", "0.002", "0.004"),

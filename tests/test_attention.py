@@ -22,6 +22,15 @@ def packed(time: int, *, heads: int, kv_heads: int, head_dim: int, seed: int = 0
     return (*values, jnp.asarray(segments, jnp.int32))
 
 
+def with_gradients(implementation, inputs, segments) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def loss(*inputs):
+        mixed = segment_attention(*inputs, segments, implementation)
+        return jnp.sum(jnp.sin(mixed)), mixed
+
+    (_, mixed), gradients = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*inputs)
+    return mixed, gradients
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(attention, "_splash", functools.partial(attention._splash, interpret=True))
@@ -34,15 +43,30 @@ def interpreted(monkeypatch):
 def test_splash_computes_what_xla_does(interpreted, heads, kv_heads, head_dim):
     *inputs, segments = packed(128, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
-    def loss(implementation, *inputs):
-        mixed = segment_attention(*inputs, segments, implementation)
-        return jnp.sum(jnp.sin(mixed)), mixed
-
-    (_, xla), expected = jax.value_and_grad(functools.partial(loss, "xla"), argnums=(0, 1, 2), has_aux=True)(*inputs)
-    (_, splash), found = jax.value_and_grad(functools.partial(loss, "splash"), argnums=(0, 1, 2), has_aux=True)(*inputs)
+    (xla, expected), (splash, found) = (with_gradients(kind, inputs, segments) for kind in ("xla", "splash"))
     np.testing.assert_allclose(splash, xla, atol=2e-5)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "time"), [(6, 2, 200), (2, 2, 128)])
+def test_blocks_compute_what_xla_does(heads, kv_heads, time):
+    """A length that is no multiple of a block, conversations that begin within one, and padding."""
+    *inputs, segments = packed(time, heads=heads, kv_heads=kv_heads, head_dim=16)
+    (xla, expected), (blocks, found) = (with_gradients(kind, inputs, segments) for kind in ("xla", "blocks"))
+    np.testing.assert_allclose(blocks, xla, atol=2e-6)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=5e-6)
+    assert not np.asarray(blocks)[0, time - 7 :].any(), "padding is 0"
+
+
+def test_blocks_of_another_conversation_are_not_multiplied():
+    """What a conversation does not see may be anything, where a product would spread it."""
+    *inputs, segments = packed(256, heads=2, kv_heads=2, head_dim=16)
+    query, key, value = inputs
+    poisoned = key.at[0, :64].set(jnp.nan)  # the whole first conversation of the first row, one block
+    mixed = segment_attention(query, poisoned, value, segments, "blocks")
+    assert np.isnan(mixed[0, :64]).all() and not np.isnan(mixed[0, 64:]).any()
 
 
 def test_the_gpu_path_computes_what_xla_does():
@@ -55,6 +79,7 @@ def test_the_gpu_path_computes_what_xla_does():
 def test_auto_takes_the_platforms_kernel(monkeypatch):
     for platform, time, chosen in (
         ("cpu", 256, "xla"),
+        ("cpu", 768, "blocks"),
         ("tpu", 256, "splash"),
         ("tpu", 250, "xla"),
         ("gpu", 250, "cudnn"),

@@ -167,7 +167,7 @@ class TrainerConfig:
     # Updates that the running mean looks back on; before there are as many none is skipped.
     spike_window_steps: int = 64
     max_skips_in_a_row: int = 8  # one more ends the run
-    attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
+    attention: Literal["auto", "xla", "blocks", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
     # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole
     # layers. auto: none up to four layers, full beyond.
     remat: Literal["auto", "none", "dots", "full"] = "auto"

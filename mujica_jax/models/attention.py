@@ -1,4 +1,5 @@
-"""Causal attention inside segments, by the kernel of the platform: splash on TPU, cuDNN on NVIDIA GPUs, XLA elsewhere.
+"""Causal attention inside segments, by the kernel of the platform: splash on TPU, cuDNN on NVIDIA GPUs, on a CPU block
+by block where rows are long, XLA elsewhere.
 
 All take query [batch, time, heads, head_dim], key and value [batch, time, kv_heads, head_dim] and segment ids [batch,
 time], and mix in float32. Segment 0 is padding: its output is zero and carries no gradient. Called by `learning.losses`
@@ -17,12 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from mujica_jax.config.checks import SPLASH_LANES
 from mujica_jax.errors import UserError
+from mujica_jax.models.block_attention import MASKED_SCORE, block_attention
 from mujica_jax.models.layers import Attend
 from mujica_jax.models.sharding import RULES
 
-Implementation = Literal["auto", "xla", "splash", "cudnn"]
+Implementation = Literal["auto", "xla", "blocks", "splash", "cudnn"]
 
-MASKED_SCORE = -1e30  # finite: a difference of two of them is 0, where that of two infinities would be NaN
+LONG_ROW = 512  # tokens, from which a row on a CPU is handled block by block: shorter ones have too little to skip
 # Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip more but make more
 # kernels.
 MIN_BLOCK_TOKENS = 64
@@ -44,14 +46,14 @@ def segment_attention(
     implementation: Implementation = "auto",
 ) -> Float[Array, "batch time heads head_dim"]:
     """softmax(query key^T / sqrt(head_dim)) value over earlier tokens of the same segment."""
-    kernels: dict[str, Kernel] = {"xla": _xla, "splash": _splash, "cudnn": _cudnn}
+    kernels: dict[str, Kernel] = {"xla": _xla, "blocks": _blocks, "splash": _splash, "cudnn": _cudnn}
     mixed = kernels[resolve(implementation, time=query.shape[1])](query, key, value, segment_ids)
     return jnp.where((segment_ids != 0)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
 
 
 def resolve(
     implementation: Implementation, *, time: int, platform: str | None = None
-) -> Literal["xla", "splash", "cudnn"]:
+) -> Literal["xla", "blocks", "splash", "cudnn"]:
     """What `auto` means on a platform (None: the one that runs): its kernel where rows have a length it takes, else
     XLA."""
     if implementation != "auto":
@@ -59,6 +61,8 @@ def resolve(
     platform = platform or jax.default_backend()
     if platform == "gpu":
         return "cudnn"
+    if platform == "cpu" and time >= LONG_ROW:
+        return "blocks"
     return "splash" if platform == "tpu" and time % SPLASH_LANES == 0 else "xla"
 
 
@@ -123,6 +127,11 @@ def softmax_mix(
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     mixed = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
     return (mixed / jnp.sum(weights, axis=-1, keepdims=True)).astype(values.dtype)
+
+
+def _blocks(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
+    """Each device walks over its own rows."""
+    return _on_each_device(block_attention, kv_heads=key.shape[2])(query, key, value, segment_ids)
 
 
 def _cudnn(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
