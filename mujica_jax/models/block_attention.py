@@ -27,7 +27,8 @@ def block_attention(
     value: Float[Array, "batch time kv_heads head_dim"],
     segment_ids: Int[Array, "batch time"],
 ) -> Float[Array, "batch time heads head_dim"]:
-    """As `attention.segment_attention`; rows one after the other, each with blocks of its own."""
+    """As `attention.segment_attention`, of segments without gaps; rows one after the other, each with blocks of its
+    own."""
     batch, time, heads, head_dim = query.shape
     kv_heads, blocks = key.shape[2], -(-time // BLOCK_TOKENS)
     sharing = heads // kv_heads
