@@ -19,6 +19,7 @@ import json
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -91,10 +92,10 @@ INTRODUCTION = """# The papers' claims, on the tiny world
 
 Do the methods do here what their papers say of them? In shape: what is compared is the order and the size of a
 difference, never a score with a paper's. `python benchmarks/claims.py write` wrote this page from {runs} runs, revision
-{revisions}; `run` trains them, prints their commands, and goes on where it was killed. Methods that are compared begin
-with the same policy of the same seed. Scores are percent on test questions about entities that no training text names;
-a cell is the median over seeds (the least to the most). Minutes are those of sampling, scoring, learning and saving,
-without the start, evaluations and compilation. Searches are counted in greedy evaluation."""
+{revisions}, {machine}; `run` trains them, prints their commands, and goes on where it was killed. Methods that are
+compared begin with the same policy of the same seed. Scores are percent on test questions about entities that no
+training text names; a cell is the median over seeds (the least to the most). Minutes are those of sampling, scoring,
+learning and saving, without the start, evaluations and compilation. Searches are counted in greedy evaluation."""
 MYGO, PARTS, TREES = "MyGO", "Planner and workers, and asking at once", "DecEx-RAG"
 GROUPS = "MyGO beside GRPO and DAPO"
 SECTIONS = {  # of each table: its heading, and what stands before it
@@ -216,7 +217,7 @@ class Runs:
         self.curves: dict[str, dict[int, list[Point]]] = {}
         self.revisions: dict[str, set[str]] = {}
         self.place = place
-        for name, seed in itertools.product(EXPERIMENTS, seeds):
+        for name, seed in itertools.product((name for name in EXPERIMENTS if "tune-" not in name), seeds):
             run = folder(place, name, seed)
             if (run / "summary.json").exists():
                 self.curves.setdefault(name, {})[seed] = points(run)
@@ -253,7 +254,7 @@ class Runs:
             level = mygo[-1].scores["f1_sampled"]
             for name in ("mygo", "grpo", "dapo"):
                 curve = self.curves.get(name, {}).get(seed)
-                if curve is None:
+                if curve is None or not {"grpo", "dapo"} & self.curves.keys():
                     continue
                 taken = {key: to_reach(curve, level, what) for key, what in measures.items()}
                 own = {key: what(mygo[-1]) for key, what in measures.items()}
@@ -384,16 +385,19 @@ def _phase(curve: Sequence[Point], which: int | str) -> Point:
     return next(point for point in curve if point.phase == which)
 
 
-def write(found: Runs, page: Path) -> None:
+def write(found: Runs, page: Path, machine: str) -> None:
     if not found.curves:
         raise SystemExit(f"{found.place} has no finished run: `python benchmarks/claims.py run` first, or check --runs")
     revisions = sorted(set().union(*found.revisions.values()))
-    parts = [INTRODUCTION.format(runs=sum(map(len, found.curves.values())), revisions=", ".join(revisions))]
+    count = sum(map(len, found.curves.values()))
+    begin = INTRODUCTION.format(runs=count, revisions=", ".join(revisions), machine=machine)
+    heading, _, text = begin.partition("\n\n")
+    parts = [heading, textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)]
     title = ""
     tables = found.tables()
     for name, (section, said) in SECTIONS.items():
         table = tables[name]
-        if table.count("\n") < 2:  # a heading and its line
+        if table.count("\n") < 3:  # a heading, its line and one row, which nothing stands beside
             continue
         parts += [f"## {section}"] * (section != title) + [said, table]
         title = section
@@ -411,11 +415,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(EXPERIMENTS), metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--page", type=Path, default=Path("docs/claims.md"))
+    parser.add_argument("--machine", default="on a machine that nobody named", help="said on the page")
     given = parser.parse_args()
     if given.what == "run":
         train(given.runs, given.only or [name for name in EXPERIMENTS if "tune-" not in name], given.seeds)
     else:
-        write(Runs(given.runs, given.seeds), given.page)
+        write(Runs(given.runs, given.seeds), given.page, given.machine)
 
 
 if __name__ == "__main__":
