@@ -99,7 +99,11 @@ learning and saving, without the start, evaluations and compilation. Searches ar
 MYGO, PARTS, TREES = "MyGO", "Planner and workers, and asking at once", "DecEx-RAG"
 GROUPS = "MyGO beside GRPO and DAPO"
 SECTIONS = {  # of each table: its heading, and what stands before it
-    "mygo": (MYGO, "The paper: MyGO beats its warm-up, offline as well as online, and the threshold matters."),
+    "mygo": (
+        MYGO,
+        "The paper: MyGO beats its warm-up, offline as well as online, and the threshold matters. Of two rounds the\n"
+        "asynchronous and the offline schedule sample the second by the same policy: their scores are the same.",
+    ),
     "workers": (MYGO, "One core learns and evaluates, another one samples: four rounds of 200 questions."),
     "grpo": (GROUPS, "The paper: the quality of GRPO with 94% fewer trajectories and 74% less time."),
     "crossing": (GROUPS, "What it took until sampled F1 reached that of MyGO's last policy, on straight lines:"),
