@@ -4,9 +4,10 @@
     python benchmarks/claims.py write [--runs DIR] [--page docs/claims.md]
 
 `run` starts `python -m mujica_jax.train` for each experiment and seed, one after the other; one that is finished is
-left as it is, and a killed one goes on. Methods that begin with the same policy share the run that made it: `start`
-names it. `write` makes the page of the runs that are finished, with its pictures; a section without one is left out. A
-cell is the median over the seeds with the least and the most behind it.
+left as it is, and a killed one goes on; under `taskset -c 0`, and `-c 1` with other seeds, each has a core of its own.
+Methods that begin with the same policy share the run that made it: `start` names it. `write` makes the page of the runs
+that are finished, with its pictures; a section without one is left out. A cell is the median over the seeds with the
+least and the most behind it.
 
 Minutes are those of the phases after the start: sampling, scoring, learning and saving, without evaluations and
 compilation. Tokens are those that the engine generated for training.
@@ -107,10 +108,11 @@ SECTIONS = {  # of each table: its heading, and what stands before it
     "workers": (MYGO, "One core learns and evaluates, another one samples: four rounds of 200 questions."),
     "grpo": (
         GROUPS,
-        "The paper: the quality of GRPO with 94% fewer trajectories and 74% less time. GRPO has its configuration's\n"
-        "rate here, 0.0005; on dev 0.00025 is better ([LOG.md](LOG.md)) and was not run with three seeds yet.",
+        "The paper: the quality of GRPO with 94% fewer trajectories and 74% less time. Each has the rate of its\n"
+        "configuration (`tiny_world.py`, `tiny_world_grpo.py`), whether or not it is the best one below.",
     ),
     "crossing": (GROUPS, "What it took until sampled F1 reached that of MyGO's last policy, on straight lines:"),
+    "rates": (GROUPS, "Rates on dev, with seed 0; GRPO after eight rounds:"),
     "ablations": (
         PARTS,
         "One agent reads by itself (`agent.split False`); one search a turn (`agent.parallel False`).",
@@ -280,6 +282,17 @@ class Runs:
                 lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
+    def rates(self) -> str:
+        """What the runs that compare rates ended with."""
+        lines = ["| method | rate | EM sampled | F1 sampled | trajectories |", "|---" * 5 + "|"]
+        for name, rate in ((name, rate) for name, rates in TUNED.items() for rate in rates):
+            run = folder(self.place, f"tune-{name}-{rate}", 0)
+            if (run / "summary.json").exists():
+                last = points(run)[-1]
+                scores = [f"{last.scores[key]:.1f}" for key in ("em_sampled", "f1_sampled")]
+                lines.append(f"| {' | '.join([name, rate, *scores, f'{last.trajectories:,}'])} |")
+        return "\n".join(lines)
+
     def context(self) -> str:
         """Tokens that a call of the engine reads, from the evaluation of the last phase."""
         lines = ["| | EM | EM sampled | context a call, tokens | calls a question |", "|---" * 5 + "|"]
@@ -335,6 +348,7 @@ class Runs:
                 ),
             ),
             "crossing": self.crossing(),
+            "rates": self.rates(),
             "ablations": self.context(),
             "staged": self.table(
                 self.row("staged-start", "warm-up"),

@@ -44,7 +44,7 @@ def block_attention(
     segments = jnp.pad(segment_ids, ((0, 0), (0, blocks * BLOCK_TOKENS - time)))
     begins = jnp.argmax(segments[:, ::BLOCK_TOKENS, None] == segments[:, None, :], axis=-1)
     of_rows = (
-        queries.astype(query.dtype),
+        queries,
         cut(key, kv_heads),
         cut(value, kv_heads),
         segments.reshape(batch, blocks, BLOCK_TOKENS),
