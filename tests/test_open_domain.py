@@ -273,6 +273,11 @@ try:
     builders.BUILDERS["nq"](data_dir=folder / "again").download_and_prepare()
 except tfds.core.download.download_manager.NonMatchingChecksumError:
     print("refused")
+builders.DOWNLOADS["ambigqa"]["train"] = f"{base}/light.zip", "renamed.json"
+try:
+    builders.BUILDERS["ambigqa"](data_dir=folder / "again").download_and_prepare()
+except builders.UserError as error:
+    print("named", error)
 """
 
 
@@ -295,7 +300,8 @@ def test_builders_download_what_has_a_checksum_and_refuse_what_differs(tmp_path)
         ran = subprocess.run([sys.executable, "-c", DOWNLOAD, *words], capture_output=True, text=True, cwd=ROOT)
         server.shutdown()
     assert ran.returncode == 0, ran.stderr
-    said = [line.split() for line in ran.stdout.splitlines() if line.startswith(("made", "refused"))]
-    assert [words[:3] for words in said] == [["made", "2", "1"], ["made", "2", "1"], ["refused"]]
+    said = [line.split() for line in ran.stdout.splitlines() if line.startswith(("made", "refused", "named"))]
+    assert [words[:3] for words in said[:3]] == [["made", "2", "1"], ["made", "2", "1"], ["refused"]]
+    assert said[3][2:6] == ["has", "no", "file", "renamed.json:"]
     of_split = [(training, record.text) for training, record in read_set(Path(said[1][3]), "ambigqa")]
     assert sorted(of_split) == [(False, "where is it"), (True, "what is it"), (True, "who is it")]

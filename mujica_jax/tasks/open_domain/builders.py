@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
+from mujica_jax.errors import UserError
 from mujica_jax.tasks.open_domain.records import (
     SOURCES,
     OpenRecord,
@@ -80,12 +81,14 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
         return {split: self._generate_examples(of_split) for split, of_split in parts.items() if of_split}
 
     def _downloaded(self, dl_manager: tfds.download.DownloadManager) -> dict[str, list[Path]]:
-        wanted = DOWNLOADS[self._kind]
+        wanted, parts = DOWNLOADS[self._kind], {}
         places = dl_manager.download_and_extract({split: address for split, (address, _) in wanted.items()})
-        return {
-            split: sorted(Path(places[split]).rglob(member)) if member else [Path(places[split])]
-            for split, (_, member) in wanted.items()
-        }
+        for split, (address, member) in wanted.items():
+            place = Path(places[split])
+            parts[split] = sorted(place.rglob(member)) if member else [place]
+            if not parts[split]:
+                raise UserError(f"{address} has no file {member}: put {SOURCES[self._kind]} into --manual_dir")
+        return parts
 
     def _generate_examples(self, files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         seen = set()
