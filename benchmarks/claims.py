@@ -80,8 +80,8 @@ EXPERIMENTS = {
 # eight rounds.
 TUNING = {"mygo": "", "grpo": "--method.rounds 8 --method.rounds-per-phase 4"}
 TUNED = {
-    "mygo": ("0.0005", "0.001", "0.002", "0.004"),
-    "grpo": ("0.00025", "0.0005", "0.001", "0.002"),
+    "mygo": ("0.0005", "0.001", "0.002"),
+    "grpo": ("0.000125", "0.00025", "0.0005", "0.001"),
 }
 for _name, _rates in TUNED.items():
     for _rate in _rates:

@@ -190,8 +190,9 @@ class ContiguousEngine(Engine):
                 self._version[page] += 1
                 held.pages.append((page, int(self._version[page])))
         for places, indices, pages in lots(moves):
-            self._count("flush")
-            self._memory = programs.store_pages(self._memory, places, indices, pages)
+            self._count_for_rows("flush")
+            stored = programs.store_pages(self._memory.pages, self._memory.rows, places, indices, pages)
+            self._memory = self._memory._replace(pages=stored)
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         held = self._slot_caches[slot]
@@ -200,9 +201,11 @@ class ContiguousEngine(Engine):
             # A request that was given up before its prompt was read has no row; -1 would be the last one,
             # which another request holds.
             row = held.row if held.row >= 0 else self._num_rows
+            self._count_for_rows("clear")
+            self._memory = self._memory._replace(rows=programs.clear(self._memory.rows, np.asarray([row])))
             for (pages,) in lots([(page,) for page in broken_pages]):
-                self._count("clear")
-                self._memory = programs.clear(self._memory, np.int32(row), pages)
+                self._programs.add(("clear",))
+                self._memory = self._memory._replace(pages=programs.clear(self._memory.pages, pages))
             self._evict(held)
 
     @property
@@ -240,8 +243,9 @@ class ContiguousEngine(Engine):
             return
         self._widen((1 + max(index for _, index, _ in moves)) * self.page_tokens)
         for places, indices, pages in lots(moves):
-            self._count("load")
-            self._memory = programs.load_pages(self._memory, places, indices, pages)
+            self._count_for_rows("load")
+            loaded = programs.load_pages(self._memory.rows, self._memory.pages, places, indices, pages)
+            self._memory = self._memory._replace(rows=loaded)
 
     def _holds(self, row: PrefillRow) -> bool:
         held, count = self._slot_caches[row.slot], -(-row.start // self.page_tokens)
@@ -284,7 +288,7 @@ class ContiguousEngine(Engine):
                 self._evict(held)
         kept = [held for held in self._slot_caches if held.active]
         places = np.asarray([held.row for held in kept] + [0] * (count - len(kept)), np.int32)
-        self._count("fewer rows", count)
+        self._count_for_rows("fewer rows", count)
         self._memory = self._memory._replace(rows=programs.select_rows(self._memory.rows, places))
         self._slot_of_row = [-1] * count
         slot_of = {id(held): slot for slot, held in enumerate(self._slot_caches)}
@@ -316,8 +320,9 @@ class ContiguousEngine(Engine):
         self._store_prefix(place, _SharedPrefix(common, tokens))
         for held in others:
             if held.pages[: len(common)] == common and held.tokens >= tokens > held.offset:
-                self._count("shift")
-                self._memory = programs.shift_row(self._memory, np.int32(held.row), np.int32(tokens - held.offset))
+                self._count_for_rows("shift")
+                moved = programs.shift_row(self._memory.rows, np.int32(held.row), np.int32(tokens - held.offset))
+                self._memory = self._memory._replace(rows=moved)
                 held.prefix, held.offset = place, tokens
         self._narrow(others)
 
@@ -329,14 +334,15 @@ class ContiguousEngine(Engine):
         length = bucket(longest, max(MIN_PREFIX_TOKENS, 2 * self.page_tokens), self._largest_width)
         count, held = self._memory.prefixes.shape
         if len(self._prefixes) > count or length > held:
-            self._count("larger prefixes", len(self._prefixes), length)
+            self._programs.add(("larger prefixes", len(self._prefixes), length, self._memory.prefixes.shape))
             prefixes = programs.resized(self._memory.prefixes, max(len(self._prefixes), count), max(length, held))
             self._memory = self._memory._replace(prefixes=prefixes)
         # Filled up with its last page, which lies beyond its length there: one program whatever the prefix.
         pages = np.full(self._memory.prefixes.shape[1] // self.page_tokens, prefix.pages[-1][0], np.int32)
         pages[: len(prefix.pages)] = [page for page, _ in prefix.pages]
-        self._count("prefix")
-        self._memory = programs.store_prefix(self._memory, np.int32(place), pages)
+        self._programs.add(("prefix", self._memory.prefixes.shape))
+        prefixes = programs.store_prefix(self._memory.prefixes, self._memory.pages, np.int32(place), pages)
+        self._memory = self._memory._replace(prefixes=prefixes)
 
     def _longest_prefix(self, pages: Sequence[tuple[int, int]], start: int) -> int:
         """The longest prefix that these pages begin with, -1 if there is none."""
@@ -390,7 +396,7 @@ class ContiguousEngine(Engine):
                 self._evict(held)
 
     def _resize_rows(self, count: int, width: int) -> None:
-        self._count("resize rows", count, width)
+        self._count_for_rows("resize rows", count, width)
         self._memory = self._memory._replace(rows=programs.resized(self._memory.rows, count, width))
 
     def _empty(self, rows: int, tokens: int) -> programs.KeysValues:
@@ -403,7 +409,10 @@ class ContiguousEngine(Engine):
         return programs.KeysValues(layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim))
 
     def _count(self, *program: Any) -> None:
-        self._programs.add((*program, self._memory.rows.shape, self._memory.prefixes.shape))
+        self._count_for_rows(*program, self._memory.prefixes.shape)
+
+    def _count_for_rows(self, *program: Any) -> None:
+        self._programs.add((*program, self._memory.rows.shape))
 
 
 def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]], rows: int) -> list[tuple[int, int]]:

@@ -191,52 +191,60 @@ def copy_pages(pages: KeysValues, sources: Int[Array, " moves"], targets: Int[Ar
     return jax.tree.map(lambda layer: layer.at[targets].set(layer[sources]), pages)
 
 
-@functools.partial(jax.jit, donate_argnames=("memory",))
+@functools.partial(jax.jit, donate_argnames=("rows",))
 def load_pages(
-    memory: Memory, places: Int[Array, " moves"], indices: Int[Array, " moves"], pages: Int[Array, " moves"]
-) -> Memory:
+    rows: KeysValues,
+    held: KeysValues,
+    places: Int[Array, " moves"],
+    indices: Int[Array, " moves"],
+    pages: Int[Array, " moves"],
+) -> KeysValues:
     def load(axis: int, rows: Array, layer: Array) -> Array:
         paged, index = _paged(rows, axis, layer.shape[axis]), _page_of_row(places, indices, axis)
         return paged.at[index].set(layer[pages]).reshape(rows.shape)
 
-    return memory._replace(rows=_both(load, memory.rows, memory.pages))
+    return _both(load, rows, held)
 
 
-@functools.partial(jax.jit, donate_argnames=("memory",))
+@functools.partial(jax.jit, donate_argnames=("held",))
 def store_pages(
-    memory: Memory, places: Int[Array, " moves"], indices: Int[Array, " moves"], pages: Int[Array, " moves"]
-) -> Memory:
+    held: KeysValues,
+    rows: KeysValues,
+    places: Int[Array, " moves"],
+    indices: Int[Array, " moves"],
+    pages: Int[Array, " moves"],
+) -> KeysValues:
     def store(axis: int, layer: Array, rows: Array) -> Array:
         paged, index = _paged(rows, axis, layer.shape[axis]), _page_of_row(places, indices, axis)
         return layer.at[pages].set(paged[index])
 
-    return memory._replace(pages=_both(store, memory.pages, memory.rows))
+    return _both(store, held, rows)
 
 
-@functools.partial(jax.jit, donate_argnames=("memory",))
-def store_prefix(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
+@functools.partial(jax.jit, donate_argnames=("prefixes",))
+def store_prefix(
+    prefixes: KeysValues, held: KeysValues, place: Int[Array, ""], pages: Int[Array, " pages"]
+) -> KeysValues:
     def hold(axis: int, prefixes: Array, layer: Array) -> Array:
         found = jnp.moveaxis(layer[pages], 0, axis - 1)  # the pages beside the tokens of each
         found = found.reshape(1, *found.shape[: axis - 1], -1, *found.shape[axis + 1 :])
         return jax.lax.dynamic_update_slice(prefixes, found, (place, 0, 0, 0))
 
-    return memory._replace(prefixes=_both(hold, memory.prefixes, memory.pages))
+    return _both(hold, prefixes, held)
 
 
-@functools.partial(jax.jit, donate_argnames=("memory",))
-def shift_row(memory: Memory, place: Int[Array, ""], tokens: Int[Array, ""]) -> Memory:
+@functools.partial(jax.jit, donate_argnames=("rows",))
+def shift_row(rows: KeysValues, place: Int[Array, ""], tokens: Int[Array, ""]) -> KeysValues:
     def shift(axis: int, rows: Array) -> Array:
         return rows.at[place].set(jnp.roll(rows[place], -tokens, axis=axis - 1))
 
-    return memory._replace(rows=_both(shift, memory.rows))
+    return _both(shift, rows)
 
 
-@functools.partial(jax.jit, donate_argnames=("memory",))
-def clear(memory: Memory, place: Int[Array, ""], pages: Int[Array, " pages"]) -> Memory:
-    return memory._replace(
-        rows=jax.tree.map(lambda layer: layer.at[place].set(0, mode="drop"), memory.rows),
-        pages=jax.tree.map(lambda layer: layer.at[pages].set(0), memory.pages),
-    )
+@functools.partial(jax.jit, donate_argnames=("held",))
+def clear(held: KeysValues, places: Int[Array, " places"]) -> KeysValues:
+    """Empties rows, or pages."""
+    return jax.tree.map(lambda layer: layer.at[places].set(0, mode="drop"), held)
 
 
 @jax.jit
