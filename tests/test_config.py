@@ -212,6 +212,24 @@ def test_a_configuration_file_that_is_wrong_is_explained(tmp_path, text, words):
         load_config(str(tmp_path / "mine.py"))
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value", "said"),
+    [
+        ("two_wiki_kg_nano", "top_k", 0, "at least 1"),
+        ("two_wiki_kg_nano", "dev_questions", 0, "at least 1"),
+        ("two_wiki_kg_nano", "triple_demonstrations", -1, "at least 0"),
+        ("two_wiki_kg_nano", "hold_out_percent", 0, "at least 1"),
+        ("two_wiki_kg_nano", "hold_out_percent", 100, "below 100, so that both splits have questions"),
+        ("two_wiki_kg_nano", "queries_per_second", 0.0, "above 0"),
+        ("musique_v5e", "dev_percent", 101, "at most 100"),
+        ("musique_v5e", "max_questions", 0, "at least 1"),
+    ],
+)
+def test_settings_of_a_task_without_meaning_are_refused(name, field, value, said):
+    with pytest.raises(UserError, match=rf"task\.{field} is {value} and must be {said}"):
+        check(changed(load_config(name), "task", **{field: value}))
+
+
 # What follows perturbs one field at a time and demands that something changes; of the task, `test_tiny_world.py` does.
 
 

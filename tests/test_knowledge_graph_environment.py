@@ -159,7 +159,6 @@ def test_mistakes_are_one_sentence(folder, tmp_path):
         ({"index": words}, "the index .*words is of kind bm25 and no graph: give one of kind graph"),
         ({"index": "http://host:8600"}, r"is a service of passages: write sparql\+http://host:8600"),
         ({"index": str(tmp_path / "nowhere")}, "there is no index"),
-        ({"index": "sparql+http://host/sparql", "queries_per_second": 0.0}, "queries_per_second is 0.0; give above 0"),
         ({"environment": "text", "index": graph}, "environment is text and the index .*index is a graph"),
         ({"environment": "text", "index": "sparql+http://host/sparql"}, r"environment is text and the index sparql\+"),
     ):

@@ -181,7 +181,7 @@ class _Playing(Episode):
         dialogue.add_user(self._opening())
         try:
             for turn in range(self._config.max_searches + 1):
-                said = await self._turn(dialogue, ("</search>", "</answer>", INFORMATION), INFORMATION)
+                said = (await self._written(dialogue, ("</search>", "</answer>", INFORMATION), INFORMATION)).text
                 answer, query = parse_search(said)
                 if answer is not None or query is None:
                     return _outcome(said)
@@ -196,8 +196,8 @@ class _Playing(Episode):
         dialogue.add_user(self._opening())
         try:
             for turn in range(self._config.max_searches + 1):
-                written = await self._turn(dialogue, ("]\n", OBSERVATION), OBSERVATION)
-                action = _REACT.search(protocol.without_thoughts(written))
+                written = await self._written(dialogue, ("]\n", OBSERVATION), OBSERVATION)
+                action = _REACT.search(protocol.without_thoughts(written.text))
                 if action is None or not (said := protocol.one_line(action[2])):
                     return "", StopReason.NO_ACTION
                 if action[1] == "Finish":
@@ -233,17 +233,14 @@ class _Playing(Episode):
         dialogue = Dialogue(self.tokenizer, role, READ_DOCUMENTS if role == READER else PROMPTS[prompt])
         dialogue.add_user(text)
         try:
-            return await self._written(dialogue, stop_strings, continues=False)
+            return await self._written(dialogue, stop_strings)
         finally:
             self.conversations.append(dialogue.record())
 
-    async def _turn(self, dialogue: Dialogue, stop_strings: tuple[str, ...], cut_at: str) -> str:
-        return (await self._written(dialogue, stop_strings, continues=True, cut_at=cut_at)).text
-
-    async def _written(
-        self, dialogue: Dialogue, stop_strings: tuple[str, ...], *, continues: bool, cut_at: str | None = None
-    ) -> Written:
+    async def _written(self, dialogue: Dialogue, stop_strings: tuple[str, ...], cut_at: str | None = None) -> Written:
+        """A turn; one that is cut at its observation may be followed by others."""
         place, self._asked = str(self._asked), self._asked + 1
+        continues = cut_at is not None
         written = await self.write(
             dialogue, place, state=None, stop_strings=stop_strings, continues=continues, cut_at=cut_at
         )

@@ -24,7 +24,8 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
         method.rounds method.replay method.rows_per_update method.clip_low method.clip_high method.importance_cap
         method.overlong_tokens method.overlong_cache_tokens method.kl_coefficient method.skip_above
         method.budget_tokens method.min_reward staged.stage_two_round staged.beta distributed.process
-        metrics.compared_conversations metrics.port seed keep_policies
+        metrics.compared_conversations metrics.port seed keep_policies task.augmented_copies
+        task.triple_demonstrations task.dev_percent
     """,
     1: """
         model.hidden_size model.intermediate_size model.num_layers model.num_heads model.num_kv_heads
@@ -36,7 +37,8 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
         sampling.questions_per_round sampling.shard_questions method.max_attempts method.keep_per_question
         method.epochs method.max_tries method.rounds_per_phase method.max_sampled_batches method.branches
         method.rollouts method.dpo_epochs staged.max_query_words eval.questions distributed.processes
-        distributed.deadline_seconds distributed.barrier_seconds metrics.every_steps
+        distributed.deadline_seconds distributed.barrier_seconds metrics.every_steps task.top_k task.dev_questions
+        task.test_questions task.hold_out_percent
     """,
     2: "model.head_dim trainer.row_tokens trainer.spike_window_steps method.group_attempts",
     8: "engine.page_tokens",
@@ -51,6 +53,7 @@ ABOVE_ZERO = (
     "method.beta",
     "method.dpo_learning_rate",
     "eval.temperature",
+    "task.queries_per_second",
 )
 BELOW_ONE = (
     "trainer.b1",
@@ -76,6 +79,10 @@ def check(config: Config) -> None:
     require(config, "pretraining.row_parts", lambda parts: parts <= most, f"at most {most}, half of trainer.row_tokens")
     require(config, "seed", lambda value: value <= MAX_SEED, f"at most {MAX_SEED}")
     require(config, "metrics.port", lambda value: value <= MAX_PORT, f"at most {MAX_PORT}")
+    require(config, "task.dev_percent", lambda value: value <= 100, "at most 100")
+    require(config, "task.hold_out_percent", lambda value: value < 100, "below 100, so that both splits have questions")
+    if getattr(config.task, "max_questions", None) is not None:
+        require(config, "task.max_questions", lambda value: value >= 1, "at least 1")
     check_profile(config.profile)
     for section, steps in (("pretraining", config.pretraining.steps), ("warmup", config.warmup.steps), ("method", 1)):
         if steps:

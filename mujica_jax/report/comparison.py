@@ -25,14 +25,16 @@ class Compared:
 
 
 def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """What is written as JSON: the summary of each, and how it differs from the first agent on the same questions."""
+    """What is written as JSON: the summary of each, and how it differs from the first agent on the same questions:
+    the first ones, where it was asked fewer.
+    """
     first: dict[str, Compared] = {}
     found = []
     for one in compared:
         base = first.setdefault(one.task, one)
         row = {"task": one.task, "agent": one.agent, **one.summary}
         if base is not one:
-            difference, interval, worse = metrics.paired_bootstrap(base.em, one.em)
+            difference, interval, worse = metrics.paired_bootstrap(base.em[: len(one.em)], one.em)
             row["against"] = {
                 "agent": base.agent,
                 "em": round(difference, 2),

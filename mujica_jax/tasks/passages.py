@@ -1,6 +1,6 @@
 """What tasks over passages search: an index on disk, a service, or BM25 over a corpus in memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.tasks import PassageSearch
@@ -11,7 +11,7 @@ from mujica_jax.retrieval.graph.index import KIND
 from mujica_jax.retrieval.retriever import IndexRetriever, Retriever
 from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.text.bm25 import Bm25Index
-from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.retrieval.text.corpus import Passage, PassageFile
 from mujica_jax.retrieval.text.index import Index, open_index, read_kind
 from mujica_jax.runtime import distributed
 from mujica_jax.storage.run_directory import local_folder
@@ -41,6 +41,12 @@ def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Seq
     in_memory = config.index is None
     cache = None if in_memory else SearchCache(cache_folder("searches"), index.version)
     return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
+
+
+def titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:
+    if isinstance(passages, PassageFile):
+        return passages.titled(titles)
+    return [passage for passage in passages if passage.title in titles]
 
 
 def _index(config: PassageSearch, corpus: Corpus) -> Index:

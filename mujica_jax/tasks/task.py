@@ -5,6 +5,7 @@ Methods and agents see these protocols and never a concrete task. What only a mo
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
@@ -14,6 +15,11 @@ from mujica_jax.retrieval.statistics import RetrievalStatistics
 
 Split = Literal["train", "dev", "test"]  # learn on train, choose on dev, report test
 EnvironmentKind = Literal["graph", "text"]
+
+
+def hash_of(question_id: str) -> int:
+    """What splits and orders questions: the same everywhere, and when files are added."""
+    return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

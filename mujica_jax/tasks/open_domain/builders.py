@@ -8,13 +8,16 @@ that differs is refused. TensorFlow is imported here alone, and by a run only th
 (`records.read_set`).
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.text.corpus_records import records_of
+from mujica_jax.tasks.open_domain.qald import official_records
 from mujica_jax.tasks.open_domain.records import (
     SOURCES,
     OpenRecord,
@@ -23,6 +26,7 @@ from mujica_jax.tasks.open_domain.records import (
     question_files,
     read_open_records,
 )
+from mujica_jax.tasks.two_wiki.records import QUESTION_FILES, data_files, read_questions
 
 _HOTPOT = "http://curtis.ml.cmu.edu/datasets/hotpot"
 _NQ = (
@@ -48,6 +52,12 @@ DOWNLOADS: Mapping[str, Mapping[str, tuple[str, str]]] = {  # by kind and split:
 }
 
 
+RECORDS = {  # of tasks that read more of a record than questions and answers
+    "two_wiki": "train.json and dev.json from Alab-NII/2wikimultihop",
+    "qald10": "qald_10.json from KGQA/QALD-10",
+}
+
+
 class _Questions(tfds.core.GeneratorBasedBuilder):
     """The questions of one set, by the files that they stand in: train, and all others as validation."""
 
@@ -56,15 +66,11 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
 
     def _info(self) -> tfds.core.DatasetInfo:
         text = tfds.features.Text()
-        features = {
-            "id": text,
-            "text": text,
-            "answers": tfds.features.Sequence(text),
-            "answer_sets": text,  # JSON, as `as_row` writes it
-            "titles": tfds.features.Sequence(text),
-            "context": text,
-            "kind": text,
-        }
+        if self._kind in RECORDS:
+            features = {"id": text, "record": text}  # JSON, as the official file has it
+        else:
+            features = {name: text for name in ("id", "text", "answer_sets", "context", "kind")}  # JSON of `as_row`
+            features |= {name: tfds.features.Sequence(text) for name in ("answers", "titles")}
         return self.dataset_info_from_configs(features=tfds.features.FeaturesDict(features))
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator[tuple[str, Any]]]:
@@ -75,7 +81,7 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
                 raise
             parts = self._downloaded(dl_manager)
         else:
-            files = question_files(folder, self._kind)
+            files = self._files(folder)
             training = [file for file in files if "train" in file.name.lower()]
             parts = {"train": training, "validation": [file for file in files if file not in training]}
         return {split: self._generate_examples(of_split) for split, of_split in parts.items() if of_split}
@@ -90,7 +96,17 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
                 raise UserError(f"{address} has no file {member}: put {SOURCES[self._kind]} into --manual_dir")
         return parts
 
+    def _files(self, folder: Path) -> list[Path]:
+        if self._kind == "two_wiki":
+            return data_files(folder, QUESTION_FILES, "questions")
+        return [folder] if self._kind == "qald10" else question_files(folder, self._kind)
+
     def _generate_examples(self, files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+        if self._kind in RECORDS:
+            for number, (place, value) in enumerate(self._records(files)):
+                name = f"{number:07} {Path(place).name}"
+                yield name, {"id": name, "record": json.dumps(value)}
+            return
         seen = set()
         for file in files:
             for record in read_open_records(file, self._kind):
@@ -98,27 +114,37 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
                     seen.add(record.id)
                     yield record.id, as_row(record)
 
+    def _records(self, files: list[Path]) -> Iterable[tuple[str, object]]:
+        if self._kind == "qald10":
+            return official_records(files[0])
+        read_questions(files)  # names what is malformed
+        return records_of(files)
+
     @property
     def _kind(self) -> str:
         return self.name.removeprefix("mujica_")
 
 
 def _builder(kind: str) -> type[_Questions]:
-    said = f"Put {SOURCES[kind]} into the manual folder, plain or .gz"
+    said = f"Put {(SOURCES | RECORDS)[kind]} into the manual folder, plain or .gz"
     said += ", or leave it empty: they are downloaded." if kind in DOWNLOADS else "."
     about = {"__doc__": f"Questions of {kind}.", "MANUAL_DOWNLOAD_INSTRUCTIONS": said, "__module__": __name__}
     about |= {"name": f"mujica_{kind}", "SKIP_REGISTERING": False}
     return type(f"Mujica{kind.capitalize()}", (_Questions,), about)
 
 
-BUILDERS = {kind: _builder(kind) for kind in SOURCES}
+BUILDERS = {kind: _builder(kind) for kind in (*SOURCES, *RECORDS)}
 
 
 def read_prepared(folder: Path) -> Iterator[tuple[bool, OpenRecord]]:
     """The questions of a prepared folder, each with whether it is for training."""
+    for training, row in prepared_rows(folder):
+        lists = {name: [text.decode() for text in row[name]] for name in ("answers", "titles")}
+        texts = {name: of.decode() for name, of in row.items() if name not in lists}
+        yield training, from_row(lists | texts)
+
+
+def prepared_rows(folder: Path) -> Iterator[tuple[bool, dict[str, Any]]]:
     builder = tfds.builder_from_directory(folder)
     for split, examples in tfds.as_numpy(builder.as_dataset()).items():
-        for row in examples:
-            lists = {name: [text.decode() for text in row[name]] for name in ("answers", "titles")}
-            texts = {name: of.decode() for name, of in row.items() if name not in lists}
-            yield split == "train", from_row(lists | texts)
+        yield from ((split == "train", row) for row in examples)

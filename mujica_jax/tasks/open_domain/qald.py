@@ -6,7 +6,6 @@ calls it; a question with an answer or without a candidate that the graph does n
 """
 
 import asyncio
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +20,9 @@ from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.text.corpus_records import open_text
 from mujica_jax.tasks.environment import GraphEnvironment
+from mujica_jax.tasks.open_domain.records import is_prepared, prepared_records
 from mujica_jax.tasks.passages import fetched_index
-from mujica_jax.tasks.task import Environment, EnvironmentKind, Split
+from mujica_jax.tasks.task import Environment, EnvironmentKind, Split, hash_of
 from mujica_jax.tasks.two_wiki.search import open_knowledge_graph
 
 WIKIDATA = "http://www.wikidata.org/entity/"
@@ -56,16 +56,7 @@ def build(config: QaldConfig) -> Qald:
             "task.kind qald10 is answered over Wikidata and task.index is None: give the directory of a graph or "
             "sparql+https://HOST/sparql (docs/graphs.md)"
         )
-    if not 0 <= config.dev_percent <= 100 or config.top_k < 1:
-        raise UserError(
-            f"task.dev_percent is {config.dev_percent} and task.top_k {config.top_k}: give 0 to 100, and at least 1"
-        )
-    if (config.max_questions is not None and config.max_questions < 1) or not config.queries_per_second > 0:
-        raise UserError(
-            f"task.max_questions is {config.max_questions} and task.queries_per_second {config.queries_per_second}: "
-            "give at least 1, and above 0"
-        )
-    records = sorted(read_qald(config.data_dir, config.language), key=lambda record: _hash(record["id"]))
+    records = sorted(read_qald(config.data_dir, config.language), key=lambda record: hash_of(record["id"]))
     graph = open_knowledge_graph(str(fetched_index(config.index)), config.queries_per_second)
     if not isinstance(graph, KnowledgeGraph):
         raise UserError(f"the index {config.index} is no knowledge graph: give one of kind graph")
@@ -75,7 +66,7 @@ def build(config: QaldConfig) -> Qald:
         raise UserError(f"the labels of QALD's entities could not be looked up: {error}") from error
     questions: dict[Split, list[Question]] = {"train": [], "dev": [], "test": []}
     for question in (question for question in found if question is not None):
-        questions["dev" if _hash(question.id) % 100 < config.dev_percent else "test"].append(question)
+        questions["dev" if hash_of(question.id) % 100 < config.dev_percent else "test"].append(question)
     if not any(questions.values()):
         raise UserError(
             f"the graph {config.index} knows the entities of none of {len(records)} questions: give Wikidata's"
@@ -86,6 +77,18 @@ def build(config: QaldConfig) -> Qald:
 def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
     """`id`, `text`, `entities` (Q-ids) and `answers`: (kind, value) each. Raises UserError naming file and question."""
     folder = Path(data_dir)
+    for place, value in prepared_records(folder) if is_prepared(folder) else official_records(folder):
+        try:
+            yield _record(value, language)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise UserError(
+                f"{place}: this is no question of QALD ({type(error).__name__}: {error}); use the official format, "
+                "and a task.language that it has"
+            ) from error
+
+
+def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Each question with the place it stands at."""
     files = [file for pattern in PATTERNS for file in sorted(folder.glob(pattern))]
     if not files:
         raise UserError(
@@ -99,14 +102,7 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
             raise UserError(
                 f"{file} is no file of QALD ({type(error).__name__}: {error}): use the official format"
             ) from error
-        for number, value in enumerate(listed):
-            try:
-                yield _record(value, language)
-            except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise UserError(
-                    f"{file}, question {number}: this is no question of QALD ({type(error).__name__}: {error}); use "
-                    "the official format, and a task.language that it has"
-                ) from error
+        yield from ((f"{file}, question {number}", value) for number, value in enumerate(listed))
 
 
 def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
@@ -163,7 +159,3 @@ async def _asked_of(graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]])
 def _readable(value: str) -> str:
     """A date without the time of day that Wikidata gives every one."""
     return value.removesuffix("T00:00:00Z")
-
-
-def _hash(question_id: str) -> int:
-    return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)

@@ -55,7 +55,7 @@ def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
     """All questions, each with whether it is for training: of official files, or of a folder that `builders.py` has
     filled. They are read once and kept as Arrow's Parquet in the user's cache, by names, sizes and times of the files.
     """
-    prepared = (folder / PREPARED).is_file()
+    prepared = is_prepared(folder)
     files = sorted(folder.iterdir()) if prepared else question_files(folder, kind)
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = hashlib.sha256(json.dumps([CACHE_FORMAT, kind, states]).encode()).hexdigest()[:16]
@@ -70,6 +70,18 @@ def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
         found = [("train" in file.name.lower(), record) for file in files for record in read_open_records(file, kind)]
     _keep(kept, found)
     return found
+
+
+def is_prepared(folder: Path) -> bool:
+    return (folder / PREPARED).is_file()
+
+
+def prepared_records(folder: Path) -> list[tuple[str, Any]]:
+    """The official records in a folder that `builders.py` has filled, each with its place, in the files' order."""
+    from mujica_jax.tasks.open_domain.builders import prepared_rows
+
+    rows = sorted((row["id"].decode(), row["record"]) for _, row in prepared_rows(folder))
+    return [(f"{folder}, {place}", json.loads(record)) for place, record in rows]
 
 
 def as_row(record: OpenRecord) -> dict[str, Any]:

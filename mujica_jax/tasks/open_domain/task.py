@@ -1,7 +1,6 @@
 """Open-domain and multi-hop questions over passages: of one index for all, or of those given with each question."""
 
 import dataclasses
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from mujica_jax.metrics import Rule
 from mujica_jax.records import GoldPassage, Question
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
-from mujica_jax.retrieval.text.corpus import Passage, PassageFile
+from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.open_domain.records import OpenRecord, read_set
-from mujica_jax.tasks.passages import fetched_index, open_passages
-from mujica_jax.tasks.task import Environment, EnvironmentKind, Split
+from mujica_jax.tasks.passages import fetched_index, open_passages, titled
+from mujica_jax.tasks.task import Environment, EnvironmentKind, Split, hash_of
 
 RULES: Mapping[str, Rule] = {
     "hotpotqa": "hotpot",
@@ -63,13 +62,13 @@ def build(config: OpenDomainConfig) -> OpenDomain:
     _check(config)
     by_split: dict[Split, dict[str, OpenRecord]] = {"train": {}, "dev": {}, "test": {}}
     for training, record in read_set(Path(config.data_dir), config.kind):
-        held_out: Split = "dev" if _hash(record.id) % 100 < config.dev_percent else "test"
+        held_out: Split = "dev" if hash_of(record.id) % 100 < config.dev_percent else "test"
         by_split["train" if training else held_out].setdefault(record.id, record)
     for split in ("dev", "test"):  # a file that was given twice under two names does not train on what it tests
         for id in by_split["train"].keys() & by_split[split].keys():
             del by_split["train"][id]
     chosen: dict[Split, list[OpenRecord]] = {
-        split: sorted(records.values(), key=lambda record: _hash(record.id))[: config.max_questions]
+        split: sorted(records.values(), key=lambda record: hash_of(record.id))[: config.max_questions]
         for split, records in by_split.items()
     }
     records = [record for of_split in chosen.values() for record in of_split]
@@ -88,7 +87,7 @@ def build(config: OpenDomainConfig) -> OpenDomain:
             )
         retriever, passages = open_passages(config, lambda: _passages(dict.fromkeys(given)))
         contexts, environment = {}, TextEnvironment(retriever, config.top_k)
-        texts = {passage.title: passage.text for passage in _titled(passages, {t for r in records for t in r.titles})}
+        texts = {passage.title: passage.text for passage in titled(passages, {t for r in records for t in r.titles})}
     questions: dict[Split, Sequence[Question]] = {
         split: [_question(record, texts) for record in of_split] for split, of_split in chosen.items()
     }
@@ -96,17 +95,14 @@ def build(config: OpenDomainConfig) -> OpenDomain:
 
 
 def _check(config: OpenDomainConfig) -> None:
-    if not 0 <= config.dev_percent <= 100:
-        raise UserError(f"task.dev_percent is {config.dev_percent}: give 0 to 100")
-    for name, value in (("top_k", config.top_k), ("max_questions", config.max_questions)):
-        if value is not None and value < 1:
-            raise UserError(f"task.{name} is {value}: give at least 1")
-    if isinstance(config, MultiHopConfig) and config.setting == "distractor" and config.index is not None:
+    if not isinstance(config, MultiHopConfig) or config.setting != "distractor":
+        return
+    if config.index is not None:
         raise UserError(
             f"task.setting is distractor, where each question has its own passages, and task.index is {config.index}: "
             "leave one of them out"
         )
-    if isinstance(config, MultiHopConfig) and config.setting == "distractor" and config.retriever == "dense":
+    if config.retriever == "dense":
         raise UserError("task.setting is distractor, which is searched by words, and task.retriever is dense: use bm25")
 
 
@@ -126,13 +122,3 @@ def _question(record: OpenRecord, texts: Mapping[str, str]) -> Question:
 
 def _passages(given: Collection[GoldPassage]) -> list[Passage]:
     return [Passage(id=str(number), title=of.title, text=of.text) for number, of in enumerate(given)]
-
-
-def _titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:
-    if isinstance(passages, PassageFile):
-        return passages.titled(titles)
-    return [passage for passage in passages if passage.title in titles]
-
-
-def _hash(question_id: str) -> int:
-    return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)

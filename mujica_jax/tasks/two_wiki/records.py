@@ -17,7 +17,8 @@ from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.graph.triples import LITERAL_ID, Triple, normalise_label, without_parenthesis
 from mujica_jax.retrieval.text.corpus import Passage
-from mujica_jax.retrieval.text.corpus_records import read_records
+from mujica_jax.retrieval.text.corpus_records import records_of
+from mujica_jax.tasks.open_domain.records import is_prepared, prepared_records
 
 CORPUS_QUESTION_FILES = ("questions*.jsonl", "questions*.json")
 QUESTION_FILES = ("dev*.json", "dev*.jsonl", "train*.json", "train*.jsonl", *CORPUS_QUESTION_FILES)
@@ -65,14 +66,24 @@ def data_files(data_dir: str | Path, patterns: Sequence[str], what: str, *, need
     return list(files)
 
 
+def read_folder(data_dir: str | Path) -> list[Record]:
+    """The questions of official files, or of a folder that `open_domain/builders.py` has filled."""
+    if is_prepared(Path(data_dir)):
+        return _merged(prepared_records(Path(data_dir)))
+    return read_questions(data_files(data_dir, QUESTION_FILES, "questions"))
+
+
 def read_questions(files: Iterable[Path]) -> list[Record]:
     """All questions with an answer, merged by id, in the order in which they first appear."""
+    return _merged(records_of(list(files)))
+
+
+def _merged(values: Iterable[tuple[str, object]]) -> list[Record]:
     merged: dict[str, Record] = {}
-    for file in files:
-        for line_number, value in read_records(file):
-            record = _record(value, f"{file}, line {line_number}")
-            if record is not None:
-                merged[record.id] = _merge(merged[record.id], record) if record.id in merged else record
+    for place, value in values:
+        record = _record(value, place)
+        if record is not None:
+            merged[record.id] = _merge(merged[record.id], record) if record.id in merged else record
     return list(merged.values())
 
 

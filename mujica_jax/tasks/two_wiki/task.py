@@ -17,10 +17,9 @@ graph and the corpus that are searched are the whole ones.
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mujica_jax.config.schema import TwoWikiConfig
@@ -31,23 +30,23 @@ from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
-from mujica_jax.retrieval.text.corpus import Passage, PassageFile
+from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment, WithGoldPassages, WrittenPassages
-from mujica_jax.tasks.passages import fetched_index, open_passages
+from mujica_jax.tasks.passages import fetched_index, open_passages, titled
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
-from mujica_jax.tasks.task import Environment, Split
+from mujica_jax.tasks.task import Environment, Split, hash_of
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
 from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, follows_from_evidence
 from mujica_jax.tasks.two_wiki.demonstrations import CopyPlan, copy_plan, renamed_copy
 from mujica_jax.tasks.two_wiki.records import (
     CORPUS_QUESTION_FILES,
     GRAPH_FILES,
-    QUESTION_FILES,
     Record,
     chain_evidences,
     data_files,
     mentions,
     passages_of,
+    read_folder,
     read_questions,
     with_known_ids,
 )
@@ -78,7 +77,7 @@ class TwoWiki:
         """`demonstrated_in` is where demonstrations are played, for graphs; `elsewhere` where training questions are
         answered, by id, whose passages `environment` lacks; `demonstrated` are questions for demonstrations alone.
         """
-        ordered = sorted(questions, key=lambda question: _hash(question.id))
+        ordered = sorted(questions, key=lambda question: hash_of(question.id))
         self.config, self._environment = config, environment
         self.environment_kind = environment.kind
         self._demonstrated_in, self._elsewhere = demonstrated_in, elsewhere or {}
@@ -175,26 +174,11 @@ class TwoWiki:
 
 
 def build(config: TwoWikiConfig) -> TwoWiki:
-    if not 1 <= config.hold_out_percent <= 99:
-        raise UserError(
-            f"hold_out_percent is {config.hold_out_percent}; give 1 to 99, so that both splits have questions"
-        )
-    for name, value, least in (
-        ("top_k", config.top_k, 1),
-        ("dev_questions", config.dev_questions, 1),
-        ("test_questions", config.test_questions, 1),
-        ("augmented_copies", config.augmented_copies, 0),
-        ("triple_demonstrations", config.triple_demonstrations, 0),
-    ):
-        if value < least:
-            raise UserError(f"{name} is {value}; give at least {least}")
-    if not config.queries_per_second > 0:
-        raise UserError(f"queries_per_second is {config.queries_per_second}; give above 0")
     config = dataclasses.replace(config, index=fetched_index(config.index))
-    records = read_questions(data_files(config.data_dir, QUESTION_FILES, "questions"))
+    records = read_folder(config.data_dir)
     if config.environment == "text":
         return _text_task(config, records)
-    graph = TripleGraph(with_known_ids(_read_graph(config.data_dir), records))
+    graph = TripleGraph(with_known_ids(_read_graph(config.data_dir, records), records))
     questions = [question for record in records if (question := graph_question(record, graph)) is not None]
     _refuse_none(questions, config, "evidences and entity_ids")
     ranked = ranking(config)
@@ -207,7 +191,7 @@ def build(config: TwoWikiConfig) -> TwoWiki:
 
 def split_of(question_id: str, hold_out_percent: int) -> Split:
     """By the hash of the id alone: one half of what is held out is dev, the other one test."""
-    half, percent = divmod(_hash(question_id), 100)
+    half, percent = divmod(hash_of(question_id), 100)
     if percent >= hold_out_percent:
         return "train"
     return "test" if half % 2 else "dev"
@@ -247,7 +231,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
             "augmented_copies to 0 or environment to graph"
         )
     retriever, passages = open_passages(config, lambda: corpus_of(config, records))
-    gold = _titled(passages, {title for record in records for title in record.titles})
+    gold = titled(passages, {title for record in records for title in record.titles})
     texts = {passage.title: passage.text for passage in gold}
     of_corpus = data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False)
     sample = {record.id for record in (read_questions(of_corpus) if of_corpus else records)}
@@ -265,7 +249,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     unread = [record for record in training if record.triples and not _known(record, beyond)]
     written = _written_passages(unread)
     searched = WrittenPassages(IndexRetriever(Bm25Index(written, "default"), inline=True), config.top_k)
-    first = sorted(unread, key=lambda record: _hash(record.id))[: config.triple_demonstrations]
+    first = sorted(unread, key=lambda record: hash_of(record.id))[: config.triple_demonstrations]
     demonstrated = [_text_question(record, {}) for record in first]
     elsewhere |= {question.id: searched for question in demonstrated}
     return TwoWiki(
@@ -304,14 +288,12 @@ def _text_question(record: Record, texts: Mapping[str, str]) -> Question:
     )
 
 
-def _titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:
-    if isinstance(passages, PassageFile):
-        return passages.titled(titles)
-    return [passage for passage in passages if passage.title in titles]
-
-
-def _read_graph(data_dir: str | Path) -> list[Triple]:
-    return [triple for file in data_files(data_dir, GRAPH_FILES, "triples") for triple in read_triples(file)]
+def _read_graph(data_dir: str | Path, records: Iterable[Record]) -> list[Triple]:
+    """Of the files of triples, or where there are none of the evidences that come with the questions."""
+    files = data_files(data_dir, GRAPH_FILES, "triples", needed=False)
+    if not files:
+        return [triple for record in records for triple in record.triples]
+    return [triple for file in files for triple in read_triples(file)]
 
 
 def _refuse_none(questions: Sequence[Question], config: TwoWikiConfig, what: str) -> None:
@@ -323,7 +305,3 @@ def _with_label_as_answer(question: Question) -> Question:
     label = answer_from_evidence(question)
     assert label is not None, "only questions whose answer follows from their evidence are demonstrated"
     return dataclasses.replace(question, answers=tuple(dict.fromkeys((label, *question.answers))))
-
-
-def _hash(question_id: str) -> int:
-    return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)
