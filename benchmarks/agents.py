@@ -1,6 +1,6 @@
 """Every agent over real text with SmolLM2-135M: planner and workers trained, and all of them as the model came.
 
-    python benchmarks/agents.py DATA OUT [--tasks two_wiki hotpotqa musique]
+    python benchmarks/agents.py DATA OUT [--tasks two_wiki hotpotqa musique] [--models trained untrained]
 
 DATA has the folders 2wikimultihopqa, hotpotqa and musique, whose questions for test are asked: up to 200 of the trained
 policy, which has seen 2WikiMultihopQA's training questions and no other, and 40 of every other agent. HotpotQA and
@@ -27,15 +27,15 @@ UNTRAINED = f"--agent.prompt few_shot --agent.max-trajectory-tokens 2048 --eval.
 RUNS = {"trained": TRAINED, "untrained": UNTRAINED}
 
 
-def run(data: Path, out: Path, tasks: list[str]) -> None:
+def run(data: Path, out: Path, tasks: list[str], models: list[str]) -> None:
     for task in tasks:
         of_task = [] if task == "two_wiki" else ["--task.kind", task, "--task.setting", "distractor"]
         of_task += ["--task.data-dir", str(data / FOLDERS[task])]
-        for name, flags in RUNS.items():
+        for name in models:
             place = out / task / name
             if _results(place):
                 continue
-            words = ["-m", "mujica_jax.eval", CONFIG, "--init", "smollm2", *of_task, *flags.split()]
+            words = ["-m", "mujica_jax.eval", CONFIG, "--init", "smollm2", *of_task, *RUNS[name].split()]
             words += ["--eval.split", "test", "--out", str(place)]
             print("python", *words, flush=True)
             subprocess.run([sys.executable, *words], check=True)
@@ -66,8 +66,9 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tasks", nargs="+", choices=list(FOLDERS), default=list(FOLDERS))
+    parser.add_argument("--models", nargs="+", choices=list(RUNS), default=list(RUNS))
     given = parser.parse_args()
-    run(given.data, given.out, given.tasks)
+    run(given.data, given.out, given.tasks, given.models)
     found = comparison.rows(list(compared(given.out)))
     (given.out / "table.md").write_text(comparison.markdown(found))
     (given.out / "table.png").write_bytes(comparison.draw(found))
