@@ -22,8 +22,9 @@ FOLDERS = {"two_wiki": "2wikimultihopqa", "hotpotqa": "hotpotqa", "musique": "mu
 FURTHER = "single decex direct chain_of_thought rag iter_retgen ircot search_o1 react flare skr"
 CONFIG = "configs/two_wiki_text_smollm2.py"
 TRAINED = "--adapter adapters/two_wiki_text_smollm2 --eval.questions 200"
-# Worked examples need room that the trained policy does not.
-UNTRAINED = f"--agent.prompt few_shot --agent.max-trajectory-tokens 2048 --eval.questions 40 --agents {FURTHER}"
+# Worked examples need room that the trained policy does not; with 48 slots of that length it would take 14 GB.
+ROOM = "--agent.prompt few_shot --agent.max-trajectory-tokens 2048 --engine.slots 16"
+UNTRAINED = f"{ROOM} --eval.questions 40 --agents {FURTHER}"
 RUNS = {"trained": TRAINED, "untrained": UNTRAINED}
 
 
@@ -36,7 +37,7 @@ def run(data: Path, out: Path, tasks: list[str], models: list[str]) -> None:
             if _results(place):
                 continue
             words = ["-m", "mujica_jax.eval", CONFIG, "--init", "smollm2", *of_task, *RUNS[name].split()]
-            words += ["--eval.split", "test", "--out", str(place)]
+            words += ["--eval.split", "test", "--sampled", "False", "--out", str(place)]
             print("python", *words, flush=True)
             subprocess.run([sys.executable, *words], check=True)
 

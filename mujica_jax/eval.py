@@ -70,6 +70,7 @@ class EvalArguments:
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
     agents: tuple[str, ...] = ()  # further kinds, with the limits of `agent`: all are compared in one table
     tasks: tuple[str, ...] = ()  # configurations whose tasks are evaluated as well, by the same agents
+    sampled: bool = True  # a second time at eval.temperature; False: greedily alone, in half the time
     plot: bool = False  # a picture of the table too (extra `plots`)
     task: TaskConfig
     agent: AgentConfig
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # A mistake in the arguments is answered before JAX has started.
             from mujica_jax.methods.evaluate_policies import evaluate
 
-            evaluate(configs, policy, preemption, worker=worker, judge=judge, plot=given.plot)
+            evaluate(configs, policy, preemption, worker=worker, judge=judge, sampled=given.sampled, plot=given.plot)
             distributed.finish()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)

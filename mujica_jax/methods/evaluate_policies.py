@@ -43,6 +43,7 @@ def evaluate(
     *,
     worker: Checkpoint | None = None,
     judge: Endpoint | None = None,
+    sampled: bool = True,
     plot: bool = False,
 ) -> None:
     """Score, print, and write the results; of several configurations, which differ in task and agent, a table too."""
@@ -65,7 +66,18 @@ def evaluate(
         progress.line(f"the policy was trained under other settings: {'; '.join(otherwise)}")
     compared = [
         _evaluate_one(
-            config, tasks[config.task], policy, worker, judge, tokenizer, generator, reader, progress, live, preemption
+            config,
+            tasks[config.task],
+            policy,
+            worker,
+            judge,
+            tokenizer,
+            generator,
+            reader,
+            progress,
+            live,
+            preemption,
+            sampled,
         )
         for config in configs
     ]
@@ -100,6 +112,7 @@ def _evaluate_one(
     progress: Progress,
     live: Any,
     preemption: Preemption,
+    sampled: bool,
 ) -> Compared:
     parts = _parts(config, policy, worker)
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
@@ -119,6 +132,7 @@ def _evaluate_one(
         live=live,
         preemption=preemption,
         worker=reader,
+        sampled=sampled,
         gather=lambda kind, own: gather(RunDirectory(parts), kind, own),
         part_questions=max(MIN_PART_QUESTIONS, 2 * policy.concurrency(config)),
         keep=lambda name, play: _kept(RunDirectory(parts), f"{name}.parquet", play),
@@ -159,7 +173,7 @@ def _evaluate_one(
     atomic_write(file.with_suffix(".predictions.jsonl"), scores.predictions())
     atomic_write(file.with_suffix(".parquet"), shards.encode(scores.greedy.trajectories))
     atomic_write(file, (json.dumps(about | summary, indent=2, allow_nan=False) + "\n").encode())
-    progress.show(score_table(summary["greedy"], summary["sampled"]))
+    progress.show(score_table(summary["greedy"], summary.get("sampled")))
     for kind, found in summary.items():
         reasons = ", ".join(f"{reason} {count}" for reason, count in found["stop_reasons"].items())
         progress.line(f"{kind}: {found['searches']:.2f} searches a question; episodes ended: {reasons}")

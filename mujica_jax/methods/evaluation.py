@@ -77,15 +77,16 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The same questions twice: greedy, and at `eval.temperature`."""
+    """The same questions greedily and, unless that was left out, at `eval.temperature`."""
 
     questions: Sequence[Question]
     rule: Rule
     greedy: Evaluation
-    sampled: Evaluation
+    sampled: Evaluation | None
 
     def summary(self) -> dict[str, Any]:
-        return {"greedy": self.greedy.summary(), "sampled": self.sampled.summary()}
+        both = {"greedy": self.greedy, "sampled": self.sampled}
+        return {kind: found.summary() for kind, found in both.items() if found is not None}
 
     def exact_matches(self) -> tuple[float, ...]:
         """Of each question, greedily."""
@@ -97,10 +98,7 @@ class Scores:
         came when it was sampled.
         """
         lines = []
-        for question, trajectory, sampled in zip(
-            self.questions, self.greedy.trajectories, self.sampled.trajectories, strict=True
-        ):
-            of_sampled = metrics.score(sampled.final_answer, question.answers, self.rule)
+        for place, (question, trajectory) in enumerate(zip(self.questions, self.greedy.trajectories, strict=True)):
             score = metrics.score(trajectory.final_answer, question.answers, self.rule)
             row = {
                 "id": question.id,
@@ -113,8 +111,11 @@ class Scores:
                 "reward": trajectory.reward,
                 "stop_reason": trajectory.stop_reason.value,
                 "searches": [{"query": search.query, "sentence": search.sentence} for search in trajectory.searches],
-                "sampled": {"prediction": sampled.answer, "em": of_sampled.em, "f1": of_sampled.f1},
             }
+            if self.sampled is not None:
+                sampled = self.sampled.trajectories[place]
+                of_sampled = metrics.score(sampled.final_answer, question.answers, self.rule)
+                row["sampled"] = {"prediction": sampled.answer, "em": of_sampled.em, "f1": of_sampled.f1}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         return "".join(lines).encode()
 
@@ -133,13 +134,15 @@ def score_policy(
     live: Callable[[], Mapping[str, Figure]] = dict,
     gather: Callable[[str, Sequence[Trajectory]], Sequence[Trajectory]] = lambda kind, own: own,
     worker: ScoredGenerator | None = None,
+    sampled: bool = True,
     part_questions: int | None = None,
     keep: Callable[[str, Play], Sequence[Trajectory]] = lambda name, play: play(),
 ) -> Scores:
     """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the
-    progress. `worker` is another model for the turns of workers. Several processes share the questions, and
-    `gather(kind, own trajectories)` brings together what they played. Each process plays `part_questions` at a time
-    (None: all at once): `keep(name of the part, play)` gives what an earlier start has played of a part, or plays it.
+    progress; without `sampled` it is greedy alone. `worker` is another model for the turns of workers. Several
+    processes share the questions, and `gather(kind, own trajectories)` brings together what they played. Each process
+    plays `part_questions` at a time (None: all at once): `keep(name of the part, play)` gives what an earlier start has
+    played of a part, or plays it.
     """
     questions = held_out_questions(task, config)
     if not (own := distributed.shard_for_process(questions)):
@@ -201,7 +204,10 @@ def score_policy(
         return summarise(questions, played, task.rule, task.environment_kind)
 
     return Scores(
-        questions=questions, rule=task.rule, greedy=evaluated(0.0), sampled=evaluated(config.eval.temperature)
+        questions=questions,
+        rule=task.rule,
+        greedy=evaluated(0.0),
+        sampled=evaluated(config.eval.temperature) if sampled else None,
     )
 
 

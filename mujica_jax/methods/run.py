@@ -413,6 +413,7 @@ class Run:
                     live=self.counters.figures,
                     gather=lambda kind, own: gather(self.store, f"{name} {kind}", own),
                 )
+            assert scores.sampled is not None, "a run scores both"
             row = PhaseRow(
                 name=name,
                 em=scores.greedy.score.em,

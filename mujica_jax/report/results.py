@@ -63,22 +63,23 @@ def closing_table(phases: Sequence[PhaseRow]) -> "Table":
     return table
 
 
-def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any]) -> "Table":
-    """A row a question kind and one for all of them, from the summaries of two evaluations of the same questions."""
+def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = None) -> "Table":
+    """A row a question kind and one for all of them, from the summaries of evaluations of the same questions."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("kind", no_wrap=True)
-    for heading in ("questions", "EM", "95% of EM", "F1", "EM\nsampled", "95% of EM\nsampled", "F1\nsampled"):
+    scores = ("EM", "95% of EM", "F1")
+    for heading in ("questions", *scores, *(f"{score}\nsampled" for score in scores if sampled)):
         table.add_column(heading, justify="right")
     for kind, row in [*sorted(greedy["by_kind"].items()), ("all", greedy)]:
         table.add_row(
             Text(visible(kind)),
             f"{row['questions']:,}",
             *_score_cells(row),
-            *_score_cells(sampled if row is greedy else sampled["by_kind"][kind]),
+            *(_score_cells(sampled if row is greedy else sampled["by_kind"][kind]) if sampled else ()),
         )
     return table
 
