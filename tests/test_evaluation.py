@@ -149,7 +149,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
             is_right = number == "1" and params.temperature > 0  # sampled it is, greedily it is not
             return completion(answer("Ghent") if is_right else said[number])
 
-    def shown(reward: str) -> tuple[list[str], dict, list[dict], list[float]]:
+    def shown(reward: str, sampled: bool = True) -> tuple[list[str], dict, list[dict], list[float]]:
         console = io.StringIO()
         config: Any = types.SimpleNamespace(eval=section, seed=0)
         with contextlib.closing(console):
@@ -163,10 +163,12 @@ def test_scores_shown_do_not_depend_on_the_reward():
                 progress=Progress(console, clock=lambda: 0.0),
                 concurrency=1,
                 preemption=nothing,
+                sampled=sampled,
             )
             summary = scores.summary()
-            del summary["greedy"]["seconds"], summary["sampled"]["seconds"]
-            lines = [*console.getvalue().splitlines(), plain(score_table(summary["greedy"], summary["sampled"]))]
+            for found in summary.values():
+                del found["seconds"]
+            lines = [*console.getvalue().splitlines(), plain(score_table(summary["greedy"], summary.get("sampled")))]
         rows = [json.loads(line) for line in scores.predictions().decode().splitlines()]
         return lines, summary, rows, [row.pop("reward") for row in rows]
 
@@ -177,6 +179,11 @@ def test_scores_shown_do_not_depend_on_the_reward():
     assert [(row["em"], row["sampled"]["em"]) for row in by_f1[2]] == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
     assert f1_rewards == pytest.approx([1.0, 2 / 3, 0.0])
     assert format_rewards == pytest.approx([1.0, 0.7, 0.0])
+    asked.clear()
+    lines, summary, rows, _ = shown("f1", sampled=False)
+    assert asked == [(0.0, number) for number in said] and "sampled" not in lines[-1]
+    assert summary == {"greedy": by_f1[1]["greedy"]}
+    assert [row | {"sampled": full["sampled"]} for row, full in zip(rows, by_f1[2], strict=True)] == by_f1[2]
 
 
 def test_what_was_read_is_compared_with_the_gold_passages():
