@@ -9,6 +9,7 @@ tasks that are in OUT are not run again. The table of all that is there is writt
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -28,31 +29,33 @@ UNTRAINED = f"{ROOM} --eval.questions 40 --agents {FURTHER}"
 RUNS = {"trained": TRAINED, "untrained": UNTRAINED}
 
 
+def command(data: Path, out: Path, task: str, name: str) -> list[str]:
+    words = ["-m", "mujica_jax.eval", CONFIG, "--init", "smollm2"]
+    words += [] if task == "two_wiki" else ["--task.kind", task, "--task.setting", "distractor"]
+    words += ["--task.data-dir", str(data / FOLDERS[task]), *RUNS[name].split()]
+    return [*words, "--eval.split", "test", "--sampled", "False", "--out", str(out / task / name)]
+
+
 def run(data: Path, out: Path, tasks: list[str], models: list[str]) -> None:
-    for task in tasks:
-        of_task = [] if task == "two_wiki" else ["--task.kind", task, "--task.setting", "distractor"]
-        of_task += ["--task.data-dir", str(data / FOLDERS[task])]
-        for name in models:
-            place = out / task / name
-            if _results(place):
-                continue
-            words = ["-m", "mujica_jax.eval", CONFIG, "--init", "smollm2", *of_task, *RUNS[name].split()]
-            words += ["--eval.split", "test", "--sampled", "False", "--out", str(place)]
+    for task, name in itertools.product(tasks, models):
+        if not _results(out, task, name):
+            words = command(data, out, task, name)
             print("python", *words, flush=True)
             subprocess.run([sys.executable, *words], check=True)
 
 
-def _results(place: Path) -> list[Path]:
+def _results(out: Path, task: str, name: str) -> list[Path]:
     """Of an evaluation that is whole: one of several agents writes its comparison last."""
+    place = out / task / name
     found = [path for path in sorted(place.glob("*-test.json")) if not path.name.startswith("comparison")]
-    return found if len(found) <= 1 or (place / "comparison-test.json").exists() else []
+    return found if "--agents" not in RUNS[name] or (place / "comparison-test.json").exists() else []
 
 
 def compared(out: Path) -> Iterator[Compared]:
     for task in FOLDERS:
         for name in RUNS:
             of_run = []
-            for path in _results(out / task / name):
+            for path in _results(out, task, name):
                 result = json.loads(path.read_text())
                 lines = path.with_suffix(".predictions.jsonl").read_text().splitlines()
                 em = tuple(json.loads(line)["em"] for line in lines)

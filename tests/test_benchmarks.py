@@ -1,6 +1,7 @@
 """The benchmarks run, and importing a checkpoint needs little more memory than its weights."""
 
 import dataclasses
+import itertools
 import json
 import re
 import runpy
@@ -16,7 +17,10 @@ from tiny_embedder import WORDS, tiny_embedder
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import command_line
 from mujica_jax.config.schema import DapoConfig
+from mujica_jax.eval import all_configs
+from mujica_jax.eval import command_line as eval_command_line
 from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.report.comparison import rows
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -197,3 +201,29 @@ def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
     method = named["dapo"].method
     assert isinstance(method, DapoConfig) and method.dynamic_sampling
     assert set(claims["SECTIONS"]) == set(claims["Runs"](Path("nowhere"), [1]).tables())
+
+
+def test_the_table_of_agents_has_commands_that_are_taken_and_reads_what_they_leave(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    agents = runpy.run_path(str(ROOT / "benchmarks" / "agents.py"))
+    asked = []
+    for task, name in itertools.product(agents["FOLDERS"], agents["RUNS"]):
+        given, config = eval_command_line(agents["command"](Path("data"), tmp_path, task, name)[2:])
+        configs = all_configs(given, config)
+        place = tmp_path / task / name
+        assert given.out == str(place)
+        place.mkdir(parents=True)
+        for one in configs:
+            em = [1.0, 0.0, float(name == "trained")][: 2 + (name == "trained")]
+            score = {"em": 50.0, "em_interval": [0.0, 100.0], "f1": 60.0, "f1_interval": [0.0, 100.0]}
+            greedy = score | {"questions": len(em), "searches": 1.0, "tokens": 9.0, "seconds": 0.5}
+            file = place / f"{task}-{one.agent.kind}-test.json"
+            file.write_text(json.dumps({"task": task, "agent": one.agent.kind, "greedy": greedy}))
+            file.with_suffix(".predictions.jsonl").write_text("".join(json.dumps({"em": of}) + "\n" for of in em))
+            asked.append((task, one.agent.kind))
+    assert len(asked) == 3 * (1 + 12) and not list(agents["compared"](tmp_path))[3:], "no comparison: not whole"
+    for task in agents["FOLDERS"]:
+        (tmp_path / task / "untrained" / "comparison-test.json").write_text("[]")
+    found = rows(list(agents["compared"](tmp_path)))
+    assert [(row["task"], row["agent"].split(",")[0]) for row in found] == asked
+    assert found[1]["agent"] == "mujica, untrained" and found[1]["against"]["em"] == 0, "of the first two questions"
