@@ -21,16 +21,15 @@ stands in the name), the greedy predictions beside it as JSON lines and their tr
 goes on where an earlier one was killed.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mujica_jax.config.checks import check
 from mujica_jax.config.fields import check_remote
-from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file
+from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file, take_flag
 from mujica_jax.config.schema import (
     AgentConfig,
     Config,
@@ -139,6 +138,8 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
 
 def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     """`[CONFIG] --checkpoint DIR [flags]` -> the arguments, and the whole configuration under them."""
+    import tyro  # 0.2 s
+
     words = init_as_checkpoint(arguments)
     name = take_file(words)
     checkpoint, adapter = _flag_value(words, "--checkpoint"), _flag_value(words, "--adapter")
@@ -160,7 +161,7 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     defaults["remote"] = RemoteConfig()
     defaults["judge"] = RemoteConfig()
     defaults["distributed"] = DistributedConfig()  # a run's own says which machines trained it
-    defaults["checkpoint"] = checkpoint if remote is not None else _given_or_missing(checkpoint)
+    defaults["checkpoint"] = tyro.MISSING if remote is None and checkpoint is None else checkpoint
     given = override(EvalArguments(**defaults), words, prog="python -m mujica_jax.eval")
     changed = {section: getattr(given, section) for section in sections}
     if isinstance(given.task, TwoWikiConfig):  # copies are for demonstrations, and of graphs only
@@ -219,20 +220,7 @@ def _config_left_in(folder: "RunPath", *, wanted: str, other: str) -> Config:
 
 def _flag_value(words: Sequence[str], *spellings: str) -> str | None:
     """The value of one flag, before the others can be read: they depend on the configuration that it names."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(*spellings, dest="value")
-    try:
-        return parser.parse_known_args(words)[0].value
-    except argparse.ArgumentError:  # without its value: the whole command line is refused later, with its usage
-        return None
-
-
-def _given_or_missing(checkpoint: str | None) -> Any:
-    if checkpoint is not None:
-        return checkpoint
-    import tyro  # 0.2 s
-
-    return tyro.MISSING
+    return next((value for flag in spellings if (value := take_flag([*words], flag)) is not None), None)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 import time
 
 from mujica_jax.config.checks import check, check_demonstrations
-from mujica_jax.config.files import command_line
+from mujica_jax.config.files import command_line, take_flag
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.runtime import distributed
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
             check_demonstrations(config)
             distributed.start(config.distributed, preemption.on_notice)
             directory = config.run or distributed.broadcast("run directory", lambda: _new_directory(config.name))
-            again = words if _names_run(words) else [*words, "--run", directory]
+            again = words if take_flag([*words], "--run") else [*words, "--run", directory]
             preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
             train(config, directory, preemption)
             distributed.finish()
@@ -80,10 +80,6 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
 
 def _new_directory(name: str) -> str:
     return f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _names_run(words: list[str]) -> bool:
-    return any(word == "--run" or word.startswith("--run=") for word in words)
 
 
 if __name__ == "__main__":

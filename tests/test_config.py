@@ -230,6 +230,19 @@ def test_settings_of_a_task_without_meaning_are_refused(name, field, value, said
         check(changed(load_config(name), "task", **{field: value}))
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [("musique_v5e", "index", "here"), ("musique_v5e", "retriever", "dense"), ("two_wiki_kg_nano", "top_k", 3)],
+)
+def test_own_passages_of_questions_are_searched_by_words_alone(name, field, value):
+    config = changed(load_config(name), "task", setting="distractor")
+    if name == "musique_v5e":
+        config = changed(config, "task", index=None, retriever="bm25")
+        check(config)
+    with pytest.raises(UserError, match=r"task\.setting is distractor, where each question's own passages are"):
+        check(changed(config, "task", **{field: value}))
+
+
 # What follows perturbs one field at a time and demands that something changes; of the task, `test_tiny_world.py` does.
 
 

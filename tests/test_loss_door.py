@@ -148,8 +148,8 @@ def test_losses_are_found_by_name():
 @pytest.mark.parametrize(
     ("name", "parameters", "sentence"),
     [
-        ("grop", {}, r"no loss 'grop': did you mean 'grpo'\? There are mle, grpo, dapo, dpo"),
-        ("dpo", {"bta": 0.1}, r"the loss dpo has no parameter 'bta': did you mean 'beta'\?"),
+        ("grop", {}, r"no loss 'grop': did you mean grpo\?"),
+        ("dpo", {"bta": 0.1}, r"the loss dpo has no parameter 'bta': did you mean beta\?"),
         ("dapo", {"clip_low": 0.2}, r"the loss dapo is given no clip_high"),
     ],
 )

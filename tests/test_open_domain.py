@@ -169,8 +169,6 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
     [
         ("hotpotqa", {"data_dir": "nowhere"}, "data_dir nowhere does not exist: put hotpot_train_v1.1.json and"),
         ("popqa", {}, "has no file of questions: put popQA.tsv from AlexTMallen/adaptive-retrieval there"),
-        ("musique", {"setting": "distractor", "index": "here"}, "task.setting is distractor, where each"),
-        ("musique", {"setting": "distractor", "retriever": "dense"}, "task.retriever is dense: use bm25"),
     ],
 )
 def test_what_a_task_lacks_is_said(tmp_path, kind, changes, said):

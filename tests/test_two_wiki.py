@@ -326,6 +326,18 @@ def test_copies_of_text_questions_are_refused(folder):
         two_wiki.build(config(folder, environment="text", augmented_copies=2))
 
 
+@needs_data
+def test_in_the_distractor_setting_a_question_is_answered_from_its_own_passages():
+    task = two_wiki.build(config(TWO_WIKI, environment="text", augmented_copies=0, setting="distractor", top_k=20))
+    given = {of.id: of for of in read_questions(data_files(TWO_WIKI, ("dev_with_context*.jsonl",), "questions"))}
+    asked = all_questions(task)
+    assert len(asked) > 100 and {question.id for question in asked} <= given.keys()
+    for question in asked[:20]:
+        found = {material.title for material in search(task.environment(question), question.text, None)}
+        own = {passage.title for passage in given[question.id].context}
+        assert found <= own and {gold.title for gold in question.gold_passages} <= own and 4 <= len(own) <= 10
+
+
 def test_evidences_are_the_graph_where_there_are_no_triples(folder):
     (folder / "triples.tsv").unlink()
     task = two_wiki.build(config(folder))

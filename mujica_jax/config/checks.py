@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from mujica_jax.config.agents import DecexConfig, MujicaConfig, PromptedAgent, SingleConfig
 from mujica_jax.config.fields import check_least, field_value, flag_of, has_field, require
 from mujica_jax.config.method_checks import check_method
-from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TrainerConfig
+from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TaskConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
 LEAST: Mapping[int, str] = {  # values of fields at least, where the section has them
@@ -83,6 +83,7 @@ def check(config: Config) -> None:
     require(config, "task.hold_out_percent", lambda value: value < 100, "below 100, so that both splits have questions")
     if getattr(config.task, "max_questions", None) is not None:
         require(config, "task.max_questions", lambda value: value >= 1, "at least 1")
+    check_own_passages(config.task)
     check_profile(config.profile)
     for section, steps in (("pretraining", config.pretraining.steps), ("warmup", config.warmup.steps), ("method", 1)):
         if steps:
@@ -99,6 +100,18 @@ def check(config: Config) -> None:
     check_agent(config)
     check_rows(config.trainer)
     check_distributed(config.distributed)
+
+
+def check_own_passages(task: TaskConfig) -> None:
+    """In the distractor setting nothing else is searched."""
+    if getattr(task, "setting", "open") == "open":
+        return
+    for name, only in (("environment", "text"), ("index", None), ("retriever", "bm25")):
+        if (value := getattr(task, name)) != only:
+            raise UserError(
+                f"task.setting is distractor, where each question's own passages are searched by words, and "
+                f"task.{name} is {value}: give {only}, or set task.setting to open"
+            )
 
 
 def check_engine(config: Any) -> None:

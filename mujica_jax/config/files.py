@@ -169,7 +169,7 @@ def _sections_with_kinds(config: type) -> dict[str, dict[str, type]]:
 def _of_kind(values: Section, section: str, kinds: Mapping[str, type], words: list[str]) -> Section:
     """`values` with the section of the kind that a flag names, which is taken out of `words`."""
     current = getattr(values, section)
-    kind = _take_flag(words, f"--{section}.kind")
+    kind = take_flag(words, f"--{section}.kind")
     kind = current.kind if kind is None else kind
     if kind not in kinds:
         raise UserError(f"--{section}.kind is {kind} and there is none of this name: {nearest(kind, kinds.keys())}")
@@ -202,7 +202,7 @@ def _defaults(section: type) -> dict[str, Any]:
     return {f.name: f.default for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING}
 
 
-def _take_flag(words: list[str], flag: str) -> str | None:
+def take_flag(words: list[str], flag: str) -> str | None:
     """Remove `flag VALUE` or `flag=VALUE` from a command line; the last one counts."""
     value = None
     for place in reversed(range(len(words))):

@@ -79,6 +79,8 @@ class TwoWikiConfig(PassageSearch):
     dev_questions: int  # how many there are at most, first by hash
     test_questions: int
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
+    # Of passages. distractor: a question's own passages alone, which the official files give with it
+    setting: Literal["open", "distractor"] = "open"
     # Of passages: share of the searches of a demonstration that miss a gold passage and are given it all the same.
     gold_share: float = 0.5
     # Of passages: demonstrations, at most, of training questions whose gold passages no file has, over passages that

@@ -21,12 +21,9 @@ Differences from the paper, besides those of the tree:
 
 import asyncio
 import functools
-import io
 import statistics
 import time
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from mujica_jax.agents.agent import Attempt, EnginePolicy, gather_polled
 from mujica_jax.agents.decex import Decex
@@ -36,14 +33,14 @@ from mujica_jax.learning.losses import find_loss
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState
+from mujica_jax.methods.rollouts import score_once
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.search_tree import Growth, Tree
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, run_control
 from mujica_jax.methods.tree_records import best_chain, figures, is_pair, records_of
 from mujica_jax.records import Conversation, Question, Trajectory
-from mujica_jax.runtime import distributed
-from mujica_jax.trajectories.packing import PackedRows, pack
+from mujica_jax.trajectories.packing import pack
 from mujica_jax.trajectories.store import ShardEntry
 
 ROUND = 1  # of the run directory: the trees
@@ -217,7 +214,8 @@ def _learn_pairs(run: Run, state: PhaseState, pairs: Sequence[Conversation], **p
     config, trainer = _config(run), run.config.trainer
     packed = pack(pairs, row_tokens=trainer.row_tokens, seed=run.config.seed + DPO.step, pairs=True)
     steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.dpo_epochs)
-    reference = _reference(run, state, packed)
+    # By the policy that DPO begins with.
+    reference = score_once(run, REFERENCE, lambda: run.trainer.score(state(), packed))
     learnt = run.learn(
         DPO.name,
         state,
@@ -229,20 +227,6 @@ def _learn_pairs(run: Run, state: PhaseState, pairs: Sequence[Conversation], **p
     )
     phase["forward_tokens"] += sum(len(side.token_ids) for side in pairs)
     return _finish(run, DPO, learnt, steps, accepted=len(pairs) // 2, **phase)
-
-
-def _reference(run: Run, state: PhaseState, packed: PackedRows) -> np.ndarray:
-    """log p of every token of the rows under the policy that DPO begins with, scored once in the life of a run."""
-    if not distributed.broadcast(REFERENCE, lambda: run.store.exists(REFERENCE)):
-        with run.clock.stage("scoring"):
-            run.generator.release_weights()
-            scores = run.trainer.score(state(), packed)
-        if distributed.is_primary():
-            file = io.BytesIO()
-            np.save(file, scores, allow_pickle=False)
-            run.store.create(REFERENCE, file.getvalue())
-        distributed.barrier(REFERENCE)
-    return np.load(io.BytesIO(run.store.read(REFERENCE)), allow_pickle=False)
 
 
 def _finish(

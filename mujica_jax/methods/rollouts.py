@@ -7,7 +7,6 @@ import io
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from jaxtyping import Float
 
 from mujica_jax import metrics
 from mujica_jax.config.methods import DapoConfig, GrpoConfig
@@ -95,15 +94,8 @@ def scored(
     if not (weighted or distant):
         return rows
     file = f"rounds/{number:04d}/scores.npy"
-    if not distributed.broadcast(file, lambda: run.store.exists(file)):
-        run.generator.release_weights()
-        with run.clock.stage("scoring"):
-            policies = [state] * weighted + [reference] * distant
-            found = np.stack([run.trainer.score(policy(), rows) for policy in policies])
-        if distributed.is_primary():
-            run.store.create(file, _encoded(found))
-        distributed.barrier(f"round {number} is scored")
-    scores = np.load(io.BytesIO(run.store.read(file)), allow_pickle=False)
+    policies = [state] * weighted + [reference] * distant
+    scores = score_once(run, file, lambda: np.stack([run.trainer.score(policy(), rows) for policy in policies]))
     assert scores.shape[1:] == rows.tokens.shape, f"{file} scores rows {scores.shape[1:]}, not {rows.tokens.shape}"
     if distant:
         rows = rows.with_columns(reference_log_probs=scores[-1])
@@ -114,10 +106,18 @@ def scored(
     return rows
 
 
-def _encoded(array: Float[np.ndarray, "policies rows time"]) -> bytes:
-    content = io.BytesIO()
-    np.save(content, array, allow_pickle=False)
-    return content.getvalue()
+def score_once(run: Run, file: str, score: Callable[[], np.ndarray]) -> np.ndarray:
+    """What the trainer's policies say of rows, computed once in the life of a run and kept in `file`."""
+    if not distributed.broadcast(file, lambda: run.store.exists(file)):
+        run.generator.release_weights()
+        with run.clock.stage("scoring"):
+            found = score()
+        if distributed.is_primary():
+            content = io.BytesIO()
+            np.save(content, found, allow_pickle=False)
+            run.store.create(file, content.getvalue())
+        distributed.barrier(file)
+    return np.load(io.BytesIO(run.store.read(file)), allow_pickle=False)
 
 
 def figures(run: Run, config: Method, rollout: Rollout, rows: PackedRows | None) -> dict[str, float | int]:

@@ -1,10 +1,11 @@
 """What tasks over passages search: an index on disk, a service, or BM25 over a corpus in memory."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.tasks import PassageSearch
 from mujica_jax.errors import UserError
+from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.client import open_remote
 from mujica_jax.retrieval.graph.endpoint import SCHEME
 from mujica_jax.retrieval.graph.index import KIND
@@ -15,6 +16,7 @@ from mujica_jax.retrieval.text.corpus import Passage, PassageFile
 from mujica_jax.retrieval.text.index import Index, open_index, read_kind
 from mujica_jax.runtime import distributed
 from mujica_jax.storage.run_directory import local_folder
+from mujica_jax.tasks.environment import TextEnvironment
 
 Corpus = Callable[[], Sequence[Passage]]
 
@@ -41,6 +43,30 @@ def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Seq
     in_memory = config.index is None
     cache = None if in_memory else SearchCache(cache_folder("searches"), index.version)
     return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
+
+
+class OwnPassages(Mapping[str, TextEnvironment]):
+    """Of each question, by id, the passages that are given with it: searched by BM25, and read in when they are."""
+
+    def __init__(self, given: Mapping[str, Collection[GoldPassage]], top_k: int) -> None:
+        self._given, self._top_k = given, top_k
+        self._made: dict[str, TextEnvironment] = {}
+
+    def __getitem__(self, id: str) -> TextEnvironment:
+        if id not in self._made:
+            index = Bm25Index(as_passages(self._given[id]), "default")
+            self._made[id] = TextEnvironment(IndexRetriever(index, inline=True), self._top_k)
+        return self._made[id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+
+def as_passages(given: Collection[GoldPassage]) -> list[Passage]:
+    return [Passage(id=str(number), title=of.title, text=of.text) for number, of in enumerate(given)]
 
 
 def titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:

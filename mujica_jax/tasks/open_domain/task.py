@@ -1,19 +1,16 @@
 """Open-domain and multi-hop questions over passages: of one index for all, or of those given with each question."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mujica_jax.config.tasks import MultiHopConfig, OpenDomainConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import GoldPassage, Question
-from mujica_jax.retrieval.retriever import IndexRetriever
-from mujica_jax.retrieval.text.bm25 import Bm25Index
-from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.open_domain.records import OpenRecord, read_set
-from mujica_jax.tasks.passages import fetched_index, open_passages, titled
+from mujica_jax.tasks.passages import OwnPassages, as_passages, fetched_index, open_passages, titled
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Split, hash_of
 
 RULES: Mapping[str, Rule] = {
@@ -37,29 +34,21 @@ class OpenDomain:
         config: OpenDomainConfig,
         questions: Mapping[Split, Sequence[Question]],
         environment: Environment | None,
-        contexts: Mapping[str, Sequence[Passage]],
+        own: Mapping[str, Environment],
     ) -> None:
-        """`environment` is that of all questions; None: each has the passages of `contexts`, by id."""
+        """`environment` is that of all questions; None: each has its `own`, by id."""
         self.name, self.rule = config.kind, RULES[config.kind]
-        self._config, self._questions = config, questions
-        self._environment, self._contexts = environment, contexts
-        self._own: dict[str, Environment] = {}
+        self._questions, self._environment, self._own = questions, environment, own
 
     def questions(self, split: Split) -> Sequence[Question]:
         """In the order of the hash of their ids, so that a prefix is a random sample."""
         return self._questions[split]
 
     def environment(self, question: Question) -> Environment:
-        if self._environment is not None:
-            return self._environment
-        if question.id not in self._own:
-            index = Bm25Index(self._contexts[question.id], "default")
-            self._own[question.id] = TextEnvironment(IndexRetriever(index, inline=True), self._config.top_k)
-        return self._own[question.id]
+        return self._own[question.id] if self._environment is None else self._environment
 
 
 def build(config: OpenDomainConfig) -> OpenDomain:
-    _check(config)
     by_split: dict[Split, dict[str, OpenRecord]] = {"train": {}, "dev": {}, "test": {}}
     for training, record in read_set(Path(config.data_dir), config.kind):
         held_out: Split = "dev" if hash_of(record.id) % 100 < config.dev_percent else "test"
@@ -75,7 +64,7 @@ def build(config: OpenDomainConfig) -> OpenDomain:
     if not records:
         raise UserError(f"task.data_dir {config.data_dir} has no question with an answer: give the official files")
     if isinstance(config, MultiHopConfig) and config.setting == "distractor":
-        contexts = {record.id: _passages(record.context) for record in records}
+        own: Mapping[str, Environment] = OwnPassages({of.id: of.context for of in records}, config.top_k)
         environment, texts = None, {}
     else:
         given = [passage for record in records for passage in record.context]
@@ -85,25 +74,13 @@ def build(config: OpenDomainConfig) -> OpenDomain:
                 f"task.kind {config.kind} has questions without passages and index is None: give --task.index with an "
                 "index of Wikipedia, as docs/retrieval.md builds one"
             )
-        retriever, passages = open_passages(config, lambda: _passages(dict.fromkeys(given)))
-        contexts, environment = {}, TextEnvironment(retriever, config.top_k)
+        retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(given)))
+        own, environment = {}, TextEnvironment(retriever, config.top_k)
         texts = {passage.title: passage.text for passage in titled(passages, {t for r in records for t in r.titles})}
     questions: dict[Split, Sequence[Question]] = {
         split: [_question(record, texts) for record in of_split] for split, of_split in chosen.items()
     }
-    return OpenDomain(config, questions, environment, contexts)
-
-
-def _check(config: OpenDomainConfig) -> None:
-    if not isinstance(config, MultiHopConfig) or config.setting != "distractor":
-        return
-    if config.index is not None:
-        raise UserError(
-            f"task.setting is distractor, where each question has its own passages, and task.index is {config.index}: "
-            "leave one of them out"
-        )
-    if config.retriever == "dense":
-        raise UserError("task.setting is distractor, which is searched by words, and task.retriever is dense: use bm25")
+    return OpenDomain(config, questions, environment, own)
 
 
 def _question(record: OpenRecord, texts: Mapping[str, str]) -> Question:
@@ -118,7 +95,3 @@ def _question(record: OpenRecord, texts: Mapping[str, str]) -> Question:
         ),
         kind=record.kind,
     )
-
-
-def _passages(given: Collection[GoldPassage]) -> list[Passage]:
-    return [Passage(id=str(number), title=of.title, text=of.text) for number, of in enumerate(given)]

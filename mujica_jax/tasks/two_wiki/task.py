@@ -32,7 +32,7 @@ from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment, WithGoldPassages, WrittenPassages
-from mujica_jax.tasks.passages import fetched_index, open_passages, titled
+from mujica_jax.tasks.passages import OwnPassages, fetched_index, open_passages, titled
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Split, hash_of
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
@@ -230,6 +230,12 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
             f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set "
             "augmented_copies to 0 or environment to graph"
         )
+    if config.setting == "distractor":
+        records = [record for record in records if record.titles and record.context]
+        questions = [_text_question(of, {given.title: given.text for given in of.context}) for of in records]
+        _refuse_none(questions, config, "passages of its own")
+        own = OwnPassages({record.id: record.context for record in records}, config.top_k)
+        return TwoWiki(config, own[records[0].id], questions, elsewhere=own)
     retriever, passages = open_passages(config, lambda: corpus_of(config, records))
     gold = titled(passages, {title for record in records for title in record.titles})
     texts = {passage.title: passage.text for passage in gold}
