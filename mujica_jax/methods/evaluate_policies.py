@@ -68,16 +68,16 @@ def evaluate(
         _evaluate_one(
             config,
             tasks[config.task],
-            policy,
-            worker,
-            judge,
-            tokenizer,
-            generator,
-            reader,
-            progress,
-            live,
-            preemption,
-            sampled,
+            policy=policy,
+            worker=worker,
+            judge=judge,
+            tokenizer=tokenizer,
+            generator=generator,
+            reader=reader,
+            progress=progress,
+            live=live,
+            preemption=preemption,
+            sampled=sampled,
         )
         for config in configs
     ]
@@ -103,6 +103,7 @@ def evaluate(
 def _evaluate_one(
     config: Config,
     task: Task,
+    *,
     policy: Checkpoint | Endpoint,
     worker: Checkpoint | None,
     judge: Endpoint | None,
@@ -225,7 +226,6 @@ def _identity(config: Config, policy: Checkpoint | Endpoint, worker: Checkpoint 
 
 
 def _kept(parts: RunDirectory, name: str, play: Play) -> Sequence[Trajectory]:
-
     if parts.exists(name):
         return shards.decode(parts.read(name), name)
     played = play()

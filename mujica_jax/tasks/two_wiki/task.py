@@ -74,8 +74,8 @@ class TwoWiki:
         elsewhere: Mapping[str, TextEnvironment] | None = None,
         demonstrated: Sequence[Question] = (),
     ) -> None:
-        """`demonstrated_in` is where demonstrations are played, for graphs; `elsewhere` where training questions are
-        answered, by id, whose passages `environment` lacks; `demonstrated` are questions for demonstrations alone.
+        """`demonstrated_in` is where demonstrations are played, for graphs; `elsewhere` where questions are answered,
+        by id, whose passages `environment` lacks; `demonstrated` are questions for demonstrations alone.
         """
         ordered = sorted(questions, key=lambda question: hash_of(question.id))
         self.config, self._environment = config, environment
