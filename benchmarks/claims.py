@@ -40,9 +40,9 @@ class Experiment:
 
 
 START = "--method.rounds 0"
-GRPO = "--method.rounds 12 --method.rounds-per-phase 3"
+GRPO = "--method.rounds 24 --method.rounds-per-phase 6"
 WORKER = "--sampling.workers external --method.rounds 4 --sampling.questions-per-round 200"
-GRPO_ROWS = ("round 3", "round 6", "round 12")
+GRPO_ROWS = ("round 6", "round 12", "round 24")
 STAGED, EVIPATH, DECEX = "tiny_world_dapo_staged", "tiny_world_evipath", "tiny_world_decex"
 STAGED_PARTS = ("stage-one", "stage-two", "search", "format", "answer")
 EXPERIMENTS = {
