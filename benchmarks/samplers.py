@@ -4,10 +4,10 @@
 
 First the store is measured: the median time of a read, of an object created, and of a listing by the number of its
 objects. Then workers are simulated, each as the sequence of store operations that `methods/sampler.py` makes of a unit,
-with playing times drawn around
---unit-seconds (lognormal, a deviation of 0.25) and a trainer that learns for --learn-seconds after each round. Nothing
-else is simulated: a store that gets slower under many requests is not. One JSON line a number of workers: units a
-minute, the share of the workers' time that is idle or spent on the store, operations a second and a unit.
+with playing times of --unit-seconds in the mean (lognormal, a deviation of 0.25) and a trainer that learns for
+--learn-seconds after each round. Nothing else is simulated: a store that gets slower under many requests is not. One
+JSON line a number of workers: units a minute, the share of the workers' time that is idle or spent on the store,
+operations a second and a unit.
 """
 
 import argparse
@@ -70,18 +70,35 @@ class Simulated:
     """The run directory as the workers see it."""
 
     units: int  # shards of a round with first attempts
-    shards: set[int] = dataclasses.field(default_factory=set)
+    free: list[int] = dataclasses.field(default_factory=list)  # what nobody has a lease on
+    left: int = 0  # without a shard: of first attempts or, when all of these are there, of later ones
+    later: bool = False
+    shards: int = 0
     leased: set[int] = dataclasses.field(default_factory=set)
     thresholds: set[int] = dataclasses.field(default_factory=set)  # rounds whose threshold somebody wrote down
-    number: int = 1  # of the open round
+    number: int = 0  # of the open round
     operations: int = 0
     played: int = 0
 
-    def missing(self) -> list[int]:
-        """What is left to play: first attempts, then, when all of these are there, later ones."""
-        firsts = [unit for unit in range(self.units) if unit not in self.shards]
-        later = range(self.units, self.units + int(LATER_SHARE * self.units))
-        return firsts or [unit for unit in later if unit not in self.shards]
+    def begin_round(self) -> None:
+        self.number += 1
+        self.shards, self.later = 0, False
+        self.leased.clear()
+        self._begin(range(self.units))
+
+    def lease(self, unit: int) -> None:
+        self.leased.add(unit)
+        self.free.remove(unit)
+
+    def create_shard(self) -> None:
+        self.shards += 1
+        self.left -= 1
+        if not self.left and not self.later:
+            self.later = True
+            self._begin(range(self.units, self.units + int(LATER_SHARE * self.units)))
+
+    def _begin(self, units: range) -> None:
+        self.free, self.left = list(units), len(units)
 
 
 def worker(
@@ -98,25 +115,26 @@ def worker(
 
     looked, wait, draw = 0.0, POLL_SECONDS, random.Random(number)
     while True:
-        began_round, objects = run.number, len(run.shards) + len(run.leased)
+        began_round, objects = run.number, run.shards + len(run.leased)
         yield operation(3 * store.read, 3)  # summary.json, plan and end of the open round
         yield operation(store.read + listing(1) + listing(objects), 3)  # its plan, the policies, its shards
-        missing = run.missing()
-        if missing and missing[0] >= run.units:
+        missing = run.left
+        candidates = draw.sample(run.free, min(TRIES, len(run.free)))
+        if missing and run.later:
             if run.number not in run.thresholds:
                 run.thresholds.add(run.number)
                 yield operation(2 * run.units * store.read + store.create, 2 * run.units + 1)  # all first attempts
             yield operation(2 * store.read, 2)  # the threshold
-        free, claimed = [unit for unit in missing if unit not in run.leased], None
-        for unit in draw.sample(free, min(TRIES, len(free))):
+        claimed = None
+        for unit in candidates:
             yield operation(store.create)
             if unit not in run.leased and run.number == began_round:  # else another one was faster
-                run.leased.add(unit)
+                run.lease(unit)
                 claimed = unit
                 break
         if claimed is None and missing and now() - looked > LEASE_SECONDS / LOOKS_A_LEASE:
             looked = now()
-            count = min(TRIES, len(missing))
+            count = min(TRIES, missing)
             yield operation(count * (store.read + listing(1)), 2 * count)
         if claimed is None:
             yield wait
@@ -128,7 +146,7 @@ def worker(
         yield operation(seconds + renewals * store.create, renewals)
         yield operation(store.create + store.read, 2)
         if run.number == began_round:
-            run.shards.add(claimed)
+            run.create_shard()
         run.played += 1
 
 
@@ -137,11 +155,12 @@ def simulated(
 ) -> dict[str, float | int]:
     draw = np.random.default_rng(workers)
     run = Simulated(units)
+    run.begin_round()
     now = playing = 0.0
 
     def play() -> float:
         nonlocal playing
-        taken = float(unit_seconds * draw.lognormal(0.0, 0.25))
+        taken = float(unit_seconds * draw.lognormal(-0.25**2 / 2, 0.25))
         playing += taken
         return taken
 
@@ -151,12 +170,11 @@ def simulated(
     learnt_at = None
     while run.number <= rounds:
         now, number = heapq.heappop(events)
-        if learnt_at is None and not run.missing():
+        if learnt_at is None and not run.left:
             learnt_at = now + learn_seconds
         if learnt_at is not None and now >= learnt_at:
-            run.number, learnt_at = run.number + 1, None
-            run.shards.clear()
-            run.leased.clear()
+            learnt_at = None
+            run.begin_round()
         heapq.heappush(events, (now + next(agents[number]), number))
     return {
         "workers": workers,
