@@ -160,7 +160,7 @@ def simulated(
 
     def play() -> float:
         nonlocal playing
-        taken = float(unit_seconds * draw.lognormal(-0.25**2 / 2, 0.25))
+        taken = float(unit_seconds * draw.lognormal(-(0.25**2) / 2, 0.25))
         playing += taken
         return taken
 

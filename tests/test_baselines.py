@@ -293,9 +293,6 @@ def test_agents_that_read_passages_are_not_sent_into_a_graph():
         few_shot = ["--warmup.source", "few_shot"]
         check_demonstrations(of_agent("--agent.kind", "rag", "--task.environment", "text", *few_shot))
     check_demonstrations(of_agent("--agent.kind", "rag", "--task.environment", "text", "--warmup.steps", "0"))
-    for ablated in ("split", "parallel"):
-        with pytest.raises(UserError, match=rf"agent\.{ablated} is False, and warmup.source scripted"):
-            check_demonstrations(of_agent(f"--agent.{ablated}", "False"))
     with pytest.raises(UserError, match=r"--agent\.kind is ragg and there is none of this name: did you mean rag"):
         of_agent("--agent.kind", "ragg")
     assert isinstance(of_agent("--agent.kind", "single").agent, SingleConfig)

@@ -14,7 +14,7 @@ import pytest
 from packed_rows import MODEL, tiny_decoder
 from tiny_embedder import WORDS, tiny_embedder
 
-from mujica_jax.config.checks import check
+from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import command_line
 from mujica_jax.config.schema import DapoConfig
 from mujica_jax.eval import all_configs
@@ -197,6 +197,7 @@ def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
         assert experiment.start is None or claims["EXPERIMENTS"][experiment.start].start is None
         named[name] = command_line(claims["command"](Path("runs"), name, 1)[3:], default="tiny_world")
         check(named[name])
+        check_demonstrations(named[name])
         assert named[name].seed == 1 and bool(named[name].init) == bool(experiment.start)
     method = named["dapo"].method
     assert isinstance(method, DapoConfig) and method.dynamic_sampling

@@ -494,6 +494,8 @@ def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(c
 def test_trees_that_spend_their_budget_before_a_chain_are_told_of(config, played):
     early = changed(config, "method", expansion="full", budget_tokens=1, sft=False)
     (said,) = (one for one in played(early) if "have no chain" in one)
+    (of_others,) = (one for one in played(changed(early, "method", budget_tokens=300)) if "have no chain" in one)
+    assert re.match(r"0 of 6 trees have no chain, [1-6] trees spent method\.budget_tokens", of_others)
     assert re.match(r"[1-6] of 6 trees have no chain, [1-6] trees spent method\.budget_tokens 1; what they made", said)
 
 

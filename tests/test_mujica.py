@@ -500,7 +500,7 @@ def test_candidates_of_a_question_are_not_shown_where_texts_are_searched():
 
 def test_without_split_the_planner_reads_what_was_found():
     policy = ToldPolicy([search((0, "Who made it?")), search((1, "a"), (2, "Where was she born?")), answer("Ghent")])
-    found = play(policy, split=False)
+    found = play(policy, split=False, prompt="zero_shot")
     assert (found.answer, len(found.conversations), found.counts["malformed_workers"]) == ("Ghent", 1, 0)
     shown = [turn.text for turn in found.conversations[0].turns if turn.role == "context"]
     assert shown[1] == (

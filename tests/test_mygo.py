@@ -13,7 +13,7 @@ from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig, SamplingConfig
 from mujica_jax.learning.optimizer import learning_rate, schedule
 from mujica_jax.methods import mygo, mygo_rounds
-from mujica_jax.methods.round_statistics import advice, round_statistics
+from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.trajectories.select import select
 
@@ -187,7 +187,9 @@ def test_the_warnings_of_a_round_are_counted():
     first, again, bad = (trajectory(one, reward, 7) for one, reward in zip(attempts, (1.0, 0.5, 0.0), strict=True))
     bad = dataclasses.replace(bad, stop_reason=StopReason.NO_ACTION)
     found = round_statistics([first, again, bad], [first], best_reward=1.0)
-    assert [found[name] for name in ("acceptance", "format_failures", "duplicates")] == pytest.approx([1 / 3] * 3)
+    assert [found[name] for name in ("acceptance", "format_failures", "duplicates")] == pytest.approx([1 / 3, 1 / 3, 0])
+    assert round_statistics([first, again, bad], [first, again], best_reward=1.0)["duplicates"] == 0.5
+    assert in_words(found).startswith("1 of 3 kept, 3.0 attempts for each; mean reward 0.50 (0.00, 0.50, 1.00), 50%")
     assert (found["unsolved_questions"], found["attempts_a_kept"], found["mean_reward"]) == (0.5, 3.0, 0.5)
     assert (found["reward_p10"], found["reward_p50"], found["reward_p90"]) == (0.0, 0.5, 1.0)
     assert "raise warmup.steps" in advice([bad]) and "max_attempts" in advice([again])

@@ -54,6 +54,17 @@ def played(world) -> list[tuple[Question, Trajectory]]:
     return play_all(world, **WIDE)
 
 
+@pytest.mark.parametrize("environment", ["graph", "text"])
+def test_the_ablations_have_demonstrations_that_earn_it_too(world, environment):
+    world = tiny_world.build(dataclasses.replace(world.config, environment=environment))
+    one_reads = [t for _, t in play_all(world, **WIDE | {"max_trajectory_tokens": 8000}, split=False)]
+    assert {trajectory.reward for trajectory in one_reads} == {1.0}
+    assert {conversation.role for t in one_reads for conversation in t.conversations} == {"planner"}
+    one_a_turn = [trajectory for _, trajectory in play_all(world, **WIDE | {"max_iterations": 6}, parallel=False)]
+    assert {trajectory.reward for trajectory in one_a_turn} == {1.0}
+    assert all(len({s.iteration for s in t.searches}) == len(t.searches) for t in one_a_turn)
+
+
 def test_over_passages_of_the_same_facts_every_demonstration_earns_it_too(world):
     passages = tiny_world.build(dataclasses.replace(world.config, environment="text"))
     played = play_all(passages, **WIDE)

@@ -35,6 +35,7 @@ class PlannerState:
     question: Question
     candidates: tuple[Entity, ...]
     searches: tuple[Search, ...]
+    parallel: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,10 @@ class _Episode(Episode):
 
     async def _plan(self, iteration: int) -> protocol.PlannerAction:
         state = PlannerState(
-            question=self.attempt.question, candidates=tuple(self._candidates), searches=tuple(self.searches)
+            question=self.attempt.question,
+            candidates=tuple(self._candidates),
+            searches=tuple(self.searches),
+            parallel=self._config.parallel,
         )
         stops = protocol.stop_strings(PLANNER, self.environment.kind)
         written = await self.write(
@@ -179,13 +183,13 @@ class _Episode(Episode):
         self, call: protocol.SearchCall, entity: Entity | None, materials: Sequence[Material], iteration: int
     ) -> Search:
         """What was found, as the planner is shown it where it reads itself."""
-        lines = tuple(protocol.one_line(material.text) for material in materials)
+        lines = protocol.numbered([material.parts for material in materials], self._config.prompt)
         return Search(
             iteration=iteration,
             query=call.query,
             entity="" if entity is None else entity.label,
-            materials=lines,
-            sentence=" ".join(f"[{number}] {line}" for number, line in enumerate(lines)) or protocol.NOTHING_FOUND,
+            materials=tuple(protocol.one_line(material.text) for material in materials),
+            sentence=" ".join(lines) or protocol.NOTHING_FOUND,
             found=bool(lines),
         )
 

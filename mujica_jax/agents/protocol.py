@@ -149,22 +149,27 @@ def planner_observation(sentences: Sequence[str], new_candidates: Sequence[Entit
 
 
 def worker_opening(query: str, materials: Sequence[Sequence[str]], kind: EnvironmentKind, mode: PromptMode) -> str:
-    """The question and its materials, numbered; a material is its parts, one of a passage and three of a triple.
+    """The question and its materials, numbered."""
+    heading = "Materials:" if kind == "graph" else "Context:"
+    return "\n".join([f"Question: {one_line(query)}", heading, *numbered(materials, mode)])
+
+
+def numbered(materials: Sequence[Sequence[str]], mode: PromptMode) -> list[str]:
+    """A line a material, which is its parts: one of a passage and three of a triple.
 
     In `brief` mode, for small models trained from scratch, the number also stands between the relation that is looked
     for and its object, or at a passage's end: naming the line is then copying one token on, where otherwise it means
     looking back.
     """
-    heading = "Materials:" if kind == "graph" else "Context:"
-    numbered = []
+    lines = []
     for index, material in enumerate(materials):
         *before, last = (one_line(part) for part in material)
         if mode != "brief":
             line = ", ".join([*before, last])
         else:
             line = f"{', '.join(before)} [{index}] {last}" if before else f"{last} [{index}]"
-        numbered.append(f"[{index}] {line}")
-    return "\n".join([f"Question: {one_line(query)}", heading, *numbered])
+        lines.append(f"[{index}] {line}")
+    return lines
 
 
 def _candidate_line(candidates: Sequence[Entity], first: int) -> str:

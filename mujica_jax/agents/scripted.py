@@ -2,8 +2,9 @@
 
 It plays ordinary episodes in the ordinary environment, so demonstrations are the same records as sampled trajectories.
 The plan is the question's evidence as a graph: every triple whose subject is a numbered candidate can be asked now, all
-such triples in one turn. The worker does not know the chain: it reads the relation off the query and selects the
-materials that state it.
+such triples in one turn, or the first of them where the agent searches once a turn. The worker does not know the chain:
+it reads the relation off the query and selects the materials that state it. Where no worker reads, the planner's next
+thought begins with what it reads itself.
 
 Thoughts are short and put next to each other what the next decision needs: the relation before the number of its line,
 the number before the object, both years before the one that decides.
@@ -12,17 +13,18 @@ the number before the object, both years before the one that decides.
 import dataclasses
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mujica_jax.agents import protocol, scripted_decex, scripted_single
 from mujica_jax.agents.decex import DECEX, DecexState
 from mujica_jax.agents.mujica import PlannerState, WorkerState
-from mujica_jax.agents.scripted_text import TextScript, query_of
+from mujica_jax.agents.scripted_text import TextScript, fact, query_of, stated
 from mujica_jax.agents.single import SingleState
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Entity, Evidence, Question
+from mujica_jax.records import Entity, Evidence, Question, Search
+from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import chain_ends, compare_dates, parse_date
 
 _YEAR = re.compile(r"\b\d{3,4}\b")
@@ -78,27 +80,33 @@ class ScriptedPolicy:
         )
 
     def _plan(self, state: PlannerState) -> str:
-        calls = self._open_searches(state)
+        calls = self._open_searches(state)[: None if state.parallel else 1]
+        read = "".join(f"{_words(*_statement(search))}. " for search in _unread(state) if _statement(search)[1])
         if calls:
             needed = _distinct(evidence.relation for evidence, _ in calls)
-            thought = f"I need the {' and '.join(needed)}."
+            thought = f"{read}I need the {' and '.join(needed)}."
             return protocol.write_graph_searches(thought, [call for _, call in calls])
-        found = {search.query for search in state.searches if search.found}
+        found = {
+            search.query for search in state.searches if search.found and (search.selected or _statement(search)[1])
+        }
         gold = {(evidence.subject_id or evidence.subject, evidence.relation) for evidence in state.question.evidences}
         if len(found) < len(gold):  # an answer would be a guess: the episode ends without one
             return protocol.write_graph_searches(protocol.NOTHING_FOUND, [])
         answer = state.question.answers[0]
-        return protocol.write_answer(conclusion(state.question, answer), answer)
+        return protocol.write_answer(f"{read}{conclusion(state.question, answer)}", answer)
 
     def _plan_on_text(self, state: PlannerState) -> str:
         calls = self._text.open_searches(state)
         if calls is None:
             return protocol.write_text_searches(protocol.NOTHING_FOUND, [])
+        learnt = [(evidence, stated(evidence, _unread(state))) for evidence in state.question.evidences]
+        read = "".join(f"{fact(evidence, value)} " for evidence, value in learnt if value is not None)
         if not calls:
             answer = state.question.answers[0]
-            return protocol.write_answer(conclusion(state.question, answer), answer)
+            return protocol.write_answer(f"{read}{conclusion(state.question, answer)}", answer)
+        calls = calls[: None if state.parallel else 1]
         needed = _distinct(f"the {evidence.relation} of {evidence.subject}" for evidence, _ in calls)
-        return protocol.write_text_searches(f"I need {' and '.join(needed)}.", [call for _, call in calls])
+        return protocol.write_text_searches(f"{read}I need {' and '.join(needed)}.", [call for _, call in calls])
 
     def _open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]]:
         """Gold triples whose subject is numbered and that were not asked yet."""
@@ -119,17 +127,38 @@ class ScriptedPolicy:
     def _read(self, state: WorkerState) -> str:
         assert state.entity is not None, "a search of a graph names an entity"
         label = state.entity.label
-        relation = state.query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
-        lines = [material.parts for material in state.materials]
-        chosen = [n for n, parts in enumerate(lines) if parts[:2] == (label, relation)]
-        if chosen and random.Random(f"{self._seed} {state.query}").random() < self._miss_rate:
+        relation, stating = _stating(state.query, label, state.materials)
+        if stating and random.Random(f"{self._seed} {state.query}").random() < self._miss_rate:
             self.missed.add(state.query)
-            chosen = []
-        if not chosen:
+            stating = {}
+        if not stating:
             return protocol.write_worker(f"{relation} [-1] none", [], protocol.NOTHING_FOUND)
-        objects = " and ".join(_distinct(lines[n][2] for n in chosen))
-        read = " and ".join(f"[{n}] {lines[n][2]}" for n in chosen)
-        return protocol.write_worker(f"{relation} {read}", chosen, f"The {relation} of {label} is {objects}.")
+        objects = " and ".join(_distinct(stating.values()))
+        return protocol.write_worker(
+            _words(relation, stating), list(stating), f"The {relation} of {label} is {objects}."
+        )
+
+
+def _stating(query: str, label: str, materials: Iterable[Material]) -> tuple[str, dict[int, str]]:
+    """The relation that a query asks for, and the objects of the materials that state it, by their numbers."""
+    relation = query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
+    lines = enumerate(material.parts for material in materials)
+    return relation, {number: parts[2] for number, parts in lines if parts[:2] == (label, relation)}
+
+
+def _statement(search: Search) -> tuple[str, dict[int, str]]:
+    subject = (Entity(id="", label=search.entity),)
+    return _stating(search.query, search.entity, [Material(text=text, entities=subject) for text in search.materials])
+
+
+def _words(relation: str, stating: Mapping[int, str]) -> str:
+    return f"{relation} {' and '.join(f'[{number}] {value}' for number, value in stating.items())}"
+
+
+def _unread(state: PlannerState) -> list[Search]:
+    """The last turn's searches that no worker read."""
+    last = [search for search in state.searches if search.iteration == state.searches[-1].iteration]
+    return [search for search in last if search.found and not search.selected]
 
 
 def conclusion(question: Question, answer: str) -> str:

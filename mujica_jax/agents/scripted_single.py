@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from mujica_jax.agents import protocol
-from mujica_jax.agents.scripted_text import first_statement
+from mujica_jax.agents.scripted_text import fact, stated
 from mujica_jax.agents.single import INFORMATION, SingleState, information, system_prompt
 from mujica_jax.records import Evidence, Question, Search
 from mujica_jax.tasks.task import Material
@@ -25,18 +25,18 @@ def write(state: SingleState, conclude: Conclude, *, recalls: bool = True) -> st
     question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
     evidences = [evidence for group in evidence_rounds(question.evidences) for evidence in group]
     if recalls and question.kind.endswith(KNOWN):
-        return _turn(state, " ".join(map(_fact, evidences)), conclude(question, answer), answer)
+        return _turn(state, " ".join(fact(one, one.object) for one in evidences), conclude(question, answer), answer)
     learnt: list[str] = []  # by the last search
     for evidence in evidences:
-        stated = _stated(evidence, state.searches)
-        if stated is None:
+        value = stated(evidence, state.searches)
+        if value is None:
             query = next((words for words in _queries(evidence) if words not in _asked(state.searches)), None)
             if query is None:
                 return _thought(state, protocol.NOTHING_FOUND)
             needed = f"I need the {evidence.relation} of {evidence.subject}."
             return f"{_thought(state, ' '.join([*learnt, needed]))}\n<search> {query} </search>"
-        if _stated(evidence, state.searches[:-1]) is None:
-            learnt.append(_fact(dataclasses.replace(evidence, object=stated)))
+        if stated(evidence, state.searches[:-1]) is None:
+            learnt.append(fact(evidence, value))
     return _turn(state, protocol.NOTHING_FOUND, " ".join([*learnt, conclude(question, answer)]), answer)
 
 
@@ -68,10 +68,6 @@ def _thought(state: SingleState, text: str) -> str:
     return f"<{tag}> {text} </{tag}>"
 
 
-def _fact(evidence: Evidence) -> str:
-    return f"The {evidence.relation} of {evidence.subject} is {evidence.object}."
-
-
 def _queries(evidence: Evidence) -> tuple[str, str]:
     """Keywords, as the agent's prompt asks for."""
     return f"{evidence.subject} {evidence.relation}", evidence.subject
@@ -79,12 +75,3 @@ def _queries(evidence: Evidence) -> tuple[str, str]:
 
 def _asked(searches: Sequence[Search]) -> set[str]:
     return {search.query for search in searches}
-
-
-def _stated(evidence: Evidence, searches: Sequence[Search]) -> str | None:
-    """The object in the words of a passage that a search found."""
-    for search in searches:
-        materials = [Material(text=text, title=text.partition(": ")[0]) for text in search.materials]
-        if (found := first_statement(evidence, materials)) is not None:
-            return found[1]
-    return None

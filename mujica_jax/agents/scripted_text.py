@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.mujica import PlannerState, WorkerState
-from mujica_jax.records import Evidence
+from mujica_jax.records import Evidence, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import COUNTRY_FORMS, MONTHS, country_form, evidence_rounds, parse_date
 
@@ -29,13 +29,13 @@ class TextScript:
 
     def open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]] | None:
         """The triples to ask for now, each in its next wording. None where one was asked in every wording in vain."""
-        found = {search.query for search in state.searches if search.found}
+        found = [search for search in state.searches if search.found]
         asked = {search.query for search in state.searches}
         for evidences in evidence_rounds(state.question.evidences):
             calls = []
             for evidence in evidences:
                 wordings = queries_of(evidence)
-                if found & set(wordings):
+                if any(one.query in wordings and (one.selected or stated(evidence, [one])) for one in found):
                     continue
                 query = next((wording for wording in wordings if wording not in asked), None)
                 if query is None:
@@ -79,6 +79,19 @@ def first_statement(evidence: Evidence, materials: Sequence[Material]) -> tuple[
         for form in forms_of(evidence.object):
             if stands := re.search(rf"(?<!\w){re.escape(form)}(?!\w)", materials[number].text, re.IGNORECASE):
                 return number, stands[0]
+    return None
+
+
+def fact(evidence: Evidence, value: str) -> str:
+    return f"The {evidence.relation} of {evidence.subject} is {value}."
+
+
+def stated(evidence: Evidence, searches: Sequence[Search]) -> str | None:
+    """The object in the words of a passage that a search found."""
+    for search in searches:
+        materials = [Material(text=text, title=text.partition(": ")[0]) for text in search.materials]
+        if (found := first_statement(evidence, materials)) is not None:
+            return found[1]
     return None
 
 

@@ -143,12 +143,6 @@ def check_demonstrations(config: Config) -> None:
             f"{warmup.steps} steps: give --warmup.steps 0 with a checkpoint that knows the format, or choose one of "
             "these"
         )
-    ablated = [name for name in ("split", "parallel") if not getattr(config.agent, name, True)]
-    if warmup.steps and warmup.source == "scripted" and ablated:
-        raise UserError(
-            f"agent.{ablated[0]} is False, and warmup.source scripted demonstrates workers and several searches a "
-            "turn: give --warmup.steps 0 with a checkpoint, or --warmup.source few_shot"
-        )
     if warmup.steps and warmup.source == "few_shot" and not isinstance(config.agent, PromptedAgent):
         raise UserError(
             f"agent.kind is {kind}, which has no worked examples, and warmup.source is few_shot: choose "

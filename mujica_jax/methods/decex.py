@@ -60,7 +60,7 @@ def decex(run: Run) -> list[PhaseResult]:
     chains = [tree for tree in trees if tree.reward > 0 and tree.reward >= config.min_reward]
     found = figures(records)
     run.metrics.write("decex", ROUND, {**found, "chains": len(chains)})
-    if found["unfinished"]:
+    if found["unfinished"] or found["budget_spent"]:
         run.progress.line(
             f"{found['unfinished']} of {len(trees)} trees have no chain, {found['budget_spent']} trees spent "
             f"method.budget_tokens {config.budget_tokens}; what they made is kept"

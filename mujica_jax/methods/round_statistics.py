@@ -7,7 +7,7 @@ from mujica_jax.records import StopReason, Trajectory
 from mujica_jax.rewards import ILL_FORMED_ENDS
 from mujica_jax.trajectories.select import mean_first_attempt_reward
 
-QUANTILES = (0.1, 0.5, 0.9)
+REWARD_QUANTILES = {"reward_p10": 0.1, "reward_p50": 0.5, "reward_p90": 0.9}
 
 
 def round_statistics(
@@ -24,17 +24,17 @@ def round_statistics(
         for search in trajectory.searches
     )
     log_probs = [p for t in trajectories for c in t.conversations for turn in c.turns for p in turn.logprobs or ()]
-    first_conversations = {(t.question_id, tuple(t.conversations[0].token_ids)) for t in trajectories}
+    first_conversations = {(t.question_id, tuple(t.conversations[0].token_ids)) for t in kept}
     return {
         "trajectories": len(trajectories),
         "accepted": len(kept),
         "acceptance": len(kept) / count,
         "attempts_a_kept": len(trajectories) / max(1, len(kept)),
         "mean_reward": mean_first_attempt_reward(trajectories),
-        **{f"reward_p{round(100 * q)}": rewards[round(q * (len(rewards) - 1))] for q in QUANTILES},
+        **{name: rewards[round(q * (len(rewards) - 1))] for name, q in REWARD_QUANTILES.items()},
         "unsolved_questions": 1 - len(solved) / max(1, len(questions)),
         "format_failures": sum(t.stop_reason in ILL_FORMED_ENDS for t in trajectories) / count,
-        "duplicates": 1 - len(first_conversations) / count,
+        "duplicates": 1 - len(first_conversations) / len(kept) if kept else 0.0,
         "entropy": -sum(log_probs) / max(1, len(log_probs)),
         "searches": sum(len(t.searches) for t in trajectories) / count,
         "searches_a_turn": sum(turns.values()) / max(1, len(turns)),
@@ -45,9 +45,10 @@ def in_words(found: dict[str, float | int]) -> str:
     """The same for the console, in one line."""
     return (
         f"{found['accepted']} of {found['trajectories']} kept, {found['attempts_a_kept']:.1f} attempts for each; mean "
-        f"reward {found['mean_reward']:.2f}, {found['unsolved_questions']:.0%} of the questions unsolved, "
-        f"{found['format_failures']:.0%} malformed, {found['duplicates']:.0%} repeated, "
-        f"entropy {found['entropy']:.2f}, {found['searches']:.1f} searches"
+        f"reward {found['mean_reward']:.2f} ({', '.join(f'{found[name]:.2f}' for name in REWARD_QUANTILES)}), "
+        f"{found['unsolved_questions']:.0%} of the questions unsolved, {found['format_failures']:.0%} malformed, "
+        f"{found['duplicates']:.0%} of the kept repeated, entropy {found['entropy']:.2f}, {found['searches']:.1f} "
+        f"searches, {found['searches_a_turn']:.1f} a turn"
     )
 
 

@@ -423,6 +423,7 @@ class Run:
                 questions=len(scores.questions),
                 trajectories=trajectories,
                 accepted=accepted,
+                tokens=forward_tokens,
                 searches=scores.greedy.searches,
                 by_kind=scores.greedy.summary()["by_kind"],
                 seconds=time.monotonic() - began,
