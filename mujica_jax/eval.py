@@ -52,6 +52,7 @@ from mujica_jax.storage.run_directory import run_path
 if TYPE_CHECKING:
     from mujica_jax.storage.run_directory import RunPath
 
+ADAPTER_WANTED = "give --adapter a folder as RUN/policies/N/adapter"
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
 
 
@@ -150,9 +151,11 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
             f"as in `python -m mujica_jax.eval {HELP_CONFIG} --remote.base-url {remote} ...`"
         )
     if name is None and adapter is not None:
-        config = _adapter_config(Path(adapter))
+        lacking = "has no config.json of the run that made it: name a configuration"
+        config = _config_left_in(Path(adapter), "--init ... --adapter", wanted=ADAPTER_WANTED, lacking=lacking)
     elif name is None and checkpoint is not None:
-        config = _run_config(run_path(checkpoint))
+        lacking = "is no run directory: a Hugging Face directory is evaluated under a configuration"
+        config = _config_left_in(run_path(checkpoint), "--checkpoint", wanted=WANTED, lacking=lacking)
     else:
         config = load_config(name or HELP_CONFIG)
     shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
@@ -192,29 +195,12 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
     return Checkpoint(**vars(found), out=folder)
 
 
-def _run_config(folder: "RunPath") -> Config:
-    """The configuration a run directory was begun with."""
-    other = (
-        f"{folder} is no run directory: a Hugging Face directory is evaluated under a configuration, as in "
-        f"`python -m mujica_jax.eval {HELP_CONFIG} --checkpoint {folder}`"
-    )
-    return _config_left_in(folder, wanted=WANTED, other=other)
-
-
-def _adapter_config(folder: Path) -> Config:
-    """The configuration of the run that wrote the adapter."""
-    other = (
-        f"{folder} has no config.json of the run that made it: name a configuration, as in "
-        f"`python -m mujica_jax.eval {HELP_CONFIG} --init ... --adapter {folder}`"
-    )
-    return _config_left_in(folder, wanted="give --adapter a folder as RUN/policies/N/adapter", other=other)
-
-
-def _config_left_in(folder: "RunPath", *, wanted: str, other: str) -> Config:
+def _config_left_in(folder: "RunPath", flag: str, *, wanted: str, lacking: str) -> Config:
+    """The configuration that a run directory was begun with, or of the run that wrote an adapter."""
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {wanted}")
     if not is_run(folder):
-        raise UserError(other)
+        raise UserError(f"{folder} {lacking}, as in `python -m mujica_jax.eval {HELP_CONFIG} {flag} {folder}`")
     return from_dict(Config, read_object(folder / "config.json")["config"])
 
 

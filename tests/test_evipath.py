@@ -31,11 +31,13 @@ from mujica_jax.agents.synthesis import Synthesis, Synthesizer
 from mujica_jax.agents.teacher import Teacher
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import load_config
+from mujica_jax.config.remote import RemoteConfig
 from mujica_jax.config.schema import EviPathConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.methods import evipath
+from mujica_jax.methods.evaluation import right_ones
 from mujica_jax.records import Evidence, GoldPassage, StopReason, Trajectory
 from mujica_jax.retrieval.text.similarity import word_cosine, word_cosines
 from mujica_jax.rewards import find_reward
@@ -324,9 +326,8 @@ def test_deductively_it_is_told_nothing_and_what_is_wrong_is_not_kept():
     assert teacher.read[0][:2] == ("turn", own), "the agent's own prompt"
     assert [step for step, _, _ in teacher.read] == ["turn", "reading", "turn", "reading", "turn"]
     assert (trajectory.answer, refusals(trajectory)) == ("Bruges", {})
-    run: Any = types.SimpleNamespace(task=types.SimpleNamespace(rule="two_wiki"))
     right = written(LittleTeacher(), mode="deductive")
-    assert evipath._right(run, [BORN], [trajectory, right]) == [right]
+    assert right_ones([BORN], [trajectory, right], "two_wiki") == [right]
 
 
 def test_a_question_without_evidence_has_no_abductive_trajectory():
@@ -376,7 +377,7 @@ def test_a_model_behind_an_endpoint_is_a_teacher():
         return Answer(content={"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 5}})
 
     with serving(answer) as endpoint:
-        generator = RemoteGenerator(base_url=endpoint.base_url, model="teacher", mode="chat", tokenizer=tokenizer())
+        generator = RemoteGenerator(RemoteConfig(base_url=endpoint.base_url, model="teacher", mode="chat"), tokenizer())
         trajectory = written(EnginePolicy(generator))
         messages = endpoint.requests[1].body["messages"]
     assert [message["role"] for message in messages] == ["system", "user"]

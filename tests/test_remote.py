@@ -11,6 +11,7 @@ import pytest
 from local_endpoint import Answer, LocalEndpoint, Request, serving
 from test_remote_formats import END, PROMPT, TOKENIZER, WORDS, generator, openai, params, vllm
 
+from mujica_jax.config.remote import RemoteConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import DeadlineError, RequestError
@@ -82,14 +83,8 @@ def test_an_endpoint_that_is_down_is_named():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
         address = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        remote = RemoteGenerator(
-            base_url=address,
-            model="m",
-            mode="completions",
-            tokenizer=TOKENIZER,
-            max_attempts=2,
-            first_wait_seconds=0.01,
-        )
+        config = RemoteConfig(base_url=address, model="m", mode="completions")
+        remote = RemoteGenerator(config, TOKENIZER, max_attempts=2, first_wait_seconds=0.01)
         with pytest.raises(
             RequestError, match=rf"{address}/completions failed 2 times, the last time with ConnectError"
         ):
@@ -285,9 +280,8 @@ def test_without_a_variable_no_key_is_sent():
 def test_a_variable_without_a_key_is_named_and_not_shown(monkeypatch, value, sentence):
     monkeypatch.setenv("TEST_KEY", value)
     with pytest.raises(UserError, match=sentence) as refused:
-        RemoteGenerator(
-            base_url="http://localhost/v1", model="m", mode="chat", tokenizer=TOKENIZER, api_key_variable="TEST_KEY"
-        )
+        config = RemoteConfig(base_url="http://localhost/v1", model="m", mode="chat", api_key_variable="TEST_KEY")
+        RemoteGenerator(config, TOKENIZER)
     assert not value or value not in str(refused.value)
 
 
@@ -304,7 +298,7 @@ def test_a_variable_without_a_key_is_named_and_not_shown(monkeypatch, value, sen
 )
 def test_an_address_that_is_none_is_explained(address, sentence):
     with pytest.raises(UserError, match=sentence) as refused:
-        RemoteGenerator(base_url=address, model="m", mode="chat", tokenizer=TOKENIZER)
+        RemoteGenerator(RemoteConfig(base_url=address, model="m", mode="chat"), TOKENIZER)
     assert "hidden" not in str(refused.value)
 
 

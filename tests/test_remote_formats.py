@@ -8,6 +8,7 @@ import json
 import pytest
 from local_endpoint import Answer, LocalEndpoint, serving
 
+from mujica_jax.config.remote import RemoteConfig
 from mujica_jax.inference.remote.formats import ReplyError
 from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import Completion, RequestError, SamplingParams, check_params, check_prompt
@@ -24,9 +25,17 @@ def params(**changes) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def generator(endpoint: LocalEndpoint, mode="completions", **options) -> RemoteGenerator:
-    options = {"model": "m", "tokenizer": TOKENIZER, "first_wait_seconds": 0.01} | options
-    return RemoteGenerator(base_url=endpoint.base_url, mode=mode, **options)
+def generator(
+    endpoint: LocalEndpoint,
+    mode="completions",
+    *,
+    tokenizer=TOKENIZER,
+    max_attempts=6,
+    first_wait_seconds=0.01,
+    **options,
+) -> RemoteGenerator:
+    remote = RemoteConfig(base_url=endpoint.base_url, model="m", mode=mode, **options)
+    return RemoteGenerator(remote, tokenizer, max_attempts=max_attempts, first_wait_seconds=first_wait_seconds)
 
 
 def vllm(ids, finish="stop", *, stop_reason=None, logprobs=None, **changes) -> dict:

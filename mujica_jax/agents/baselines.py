@@ -72,7 +72,6 @@ READ_DOCUMENTS = (
     f"sentence is: {protocol.NOTHING_FOUND}"
 )
 _ANSWERED = ("</answer>",)
-_SENTENCE = re.compile(r"<sentence>(.*?)</sentence>", re.DOTALL)
 _REACT = re.compile(r"Action:\s*(Search|Finish)\[(.*?)\]", re.DOTALL)
 OBSERVATION = "Observation:"
 
@@ -92,18 +91,14 @@ class Baseline:
         try:
             answer, reason = await getattr(playing, self._config.kind)()
         except _Cut as cut:
-            answer, reason = "", cut.reason
+            answer, reason = "", cut.args[0]
         except RetrievalError:
             answer, reason = "", StopReason.RETRIEVER_FAILED
         return playing.trajectory(playing.conversations[::-1], answer, reason)
 
 
 class _Cut(Exception):
-    """A turn that a limit ended."""
-
-    def __init__(self, reason: StopReason) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A turn that a limit ended, which is its argument."""
 
 
 Outcome = tuple[str, StopReason]
@@ -131,20 +126,20 @@ class _Playing(Episode):
         return _outcome(await self._ask("rag", self._opening(await self.search_passages(self._question, 0))))
 
     async def iter_retgen(self) -> Outcome:
-        said = ""
+        written = Written(text="")
         for iteration in range(self._config.max_searches):
-            query = protocol.one_line(f"{self._question} {_untagged(said)}")
-            said = await self._ask("iter_retgen", self._opening(await self.search_passages(query, iteration)))
-        return _outcome(said)
+            query = protocol.one_line(f"{self._question} {_untagged(written.text)}")
+            written = await self._ask("iter_retgen", self._opening(await self.search_passages(query, iteration)))
+        return _outcome(written)
 
     async def ircot(self) -> Outcome:
         sentences: list[str] = []
         passages = list(await self.search_passages(self._question, 0))
         for iteration in range(1, self._config.max_searches + 1):
-            said = (await self._next("ircot", passages, sentences)).text
-            sentence = _sentence(said)
+            written = await self._ask("ircot", self._opening(passages, sentences))
+            sentence = _sentence(written.text)
             if "<answer>" in sentence or iteration == self._config.max_searches:
-                return _outcome(said)
+                return _outcome(written)
             if not sentence:
                 return "", StopReason.NO_ACTION
             sentences.append(protocol.one_line(_untagged(sentence)))
@@ -158,20 +153,20 @@ class _Playing(Episode):
         sentences: list[str] = []
         passages: list[Material] = []
         for iteration in range(self._config.max_sentences):
-            written = await self._next("flare", passages, sentences)
+            written = await self._ask("flare", self._opening(passages, sentences))
             if (query := self._likely(written)) and len(self.searches) < self._config.max_searches:
                 passages = list(await self.search_passages(query, iteration))
-                written = await self._next("flare", passages, sentences)
+                written = await self._ask("flare", self._opening(passages, sentences))
             sentence = _sentence(written.text)
             if "<answer>" in sentence:
-                return _outcome(written.text)
+                return _outcome(written)
             if not sentence:
                 return "", StopReason.NO_ACTION
             sentences.append(protocol.one_line(_untagged(sentence)))
         return "", StopReason.ITERATION_LIMIT
 
     async def skr(self) -> Outcome:
-        said = protocol.parse_answer(await self._ask("skr", self._opening()))
+        said = protocol.parse_answer((await self._ask("skr", self._opening())).text)
         if said is None:
             return "", StopReason.NO_ACTION
         return await (self.direct() if said.casefold().startswith("no") else self.rag())
@@ -181,10 +176,10 @@ class _Playing(Episode):
         dialogue.add_user(self._opening())
         try:
             for turn in range(self._config.max_searches + 1):
-                said = (await self._written(dialogue, ("</search>", "</answer>", INFORMATION), INFORMATION)).text
-                answer, query = parse_search(said)
+                written = await self._written(dialogue, ("</search>", "</answer>", INFORMATION), INFORMATION)
+                answer, query = parse_search(written.text)
                 if answer is not None or query is None:
-                    return _outcome(said)
+                    return _outcome(written)
                 if turn < self._config.max_searches:
                     dialogue.add_user(f"Found:\n{await self._reduced(dialogue, query, turn)}")
             return "", StopReason.ITERATION_LIMIT
@@ -213,9 +208,8 @@ class _Playing(Episode):
         found = await self.search_passages(query, iteration)
         reasoning = " ".join(turn.text for turn in dialogue.record().turns if turn.role == "model")
         lines = [self._opening(), f"Reasoning: {protocol.one_line(reasoning)}", f"Query: {query}", information(found)]
-        said = await self._ask(READER, "\n".join(lines), ("</sentence>",))
-        sentence = _SENTENCE.search(protocol.without_thoughts(said))
-        return protocol.NOTHING_FOUND if sentence is None else protocol.one_line(sentence[1])
+        written = await self._ask(READER, "\n".join(lines), ("</sentence>",))
+        return protocol.field("sentence", written.text) or protocol.NOTHING_FOUND
 
     def _opening(self, passages: Sequence[Material] = (), sentences: Sequence[str] = ()) -> str:
         lines = [information(self.fit(passages))] if passages else []
@@ -224,11 +218,8 @@ class _Playing(Episode):
             lines.append(f"Reasoning so far: {' '.join(sentences)}")
         return "\n".join(lines)
 
-    async def _ask(self, prompt: str, text: str, stop_strings: tuple[str, ...] = _ANSWERED) -> str:
+    async def _ask(self, prompt: str, text: str, stop_strings: tuple[str, ...] = _ANSWERED) -> Written:
         """A conversation of one turn. Raises _Cut."""
-        return (await self._ask_for_turn(prompt, text, stop_strings)).text
-
-    async def _ask_for_turn(self, prompt: str, text: str, stop_strings: tuple[str, ...]) -> Written:
         role = READER if prompt == READER else ANSWERS
         dialogue = Dialogue(self.tokenizer, role, READ_DOCUMENTS if role == READER else PROMPTS[prompt])
         dialogue.add_user(text)
@@ -247,12 +238,6 @@ class _Playing(Episode):
         if written.cut is not None:
             raise _Cut(written.cut)
         return written
-
-    async def _next(self, prompt: str, passages: Sequence[Material], sentences: Sequence[str]) -> Written:
-        """The first line that is no thought is the sentence; a turn that goes on is not cut there, as it may begin with
-        a thought.
-        """
-        return await self._ask_for_turn(prompt, self._opening(passages, sentences), _ANSWERED)
 
     def _likely(self, written: Written) -> str:
         """The sentence without its unlikely tokens, where it has some; the question where nothing else is left."""
@@ -275,13 +260,13 @@ class _Playing(Episode):
 
 
 def _sentence(text: str) -> str:
-    """The first line outside of thoughts that says something."""
+    """The first line outside of thoughts that says something. A turn is not cut there: it may begin with a thought."""
     lines = (line.strip() for line in protocol.without_thoughts(text).splitlines())
     return next((line for line in lines if _untagged(line).strip()), "")
 
 
-def _outcome(said: str) -> Outcome:
-    answer = protocol.parse_answer(said)
+def _outcome(written: Written) -> Outcome:
+    answer = protocol.parse_answer(written.text)
     return ("", StopReason.NO_ACTION) if answer is None else (answer, StopReason.ANSWERED)
 
 

@@ -16,7 +16,6 @@ score it (`methods/search_tree.py`). Its search asks for each kind of execution 
 
 import copy
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -41,10 +40,6 @@ GO_ON = "Go on."  # after a sub-answer from memory
 
 # --- parsing what the model wrote, and writing it for demonstrations ---
 
-_QUESTION = re.compile(r"<question>(.*?)</question>", re.DOTALL)
-_RECALL = re.compile(r"<recall>(.*?)</recall>", re.DOTALL)
-_SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
@@ -65,13 +60,15 @@ class Solution:
 def parse_decision(text: str) -> Decision:
     """An answer ends the episode even where the turn also asks; thoughts are not read."""
     answer = protocol.parse_answer(text)
-    return Decision(answer=answer) if answer is not None else Decision(question=_field(_QUESTION, text))
+    return (
+        Decision(answer=answer) if answer is not None else Decision(question=protocol.field("question", text) or None)
+    )
 
 
 def parse_solution(text: str) -> Solution:
     """What is remembered counts even where the turn also searches; thoughts are not read."""
-    recalled = _field(_RECALL, text)
-    return Solution(recalled=recalled) if recalled else Solution(query=_field(_SEARCH, text))
+    recalled = protocol.field("recall", text)
+    return Solution(recalled=recalled) if recalled else Solution(query=protocol.field("search", text) or None)
 
 
 def write_decision(thought: str, decision: Decision) -> str:
@@ -84,11 +81,6 @@ def write_solution(solution: Solution) -> str:
     if solution.recalled:
         return f"<recall> {solution.recalled} </recall>"
     return f"<search> {solution.query} </search>"
-
-
-def _field(pattern: re.Pattern[str], text: str) -> str | None:
-    found = pattern.search(protocol.without_thoughts(text))
-    return None if found is None else protocol.one_line(found[1]) or None
 
 
 # --- prompts ---

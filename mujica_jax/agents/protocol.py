@@ -67,14 +67,11 @@ def stop_strings(role: Literal["planner", "worker"], kind: EnvironmentKind) -> t
 # --- parsing what the model wrote ---
 
 _THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)  # a thought that never ends hides all that follows
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _SEARCH_TAG = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 # A query ends at the first quotation mark before a bracket: names such as "Weird Al" Yankovic hold quotation marks
 # themselves.
 _SEARCH_CALL = re.compile(r"Search\(\s*\[?\s*(\d{1,6})\s*\]?\s*,\s*\"([^\n]*?)\"\s*\)")
-_SELECT = re.compile(r"<select>(.*?)</select>", re.DOTALL)
-_SENTENCE = re.compile(r"<sentence>(.*?)</sentence>", re.DOTALL)
 _INDEX = re.compile(r"\[\s*(-?\d{1,6})\s*\]")
 
 
@@ -82,10 +79,14 @@ def without_thoughts(text: str) -> str:
     return _THINK.sub("", text)
 
 
+def field(tag: str, text: str) -> str | None:
+    """What a turn says first between these tags, outside of its thoughts, on one line."""
+    found = re.search(f"<{tag}>(.*?)</{tag}>", without_thoughts(text), re.DOTALL)
+    return None if found is None else one_line(found[1])
+
+
 def parse_answer(text: str) -> str | None:
-    """The final answer that a turn gives, outside of its thoughts."""
-    answer = _ANSWER.search(without_thoughts(text))
-    return None if answer is None else one_line(answer[1])
+    return field("answer", text)
 
 
 def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int) -> PlannerAction:
@@ -116,13 +117,12 @@ def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_sear
 
 def parse_worker(text: str, *, materials: int) -> WorkerReply:
     """Read one worker turn. Indexes of materials that were not shown are dropped; [-1] selects nothing."""
-    said = without_thoughts(text)
-    select, sentence = _SELECT.search(said), _SENTENCE.search(said)
-    if select is None or sentence is None or not one_line(sentence[1]):
+    select, sentence = field("select", text), field("sentence", text)
+    if select is None or not sentence:
         return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=False)
-    indexes = dict.fromkeys(int(index) for index in _INDEX.findall(select[1]))
+    indexes = dict.fromkeys(int(index) for index in _INDEX.findall(select))
     selected = tuple(index for index in indexes if 0 <= index < materials)
-    return WorkerReply(selected=selected, sentence=one_line(sentence[1]), well_formed=True)
+    return WorkerReply(selected=selected, sentence=sentence, well_formed=True)
 
 
 def one_line(text: str) -> str:

@@ -26,7 +26,6 @@ SINGLE = "single"  # role of the conversation
 INFORMATION = "<information>"  # begins a message to the model; a model that writes it itself is cut there
 STOPS = ("</search>", "</answer>", INFORMATION)
 
-_SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 _SHAPE = {
     "search_r1": re.compile(r"\s*<think>.+</think>\s*<(search|answer)>.+</\1>\s*", re.DOTALL),
     # before the first search a thought, after one a reflection, and always a reflection before the answer
@@ -108,9 +107,7 @@ def system_prompt(style: Style, mode: protocol.PromptMode) -> str:
 
 def parse(text: str) -> tuple[str | None, str | None]:
     """Answer and query of one turn, each None where there is none; thoughts are not read."""
-    said = protocol.without_thoughts(text)
-    query = _SEARCH.search(said)
-    return protocol.parse_answer(text), (protocol.one_line(query[1]) or None) if query else None
+    return protocol.parse_answer(text), protocol.field("search", text) or None
 
 
 def information(materials: tuple[Material, ...]) -> str:

@@ -33,7 +33,7 @@ from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.agents.episode import fit
 from mujica_jax.agents.evidence import chosen, is_faithful, pieces, place_in
 from mujica_jax.agents.mujica import PLANNER, WORKER, Mujica, PlannerState, WorkerState
-from mujica_jax.agents.teacher import Lesson, Refused, Teacher, as_completion, refuse
+from mujica_jax.agents.teacher import Lesson, Refused, Teacher, as_completion
 from mujica_jax.config.methods import EviPathConfig
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.inference.requests import Completion, SamplingParams
@@ -117,7 +117,7 @@ class _Writer:
         assert isinstance(state, PlannerState | WorkerState), "the configuration was checked to play mujica"
         try:
             if self.failures and isinstance(state, PlannerState):
-                refuse(self.failures[0])
+                raise Refused(self.failures[0])
             text = await (self._turn(state, params) if isinstance(state, PlannerState) else self._read(state, params))
         except Refused as refused:
             self.failures.append(str(refused))
@@ -147,7 +147,7 @@ class _Writer:
         if self._mode == "deductive":
             return self._lesson.open(PLANNER, self._system(PLANNER), opening)
         if self._mode == "abductive" and not self._gold:
-            refuse("without_evidence")
+            raise Refused("without_evidence")
         answer, evidence = self._question.answers[0], self._evidence_lines()
         if self._synthesis.teacher.plans:
             request = synthesis_prompts.plan_request(self._question.text, answer, evidence)
@@ -163,9 +163,9 @@ class _Writer:
     def _planned(self, reply: str, state: PlannerState) -> list[str]:
         plan = [neutralise(line) for line in synthesis_prompts.parse_plan(reply)]
         if not plan:
-            refuse("no_plan")
+            raise Refused("no_plan")
         if leaks(" ".join(plan), self._known(state), self._secrets):
-            refuse("leak")
+            raise Refused("leak")
         return plan
 
     def _checked(self, reply: str, state: PlannerState, params: SamplingParams) -> str:
@@ -173,11 +173,11 @@ class _Writer:
         reply = reply.partition(protocol.OBSERVATION)[0]
         thought = neutralise(synthesis_prompts.parse_thought(reply))
         if not thought:
-            refuse("no_thought")
+            raise Refused("no_thought")
         limit = self._synthesis.agent.max_searches_per_turn
         action = protocol.parse_planner(reply, self._kind, candidates=len(state.candidates), max_searches=limit)
         if action.refused is not None:
-            refuse(action.refused.value)
+            raise Refused(action.refused.value)
         if action.answer is not None:
             if self._mode != "deductive":
                 self._check_answer(action.answer, state)
@@ -187,11 +187,11 @@ class _Writer:
         asked = {search.query for search in state.searches}
         for call in calls:
             if not is_askable(call.query, known):
-                refuse("not_askable")
+                raise Refused("not_askable")
             if call.query in asked:
-                refuse("repeated")
+                raise Refused("repeated")
         if self._mode != "deductive" and leaks(f"{thought} {' '.join(c.query for c in calls)}", known, self._secrets):
-            refuse("leak")
+            raise Refused("leak")
         if self._plan and not state.searches:
             thought = f"{synthesis_prompts.plan_in_thought(self._plan)}\n{thought}"
         write = protocol.write_graph_searches if self._kind == "graph" else protocol.write_text_searches
@@ -199,9 +199,9 @@ class _Writer:
 
     def _check_answer(self, answer: str, state: PlannerState) -> None:
         if not state.searches:
-            refuse("no_search")
+            raise Refused("no_search")
         if metrics.score(answer, self._question.answers, self._synthesis.rule).em != 1.0:
-            refuse("wrong_answer")
+            raise Refused("wrong_answer")
 
     def _known(self, state: PlannerState) -> list[str]:
         labels = [entity.label for entity in state.candidates]
@@ -243,14 +243,14 @@ class _Writer:
     def _grounded(self, answer: str, state: WorkerState) -> tuple[str, list[int]]:
         """The intermediate answer, and where in the pool its evidence stands."""
         if not answer or answer == protocol.NOTHING_FOUND:
-            refuse("no_answer")
+            raise Refused("no_answer")
         method = self._synthesis.method
         found = chosen(answer, self._gold, similarity=self._synthesis.similarity, threshold=method.threshold)
         places = [place for piece in found if (place := place_in(state.materials, piece)) is not None]
         if not places:
-            refuse("evidence_not_in_pool")
+            raise Refused("evidence_not_in_pool")
         if not is_faithful(answer, state.query, [state.materials[place].text for place in places]):
-            refuse("unfaithful")
+            raise Refused("unfaithful")
         return answer, places
 
     def _checked_reading(self, reply: str, state: WorkerState, params: SamplingParams, places: list[int] | None) -> str:
@@ -258,12 +258,12 @@ class _Writer:
         read = protocol.parse_worker(reply, materials=len(state.materials))
         thought = neutralise(synthesis_prompts.parse_thought(reply))
         if not read.well_formed or not thought:
-            refuse("malformed_worker")
+            raise Refused("malformed_worker")
         if places is not None and set(read.selected) != set(places):
-            refuse("wrong_selection")
+            raise Refused("wrong_selection")
         evidence = [state.materials[place].text for place in read.selected]
         if evidence and not is_faithful(read.sentence, state.query, evidence):
-            refuse("unfaithful")
+            raise Refused("unfaithful")
         return self._fitting(protocol.write_worker(thought, read.selected, neutralise(read.sentence)), params)
 
     def _system(self, role: str) -> str:
@@ -272,7 +272,7 @@ class _Writer:
 
     def _fitting(self, text: str, params: SamplingParams) -> str:
         if len(as_completion(self._synthesis.tokenizer, text, 0).token_ids) > params.max_new_tokens:
-            refuse(StopReason.TURN_LENGTH.value)
+            raise Refused(StopReason.TURN_LENGTH.value)
         return text
 
     def _ending(self, state: PlannerState | WorkerState, reason: str) -> str:

@@ -51,7 +51,6 @@ You write a model solution. You are told the answer and which indexes state it: 
 select exactly these, and write the answer as the sentence. Do not mention that you were told."""
 
 _PLANNED = re.compile(r"^\s*\d{1,2}[.)]\s*(\S.*)$", re.MULTILINE)
-_SENTENCE = re.compile(r"<sentence>(.*?)</sentence>", re.DOTALL)
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
@@ -84,8 +83,7 @@ def parse_plan(text: str) -> list[str]:
 
 def parse_sentence(text: str) -> str:
     """Empty where there is none."""
-    found = _SENTENCE.search(protocol.without_thoughts(text))
-    return "" if found is None else protocol.one_line(found[1])
+    return protocol.field("sentence", text) or ""
 
 
 def parse_thought(text: str) -> str:

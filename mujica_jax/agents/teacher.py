@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue
@@ -30,10 +30,6 @@ class Teacher:
 
 class Refused(Exception):
     """A reply is not as it must be, for a reason of one word."""
-
-
-def refuse(reason: str) -> NoReturn:
-    raise Refused(reason)
 
 
 class Lesson:
@@ -64,7 +60,7 @@ class Lesson:
         """
         limit, reason = self._teacher.max_tokens, ""
         if limit is not None and len(dialogue.token_ids) + params.max_new_tokens > limit:
-            refuse("teacher_prompt_length")
+            raise Refused("teacher_prompt_length")
         for number in range(self._max_tries):
             asked = dataclasses.replace(params, seed=self._attempt.turn_seed(f"{params.seed}/{step}/{number}"))
             self.counts[RETRIES] += number > 0
@@ -73,7 +69,7 @@ class Lesson:
                 completion = await self._policy.generate(dialogue.token_ids, asked, state=state, continues=False)
                 self.counts[TEACHER_TOKENS] += len(completion.token_ids)
                 if completion.finish_reason == "length":
-                    refuse(StopReason.TURN_LENGTH.value)
+                    raise Refused(StopReason.TURN_LENGTH.value)
                 ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
                 return read(self._teacher.tokenizer.decode(ids))
             except ReplyError:
@@ -81,7 +77,7 @@ class Lesson:
             except Refused as refused:
                 reason = str(refused)
             self.counts[f"{REFUSED}{reason}"] += 1
-        refuse(reason)
+        raise Refused(reason)
 
 
 def as_completion(tokenizer: Tokenizer, text: str, version: int) -> Completion:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mujica_jax.config.agents import DecexConfig, MujicaConfig, PromptedAgent, SingleConfig
-from mujica_jax.config.fields import check_least, field_value, flag_of, has_field, require
+from mujica_jax.config.fields import check_least, field_value, flag_of, require
 from mujica_jax.config.method_checks import check_method
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TaskConfig, TrainerConfig
 from mujica_jax.errors import UserError
@@ -233,10 +233,9 @@ def _check_choices(config: Config) -> None:
 
 
 def _check_rates(config: Config, section: str) -> None:
-    if not has_field(config, f"{section}.learning_rate"):
+    if (peak := field_value(config, f"{section}.learning_rate")) is ...:
         return
     require(config, f"{section}.learning_rate", lambda value: value > 0, "above 0")
-    peak = field_value(config, f"{section}.learning_rate")
     require(
         config,
         f"{section}.end_learning_rate",

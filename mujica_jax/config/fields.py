@@ -15,23 +15,18 @@ def check_least(config: Any, least_of: Mapping[str, int | float]) -> None:
 
 
 def require(config: Any, name: str, holds: Callable[[float], bool], what: str) -> None:
-    if not has_field(config, name):  # a section of several kinds, and this kind has no such field
+    if (value := field_value(config, name)) is ...:
         return
-    value = field_value(config, name)
     if not (isinstance(value, int | float) and math.isfinite(value) and holds(value)):
         raise UserError(
             f"{name} is {value!r} and must be {what}: change it in the configuration or pass {flag_of(name)}"
         )
 
 
-def has_field(config: Any, name: str) -> bool:
+def field_value(config: Any, name: str) -> Any:
+    """`...` where it is of a section of several kinds, and this kind has no such field."""
     section, _, field = name.rpartition(".")
-    return hasattr(getattr(config, section) if section else config, field)
-
-
-def field_value(config: Any, name: str) -> int | float:
-    section, _, field = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, field)
+    return getattr(getattr(config, section) if section else config, field, ...)
 
 
 def flag_of(name: str) -> str:

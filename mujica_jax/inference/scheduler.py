@@ -203,7 +203,7 @@ class BatchedGenerator:
 
     def _fail(self, sequence: SequenceState, error: RequestError) -> None:
         self._counts["refused"] += 1
-        sequence.fail(error)
+        sequence.future.set_exception(error)
 
     async def _drive(self) -> None:
         try:

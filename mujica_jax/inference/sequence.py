@@ -8,7 +8,7 @@ import numpy as np
 
 from mujica_jax.inference.engine.base import Decoded
 from mujica_jax.inference.paging import BlockTable
-from mujica_jax.inference.requests import Completion, DeadlineError, FinishReason, RequestError, SamplingParams
+from mujica_jax.inference.requests import Completion, DeadlineError, FinishReason, SamplingParams
 from mujica_jax.inference.stops import StopMatcher
 
 
@@ -95,9 +95,6 @@ class SequenceState:
                 stop_string=self._stop_string,
             )
         )
-
-    def fail(self, error: RequestError) -> None:
-        self.future.set_exception(error)
 
     def deadline_error(self) -> DeadlineError:
         return DeadlineError(

@@ -324,9 +324,6 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
     def score(params: nnx.State, batch: Batch) -> Array:
         return token_log_probs(nnx.merge(graph, params), batch, attention=attention, remat=config.remat)
 
-    def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
     abstract_state = jax.eval_shape(empty_state, abstract_weights, np.uint32(0))
     shardings, policy_shardings = shardings_of(abstract_state, mesh), shardings_of(abstract_weights, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
@@ -334,7 +331,7 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
         policy_graph=policy_graph,
         policy_shardings=policy_shardings,
         policy=jax.jit(policy, out_shardings=policy_shardings) if rank else lambda params: params,
-        abstract_state=jax.tree.map(placed, abstract_state, shardings),
+        abstract_state=jax.tree.map(lambda leaf, at: leaf.update(sharding=at), abstract_state, shardings),
         shardings=shardings,
         empty_state=jax.jit(empty_state, out_shardings=shardings, donate_argnums=0),
         # The state's layout is fixed on the way out, or the compiler might choose another one and compile again for it.

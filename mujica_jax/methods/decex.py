@@ -25,7 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from mujica_jax.agents.agent import Attempt, EnginePolicy, gather_polled
+from mujica_jax.agents.agent import EnginePolicy, gather_polled
 from mujica_jax.agents.decex import Decex
 from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.errors import UserError
@@ -34,10 +34,10 @@ from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.rollouts import score_once
-from mujica_jax.methods.run import KEPT_SHARDS, Run
+from mujica_jax.methods.run import KEPT_SHARDS, Run, attempt, questions_a_round
 from mujica_jax.methods.search_tree import Growth, Tree
 from mujica_jax.methods.shares import play_share
-from mujica_jax.methods.supervised import begin, run_control
+from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.methods.tree_records import best_chain, figures, is_pair, records_of
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.trajectories.packing import pack
@@ -67,7 +67,7 @@ def decex(run: Run) -> list[PhaseResult]:
         )
     spent = int(sum(tree.counts["forward_tokens"] for tree in trees))
     sampled = int(sum(tree.counts["finished"] for tree in trees))
-    state, results = start, [first]
+    state, results = start, list[PhaseResult]()
     if config.sft:
         state, result = _learn_chains(
             run, state, trees, chains, began=began, trajectories=sampled, forward_tokens=spent
@@ -81,10 +81,7 @@ def decex(run: Run) -> list[PhaseResult]:
             f"{DPO.name}: the {len(trees)} trees left no preference pair that fits trainer.row_tokens "
             f"{run.config.trainer.row_tokens}; the policy stays as it is"
         )
-    if run.config.eval.control:
-        rates = {"peak": config.learning_rate, "end_value": config.end_learning_rate}
-        results.insert(1, run_control(run, start, demonstrations.rows, results[1:], **rates))
-    return results
+    return with_control(run, start, demonstrations, first, results)
 
 
 def _config(run: Run) -> DecexTreeConfig:
@@ -97,13 +94,8 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
     earlier = finished_round(run, ROUND)
     if earlier is not None:
         return earlier[0]
-    size, questions = run.config.sampling.shard_questions, run.task.questions("train")
-    questions = questions[: run.config.sampling.questions_per_round]
-    if len(questions) < run.config.sampling.questions_per_round:
-        run.progress.line(
-            f"trees: all {len(questions)} training questions; sampling.questions_per_round is "
-            f"{run.config.sampling.questions_per_round}"
-        )
+    size = run.config.sampling.shard_questions
+    questions = run.task.questions("train")[: questions_a_round(run, "trees")]
     name = "trees: expanding"
     run.preemption.enter(name, kept=KEPT_SHARDS)
     run.use_policy(state, WARM_UP.step)
@@ -145,15 +137,9 @@ def _grown(run: Run, questions: Sequence[Question], on_tree: Callable[[int, floa
     assert isinstance(agent, Decex), "checked with the configuration"
 
     async def one(question: Question, gate: asyncio.Semaphore) -> Tree:
-        attempt = Attempt(
-            question=question,
-            number=0,
-            seed=1000 * run.config.seed + ROUND,
-            temperature=run.config.sampling.temperature,
-        )
         tree = await Growth(
             agent,
-            attempt,
+            attempt(run, question, 0, ROUND),
             run.task.environment(question),
             EnginePolicy(run.generator),
             config,

@@ -96,8 +96,8 @@ def evaluate(
         progress.line(f"comparison: {file}")
     for folder in folders:  # all that they hold is in the results
         RunDirectory(folder).remove_folder("")
-    for line in policy.closing_lines():
-        progress.line(line)
+    if isinstance(policy, Endpoint):
+        progress.line(f"{policy.place}: {policy.generator.statistics.sentence()}")
 
 
 def _evaluate_one(

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mujica_jax import metrics
@@ -15,6 +15,7 @@ from mujica_jax.inference.requests import Generator
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Question, Trajectory, generated_tokens
 from mujica_jax.report.progress import Figure, Progress
+from mujica_jax.report.results import rounded
 from mujica_jax.rewards import RewardFunction
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
@@ -42,13 +43,7 @@ class KindScore:
     questions: int
 
     def rounded(self) -> dict[str, Any]:
-        return {
-            "em": round(self.em, 2),
-            "em_interval": [round(bound, 2) for bound in self.em_interval],
-            "f1": round(self.f1, 2),
-            "f1_interval": [round(bound, 2) for bound in self.f1_interval],
-            "questions": self.questions,
-        }
+        return rounded(dataclasses.asdict(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,6 +204,12 @@ def score_policy(
         greedy=evaluated(0.0),
         sampled=evaluated(config.eval.temperature) if sampled else None,
     )
+
+
+def right_ones(questions: Iterable[Question], trajectories: Iterable[Trajectory], rule: Rule) -> list[Trajectory]:
+    """Those that answer their question, by exact match."""
+    golds = {question.id: question.answers for question in questions}
+    return [t for t in trajectories if metrics.score(t.final_answer, golds[t.question_id], rule).em == 1.0]
 
 
 def held_out_questions(task: Task, config: Config) -> Sequence[Question]:

@@ -26,8 +26,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
-from mujica_jax import metrics
-from mujica_jax.agents.agent import Attempt, EnginePolicy
+from mujica_jax.agents.agent import EnginePolicy
 from mujica_jax.agents.mujica import PLANNER, WORKER
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.synthesis import FAILED, Synthesis, Synthesizer
@@ -36,11 +35,12 @@ from mujica_jax.config.schema import EviPathConfig, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.closed_rounds import close_round, finished_round
+from mujica_jax.methods.evaluation import right_ones
 from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.remote import open_endpoint
-from mujica_jax.methods.run import KEPT_SHARDS, Run
+from mujica_jax.methods.run import KEPT_SHARDS, Run, attempt
 from mujica_jax.methods.shares import play_share
-from mujica_jax.methods.supervised import begin, run_control
+from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory
 from mujica_jax.retrieval.text.similarity import find_similarity
 from mujica_jax.runtime import distributed
@@ -60,7 +60,7 @@ def evipath(run: Run) -> list[PhaseResult]:
     began = time.monotonic()
     questions = _questions(run)
     trajectories = _synthesize(run, state, synthesizer, questions)
-    kept = _right(run, questions, trajectories)
+    kept = right_ones(questions, trajectories, run.task.rule)
     conversations = [row for row in training_rows(kept) if row.role in TUNED[config.tune]]
     rows = run.fitting(conversations)
     run.progress.line(
@@ -98,10 +98,7 @@ def evipath(run: Run) -> list[PhaseResult]:
         trained_slots=steps * slots,
     )
     _write_metrics(run, trajectories, kept, conversations, rows, steps)
-    if not run.config.eval.control:
-        return [started, result]
-    rates = {"peak": config.learning_rate, "end_value": config.end_learning_rate}
-    return [started, run_control(run, state, demonstrations.rows, [result], **rates), result]
+    return with_control(run, state, demonstrations, started, [result])
 
 
 def _config(run: Run) -> EviPathConfig:
@@ -170,7 +167,7 @@ def _synthesize(
         run.use_policy(state, 0)
 
     def unit(index: int, on_episode: Callable[[Trajectory], None]) -> tuple[ShardEntry, list[Trajectory]]:
-        attempts = [_attempt(run, question) for question in shards[index]]
+        attempts = [attempt(run, question, 0, number) for question in shards[index]]
         concurrency = config.remote.concurrency if config.teacher == "remote" else None
         return run.sample(number, index, attempts, on_episode, agent=synthesizer, concurrency=concurrency)
 
@@ -202,20 +199,6 @@ def _synthesize(
     mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
     close_round(run, number, entries, mean_reward=mean)
     return trajectories
-
-
-def _attempt(run: Run, question: Question) -> Attempt:
-    return Attempt(
-        question=question,
-        number=0,
-        seed=1000 * run.config.seed + EVIPATH.step,
-        temperature=run.config.sampling.temperature,
-    )
-
-
-def _right(run: Run, questions: Sequence[Question], trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    golds = {question.id: question.answers for question in questions}
-    return [t for t in trajectories if metrics.score(t.final_answer, golds[t.question_id], run.task.rule).em == 1.0]
 
 
 def _summed(trajectories: Sequence[Trajectory]) -> collections.Counter[str]:

@@ -117,10 +117,7 @@ def cache_bytes(config: Config, model: DecoderConfig) -> int:
 
 
 def _laid_out(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(placed, tree, shardings_of(tree, mesh))
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), tree, shardings_of(tree, mesh))
 
 
 def _bytes(tree: Any) -> int:

@@ -47,7 +47,7 @@ from mujica_jax.methods.mygo_rounds import config_of, plan_round, sample_round
 from mujica_jax.methods.phases import Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
 from mujica_jax.methods.run import Run
-from mujica_jax.methods.supervised import run_control, warm_up
+from mujica_jax.methods.supervised import warm_up, with_control
 from mujica_jax.records import Conversation, Trajectory
 from mujica_jax.trajectories.packing import PackedRows, pack, too_long
 from mujica_jax.trajectories.select import select, training_rows
@@ -57,13 +57,9 @@ LAG_ROUNDS = {"online": 0, "asynchronous": 1}  # rounds that are sampled before 
 
 def mygo(run: Run) -> list[PhaseResult]:
     """The warm-up, all rounds, and the control if asked for. Finished phases are read from the run directory."""
-    config = config_of(run)
     state, warmed, demonstrations = warm_up(run)
     rounds = _run_rounds(run, state, demonstrations.rewarded)
-    if not run.config.eval.control:
-        return [warmed, *rounds]
-    rates = {"peak": config.learning_rate, "end_value": config.end_learning_rate}
-    return [warmed, run_control(run, state, demonstrations.rows, rounds, **rates), *rounds]
+    return with_control(run, state, demonstrations, warmed, rounds)
 
 
 def _run_rounds(run: Run, state: PhaseState, rewarded: Sequence[Conversation]) -> list[PhaseResult]:

@@ -13,7 +13,7 @@ from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig
 from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, PhaseState
-from mujica_jax.methods.run import KEPT_SHARDS, Run
+from mujica_jax.methods.run import KEPT_SHARDS, Run, attempt, questions_a_round
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.runtime import distributed
@@ -102,7 +102,7 @@ class Unit:
 
 def first_attempts(run: Run, number: int, shards: Sequence[Sequence[Question]]) -> list[Unit]:
     def play(index: int, callback: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
-        return run.sample(number, index, [_attempt(run, q, 0, number) for q in shards[index]], callback)
+        return run.sample(number, index, [attempt(run, q, 0, number) for q in shards[index]], callback)
 
     return [Unit(index=index, play=functools.partial(play, index)) for index in range(len(shards))]
 
@@ -120,7 +120,7 @@ def later_attempts(
     def wave(index: int, earlier: Sequence[Trajectory]) -> list[Attempt]:
         tried = [*first_attempts_of(index), *earlier]
         following = next_attempts(config_of(run), shards[index], tried, k=k, best_reward=run.reward.best)
-        return [_attempt(run, question, attempt, number) for question, attempt in following]
+        return [attempt(run, question, place, number) for question, place in following]
 
     def play(index: int, callback: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
         return run.sample_waves(number, len(shards) + index, functools.partial(wave, index), callback)
@@ -185,23 +185,9 @@ def next_attempts(
     ]
 
 
-def _attempt(run: Run, question: Question, attempt: int, number: int) -> Attempt:
-    return Attempt(
-        question=question,
-        number=attempt,
-        seed=1000 * run.config.seed + number,
-        temperature=run.config.sampling.temperature,
-    )
-
-
 def _questions_of(run: Run, number: int) -> list[Question]:
     """The questions of a round: the next ones in the task's order, from the beginning again when they are used up."""
     questions = run.task.questions("train")
-    per_round = min(run.config.sampling.questions_per_round, len(questions))
-    if per_round < run.config.sampling.questions_per_round:
-        run.progress.line(
-            f"round {number}: all {per_round} training questions; sampling.questions_per_round is "
-            f"{run.config.sampling.questions_per_round}"
-        )
+    per_round = questions_a_round(run, f"round {number}")
     start = (number - 1) * per_round
     return [questions[index % len(questions)] for index in range(start, start + per_round)]

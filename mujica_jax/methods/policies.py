@@ -3,7 +3,6 @@ Called by `eval` and `serve`.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from mujica_jax.config.schema import AgentConfig, Config
 from mujica_jax.errors import UserError
 from mujica_jax.models.gguf import checkpoint_folder, is_converted
 from mujica_jax.runtime.provenance import differences
+from mujica_jax.storage.manifest import json_object
 from mujica_jax.storage.run_directory import local_folder, run_path
 
 if TYPE_CHECKING:
@@ -83,9 +83,6 @@ class Checkpoint(SavedPolicy):
         said = trained if trained["kind"] == now["kind"] else {"kind": trained["kind"]}
         return differences({"agent": said}, {"agent": {key: now.get(key) for key in said}}, ignore=())
 
-    def closing_lines(self) -> list[str]:
-        return []
-
 
 def init_as_checkpoint(words: Sequence[str]) -> list[str]:
     """`--init` is another name of `--checkpoint`, for models that are no run."""
@@ -131,11 +128,4 @@ def is_run(folder: "RunPath") -> bool:
 
 
 def read_object(file: "RunPath") -> dict[str, Any]:
-    """A JSON object."""
-    try:
-        value = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}): restore it or choose another --checkpoint") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file} holds no JSON object: restore it or choose another --checkpoint")
-    return value
+    return json_object(file.read_bytes(), file, "restore it or choose another --checkpoint")

@@ -39,9 +39,9 @@ from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.rollouts import Reference, Rollout, compared_groups, figures, loss_of, prepare, scored
-from mujica_jax.methods.run import KEPT_SHARDS, Run
+from mujica_jax.methods.run import KEPT_SHARDS, Run, attempt, questions_a_round
 from mujica_jax.methods.shares import play_share
-from mujica_jax.methods.supervised import begin, run_control
+from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.groups import questions_to_sample
@@ -66,13 +66,8 @@ class Left:
 def policy_gradient(run: Run) -> list[PhaseResult]:
     """The warm-up, or the checkpoint as it is; all rounds; the control if asked for. Finished rounds are read from the
     run directory."""
-    config = _config(run)
     state, warmed, demonstrations = begin(run)
-    phases = _run_rounds(run, state)
-    if not run.config.eval.control:
-        return [warmed, *phases]
-    rates = {"peak": config.learning_rate, "end_value": config.end_learning_rate}
-    return [warmed, run_control(run, state, demonstrations.rows, phases, **rates), *phases]
+    return with_control(run, state, demonstrations, warmed, _run_rounds(run, state))
 
 
 def _config(run: Run) -> GrpoConfig | DapoConfig:
@@ -251,20 +246,11 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
 def _questions_of(run: Run, number: int) -> tuple[Sequence[Question], int, int]:
     """All training questions, how many groups a round wants of them, and how many it may sample at most."""
     config, questions = _config(run), run.task.questions("train")
-    wanted = min(run.config.sampling.questions_per_round, len(questions))
-    if wanted < run.config.sampling.questions_per_round:
-        run.progress.line(
-            f"round {number}: all {wanted} training questions; sampling.questions_per_round is "
-            f"{run.config.sampling.questions_per_round}"
-        )
+    wanted = questions_a_round(run, f"round {number}")
     batches = config.max_sampled_batches if config.dynamic_sampling else 1
     return questions, wanted, min(batches * wanted, len(questions))
 
 
 def _attempts(run: Run, questions: Sequence[Question], number: int) -> list[Attempt]:
-    seed, temperature = 1000 * run.config.seed + number, run.config.sampling.temperature
-    return [
-        Attempt(question=question, number=attempt, seed=seed, temperature=temperature)
-        for question in questions
-        for attempt in range(_config(run).group_attempts)
-    ]
+    places = range(_config(run).group_attempts)
+    return [attempt(run, question, place, number) for question in questions for place in places]

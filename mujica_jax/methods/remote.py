@@ -43,9 +43,6 @@ class Endpoint:
             "statistics": dataclasses.asdict(self.generator.statistics),
         }
 
-    def closing_lines(self) -> list[str]:
-        return [f"{self.place}: {self.generator.statistics.sentence()}"]
-
 
 def open_endpoint(remote: RemoteConfig, out: "RunPath") -> Endpoint:
     """Tokenizer and generator of an endpoint that `config.checks.check_remote` accepted. Sends no request yet."""
@@ -54,14 +51,5 @@ def open_endpoint(remote: RemoteConfig, out: "RunPath") -> Endpoint:
 
     assert remote.base_url and remote.model and remote.mode and remote.tokenizer, "the endpoint was checked to be whole"
     tokenizer = Tokenizer.load(remote.tokenizer)
-    generator = RemoteGenerator(
-        base_url=remote.base_url,
-        model=remote.model,
-        mode=remote.mode,
-        tokenizer=tokenizer,
-        api_key_variable=remote.api_key_variable,
-        concurrency=remote.concurrency,
-        timeout_seconds=remote.timeout_seconds,
-        deadline_seconds=remote.deadline_seconds,
-    )
+    generator = RemoteGenerator(remote, tokenizer)
     return Endpoint(remote=remote, tokenizer=tokenizer, generator=generator, out=out)

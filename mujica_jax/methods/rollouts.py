@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mujica_jax import metrics
 from mujica_jax.config.methods import DapoConfig, GrpoConfig
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages, importance_weights
 from mujica_jax.learning.trainer import TrainState
+from mujica_jax.methods.evaluation import right_ones
+from mujica_jax.methods.round_statistics import entropy
 from mujica_jax.methods.run import Run
 from mujica_jax.records import Trajectory, generated_tokens
 from mujica_jax.runtime import distributed
@@ -123,14 +124,8 @@ def score_once(run: Run, file: str, score: Callable[[], np.ndarray]) -> np.ndarr
 def figures(run: Run, config: Method, rollout: Rollout, rows: PackedRows | None) -> dict[str, float | int]:
     """The round's line of metrics.jsonl; `rows` are those that were learnt."""
     trajectories, groups = rollout.trajectories, rollout.groups
-    golds = {question.id: question.answers for question in run.task.questions("train")}
-
-    def exact_matches(group: Group) -> list[bool]:
-        return [
-            metrics.score(t.final_answer, golds[t.question_id], run.task.rule).em == 1.0 for t in group.trajectories
-        ]
-
-    right = [exact_matches(group) for group in groups]
+    right = {id(t) for t in right_ones(run.task.questions("train"), trajectories, run.task.rule)}
+    right_of = [[id(t) in right for t in group.trajectories] for group in groups]
     found = {
         "mean_reward": _mean([t.reward for t in trajectories]),
         "mean_compared_reward": _mean([reward for group in groups for reward in group.rewards]),
@@ -140,9 +135,9 @@ def figures(run: Run, config: Method, rollout: Rollout, rows: PackedRows | None)
         "learnt_groups": len(rollout.learnt) if rows else 0,
         "dropped_groups": len(groups) - len(rollout.learnt),
         "equal_groups": sum(not group.teaches for group in groups),
-        "all_right_share": _mean([all(of_group) for of_group in right]),
-        "all_wrong_share": _mean([not any(of_group) for of_group in right]),
-        "entropy_estimate": _entropy(trajectories),
+        "all_right_share": _mean([all(of_group) for of_group in right_of]),
+        "all_wrong_share": _mean([not any(of_group) for of_group in right_of]),
+        "entropy_estimate": entropy(trajectories),
         "too_long": rollout.too_long,
     }
     for part in sorted({name for t in trajectories for name in t.rewards_by_part}):
@@ -152,19 +147,6 @@ def figures(run: Run, config: Method, rollout: Rollout, rows: PackedRows | None)
         found["mean_importance_weight"] = _mean(weights.tolist())
         found["truncated_share"] = _mean((weights >= np.float32(config.importance_cap)).tolist())
     return found
-
-
-def _entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Mean of -log p of the sampled tokens under the policy that sampled them, by the engine: an estimate of its
-    entropy a token, at temperature 1."""
-    values = [
-        -value
-        for t in trajectories
-        for conversation in t.conversations
-        for turn in conversation.turns
-        for value in turn.logprobs or ()
-    ]
-    return _mean(values)
 
 
 def _mean(values: Sequence[float]) -> float:

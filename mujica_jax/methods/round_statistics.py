@@ -23,7 +23,6 @@ def round_statistics(
         for trajectory in trajectories
         for search in trajectory.searches
     )
-    log_probs = [p for t in trajectories for c in t.conversations for turn in c.turns for p in turn.logprobs or ()]
     first_conversations = {(t.question_id, tuple(t.conversations[0].token_ids)) for t in kept}
     return {
         "trajectories": len(trajectories),
@@ -35,10 +34,16 @@ def round_statistics(
         "unsolved_questions": 1 - len(solved) / max(1, len(questions)),
         "format_failures": sum(t.stop_reason in ILL_FORMED_ENDS for t in trajectories) / count,
         "duplicates": 1 - len(first_conversations) / len(kept) if kept else 0.0,
-        "entropy": -sum(log_probs) / max(1, len(log_probs)),
+        "entropy": entropy(trajectories),
         "searches": sum(len(t.searches) for t in trajectories) / count,
         "searches_a_turn": sum(turns.values()) / max(1, len(turns)),
     }
+
+
+def entropy(trajectories: Sequence[Trajectory]) -> float:
+    """Mean of -log p of the sampled tokens, by the engine: an estimate of its policy's entropy at temperature 1."""
+    log_probs = [p for t in trajectories for c in t.conversations for turn in c.turns for p in turn.logprobs or ()]
+    return -sum(log_probs) / max(1, len(log_probs))
 
 
 def in_words(found: dict[str, float | int]) -> str:

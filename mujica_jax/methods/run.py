@@ -16,7 +16,6 @@ from pathlib import Path
 
 from flax import nnx
 
-from mujica_jax import metrics as scores_of_answers
 from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
 from mujica_jax.config.schema import Config, TrainerConfig
 from mujica_jax.errors import StoreError
@@ -25,7 +24,7 @@ from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
 from mujica_jax.learning.trainer import Trainer, TrainState
-from mujica_jax.methods.evaluation import Scores, held_out_questions, score_policy
+from mujica_jax.methods.evaluation import Scores, held_out_questions, right_ones, score_policy
 from mujica_jax.methods.learning_phase import train_phase
 from mujica_jax.methods.mismatch import compared
 from mujica_jax.methods.parts import (
@@ -464,13 +463,22 @@ class Run:
         path = f"eval/{name.replace(' ', '-')}.parquet"
         trajectories = shards.decode(self.store.read(path), path)
         questions = {question.id: question for question in held_out_questions(self.task, self.config)}
-
-        def is_solved(trajectory: Trajectory) -> bool:
-            golds = questions[trajectory.question_id].answers
-            return scores_of_answers.score(trajectory.final_answer, golds, self.task.rule).em == 1.0
-
-        solved = [trajectory for trajectory in trajectories if is_solved(trajectory)]
+        solved = right_ones(questions.values(), trajectories, self.task.rule)
         if not solved:
             return None
         chosen = max(solved, key=lambda trajectory: len(trajectory.searches))
         return questions[chosen.question_id], chosen
+
+
+def attempt(run: Run, question: Question, number: int, round_number: int) -> Attempt:
+    """One try at a question in a round, by the seed of that."""
+    seed = 1000 * run.config.seed + round_number
+    return Attempt(question=question, number=number, seed=seed, temperature=run.config.sampling.temperature)
+
+
+def questions_a_round(run: Run, name: str) -> int:
+    """As many as the configuration says, or all training questions, which is said."""
+    wanted, there = run.config.sampling.questions_per_round, len(run.task.questions("train"))
+    if there < wanted:
+        run.progress.line(f"{name}: all {there} training questions; sampling.questions_per_round is {wanted}")
+    return min(wanted, there)

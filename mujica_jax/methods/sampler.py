@@ -51,8 +51,8 @@ class SamplerStatistics:
 class Sampler:
     """One worker over one run."""
 
-    def __init__(self, run: Run, leases: Leases, *, poll_seconds: float = POLL_SECONDS) -> None:
-        self._run, self._leases, self._poll_seconds = run, leases, poll_seconds
+    def __init__(self, run: Run, leases: Leases) -> None:
+        self._run, self._leases = run, leases
         self._questions = {question.id: question for question in run.task.questions("train")}
         self._version: int | None = None  # of the policy that the engine holds
         self._oldest = 1  # round that is not known to be done
@@ -63,11 +63,11 @@ class Sampler:
     def work(self) -> None:
         """Until the run is finished. Raises Preempted when asked to end; the unit under way is free for others then."""
         with self._run.progress.stage("sampling for others", unit="units", live=dict) as stage:
-            wait = self._poll_seconds
+            wait = POLL_SECONDS
             while not self._run.store.exists(SUMMARY):
                 began = time.monotonic()
                 if any(self._work_on(number) for number in self._open_rounds()):
-                    wait = self._poll_seconds
+                    wait = POLL_SECONDS
                 else:
                     self._run.preemption.check()
                     time.sleep(wait)

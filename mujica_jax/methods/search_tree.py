@@ -102,7 +102,7 @@ class Growth:
         sampled = await self._sample(node, "decide")
         stopping = sum(_stops(one.chain) for one in sampled)
         answers = self._distinct([one for one in sampled if _stops(one.chain)], _answer)
-        asked = self._distinct([one for one in sampled if one.chain.asked is not None], _asked)
+        asked = self._distinct([one for one in sampled if one.chain.asked is not None], lambda chain: chain.asked or "")
         over = 2 * stopping > self._config.branches
         await self._score(answers)
         if answers and (over or not pruned or not asked):
@@ -212,10 +212,6 @@ def _stops(chain: Chain) -> bool:
 def _answer(chain: Chain) -> str:
     assert chain.outcome is not None, "a chain that stops has an answer"
     return chain.outcome[0]
-
-
-def _asked(chain: Chain) -> str:
-    return chain.asked or ""
 
 
 def _solution(chain: Chain) -> str:

@@ -23,6 +23,7 @@ from mujica_jax.agents.dialogue import with_system
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
+from mujica_jax.methods.evaluation import right_ones
 from mujica_jax.methods.parts import make_agent
 from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.run import KEPT_SHARDS, Run
@@ -93,39 +94,32 @@ def begin(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     began = time.monotonic()
     state = PhaseState(run.initial_state if run.config.init else lambda: _pretrain(run))
     run.commit_policy(state, WARM_UP.step)
-    slots = 0 if run.config.init else run.config.pretraining.steps * _slots_a_step(run)
+    steps, trainer = 0 if run.config.init else run.config.pretraining.steps, run.config.trainer
+    slots = steps * trainer.rows_per_step * trainer.row_tokens
     result = run.finish_phase(WARM_UP, state, began=began, trained_slots=slots)
     return state, result, Demonstrations(rows=[], rewarded=[])
 
 
-def _slots_a_step(run: Run) -> int:
-    return run.config.trainer.rows_per_step * run.config.trainer.row_tokens
-
-
-def run_control(
-    run: Run,
-    state: PhaseState,
-    demonstrations: Sequence[Conversation],
-    phases: Sequence[PhaseResult],
-    *,
-    peak: float,
-    end_value: float,
-) -> PhaseResult:
-    """`state` is the warmed-up one, `phases` are the method's own, `peak` and `end_value` its learning rates."""
-    began = time.monotonic()
+def with_control(
+    run: Run, state: PhaseState, demonstrations: Demonstrations, first: PhaseResult, phases: Sequence[PhaseResult]
+) -> list[PhaseResult]:
+    """The `first` phase, which `state` was left by, the control if it is asked for, and the method's own phases."""
+    if not run.config.eval.control:
+        return [first, *phases]
+    began, method = time.monotonic(), run.config.method
     spent = sum(result.forward_tokens + FORWARD_AND_BACKWARD * result.trained_slots for result in phases)
     slots = run.config.trainer.rows_per_step * run.config.trainer.row_tokens
     steps = max(1, round(spent / (FORWARD_AND_BACKWARD * slots)))
     trained = run.learn(
         CONTROL,
         state,
-        lambda: pack(list(demonstrations), row_tokens=run.config.trainer.row_tokens, seed=run.config.seed),
+        lambda: pack(demonstrations.rows, row_tokens=run.config.trainer.row_tokens, seed=run.config.seed),
         steps=steps,
-        peak=peak,
-        end_value=end_value,
+        peak=method.learning_rate,
+        end_value=method.end_learning_rate,
     )
     phase = Phase(name=CONTROL, step=WARM_UP.step + len(phases) + 1, prefix=f"{CONTROL}/")
-    return run.finish_phase(phase, trained, began=began, trained_slots=steps * slots)
+    return [first, run.finish_phase(phase, trained, began=began, trained_slots=steps * slots), *phases]
 
 
 def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str:
@@ -227,12 +221,7 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
                     break
                 trajectories = unit(shard, order, lambda trajectory: None)
                 sampled += trajectories
-                golds = {question.id: question.answers for question in chosen(order[1])}
-                kept += [
-                    t
-                    for t in trajectories
-                    if metrics.score(t.final_answer, golds[t.question_id], run.task.rule).em == 1.0
-                ]
+                kept += right_ones(chosen(order[1]), trajectories, run.task.rule)
                 stage.update(min(len(kept), wanted), sampled=len(sampled))
             if len(kept) >= wanted:
                 break

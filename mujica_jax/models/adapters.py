@@ -25,6 +25,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.layers import projections
 from mujica_jax.models.lora import add_product
+from mujica_jax.models.sharding import on_host
 from mujica_jax.models.tensors import open_file, read_json
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -36,7 +37,7 @@ def fingerprint(decoder: Decoder) -> str:
     digest = hashlib.sha256()
     for weight in projections(decoder.config):
         kernel = getattr(decoder.layers, weight.name)[...]
-        digest.update(_on_host(kernel[(slice(None), *[0] * weight.inputs)]).astype(np.float32).tobytes())
+        digest.update(on_host(kernel[(slice(None), *[0] * weight.inputs)]).astype(np.float32).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -46,7 +47,7 @@ def adapter_tensors(decoder: Decoder, layers: Mapping[str, Array]) -> dict[str, 
     tensors = {}
     for weight in projections(decoder.config):
         for ours, theirs in (("a", "A"), ("b", "B")):
-            stacked = _on_host(layers[f"{weight.name}_lora_{ours}"]).astype(np.float16)
+            stacked = on_host(layers[f"{weight.name}_lora_{ours}"]).astype(np.float16)
             for layer, values in enumerate(stacked):
                 tensors[_name(weight.hugging_face, layer, theirs)] = np.ascontiguousarray(values.T)
     return tensors
@@ -160,11 +161,3 @@ def _check(opened: Any, name: str, shape: tuple[int, int], folder: Path, base: s
 
 def _name(module: str, layer: int, part: str) -> str:
     return f"base_model.model.model.layers.{layer}.{module.removesuffix('.weight')}.lora_{part}.weight"
-
-
-def _on_host(values: Array) -> np.ndarray:
-    if not values.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        values = multihost_utils.process_allgather(values, tiled=True)
-    return np.asarray(values)

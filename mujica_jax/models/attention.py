@@ -9,7 +9,7 @@ through `causal_self_attention`.
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def segment_attention(
     implementation: Implementation = "auto",
 ) -> Float[Array, "batch time heads head_dim"]:
     """softmax(query key^T / sqrt(head_dim)) value over earlier tokens of the same segment."""
-    kernels: dict[str, Kernel] = {"xla": _xla, "blocks": _blocks, "splash": _splash, "cudnn": _cudnn}
+    kernels: dict[str, Callable[..., Array]] = {"xla": _xla, "blocks": _blocks, "splash": _splash, "cudnn": _cudnn}
     mixed = kernels[resolve(implementation, time=query.shape[1])](query, key, value, segment_ids)
     return jnp.where((segment_ids != 0)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
 
@@ -76,12 +76,6 @@ def check_platform(implementation: Implementation) -> None:
             f"trainer.attention {implementation} runs on {needed} and this is {platform}: use auto, which takes the "
             "platform's own kernel"
         )
-
-
-class Kernel(Protocol):
-    """Shapes as in `segment_attention`; what it puts out for padding is overwritten."""
-
-    def __call__(self, query: Array, key: Array, value: Array, segment_ids: Array) -> Array: ...
 
 
 def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:

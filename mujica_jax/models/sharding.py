@@ -135,6 +135,15 @@ def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
     return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, _row_sharding(mesh)), batch)
 
 
+def on_host(values: Array) -> np.ndarray:
+    """A whole array; where it lies on the devices of several processes, all of them call this."""
+    if not values.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        values = multihost_utils.process_allgather(values, tiled=True)
+    return np.asarray(values)
+
+
 def _row_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["batch"].mesh_axes))
 

@@ -6,7 +6,6 @@ is missing. Called by `weights` and `encoder`, which say what they expect.
 """
 
 import dataclasses
-import json
 import math
 import pathlib
 import re
@@ -24,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from mujica_jax.errors import UserError
 from mujica_jax.models.layers import Weight
 from mujica_jax.models.sharding import partition_spec
+from mujica_jax.storage.manifest import json_object
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -220,8 +220,6 @@ def open_file(path: pathlib.Path) -> Any:
 
 def read_json(path: pathlib.Path) -> Mapping[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return json_object(path.read_bytes(), path, "download it again")
     except FileNotFoundError:
         raise UserError(f"{path} is missing: give the directory of a Hugging Face checkpoint") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON ({error}): download it again") from None

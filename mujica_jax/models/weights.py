@@ -23,6 +23,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import FAMILIES, DecoderConfig, from_hugging_face, to_hugging_face, token_ids
 from mujica_jax.models.layers import Weight, block_weights, model_weights
+from mujica_jax.models.sharding import on_host
 from mujica_jax.models.tensors import INDEX_FILE, Tensors, WeightTable, read_json
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.storage.local import write_folder
@@ -151,10 +152,6 @@ def _exported(decoder: Decoder, weight: Weight, name: str) -> np.ndarray:
     values = (
         getattr(decoder, weight.name)[...] if layer is None else getattr(decoder.layers, weight.name)[int(layer[1])]
     )
-    if not values.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        values = multihost_utils.process_allgather(values, tiled=True)
-    host = np.asarray(values, dtype=np.float32)
+    host = on_host(values).astype(np.float32, copy=False)
     theirs = weight.hugging_face_shape
     return np.ascontiguousarray(host.reshape(theirs[::-1]).T if weight.inputs else host.reshape(theirs))

@@ -38,7 +38,7 @@ def summary_dict(phases: Sequence[PhaseRow], **about: Any) -> dict[str, Any]:
     Numbers are rounded to two decimals; `PhaseRow(**phase)` takes a phase back.
     """
     rows = tuple(dataclasses.asdict(phase) for phase in phases)
-    return _rounded({**about, "phases": rows, "seconds": sum(phase.seconds for phase in phases)})
+    return rounded({**about, "phases": rows, "seconds": sum(phase.seconds for phase in phases)})
 
 
 def closing_table(phases: Sequence[PhaseRow]) -> "Table":
@@ -123,11 +123,11 @@ def _score_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return f"{row['em']:.1f}", f"{low:.1f}-{high:.1f}", f"{row['f1']:.1f}"
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
-        return [_rounded(entry) for entry in value]
+        return [rounded(entry) for entry in value]
     return round(value, 2) if isinstance(value, float) else value
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from mujica_jax.errors import StoreError
+from mujica_jax.errors import StoreError, UserError
 
 COMMITTED = "COMMITTED"  # the manifest of a folder of a run
 
@@ -14,6 +14,17 @@ COMMITTED = "COMMITTED"  # the manifest of a folder of a run
 def json_bytes(value: Mapping[str, Any]) -> bytes:
     """Raises ValueError for NaN and infinity: JSON has no words for them."""
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
+
+
+def json_object(data: bytes, place: object, advice: str, kind: type[UserError] = UserError) -> dict[str, Any]:
+    """What a file at this place holds. `advice` is for a user whose file holds no JSON object."""
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise kind(f"{place} is not JSON ({error}): {advice}") from error
+    if not isinstance(value, dict):
+        raise kind(f"{place} holds no JSON object: {advice}")
+    return value
 
 
 def sha256_of(path: Path) -> str:

@@ -26,7 +26,7 @@ from mujica_jax.errors import StoreError, UserError
 from mujica_jax.storage import local
 from mujica_jax.storage.io_statistics import IoStatistics
 from mujica_jax.storage.local import as_user_error
-from mujica_jax.storage.manifest import COMMITTED, check_file, describe_file, describe_folder, json_bytes
+from mujica_jax.storage.manifest import COMMITTED, check_file, describe_file, describe_folder, json_bytes, json_object
 
 if TYPE_CHECKING:
     from mujica_jax.storage.gcs_path import BucketPath
@@ -57,12 +57,10 @@ def run_path(root: str | PurePath) -> RunPath:
 
 
 def create(path: RunPath, data: bytes) -> bool:
-    """False, and nothing changed, where the file exists already."""
     return local.create(path, data) if isinstance(path, Path) else path.bucket.create(path.key, data)
 
 
 def atomic_write(path: RunPath, data: bytes) -> None:
-    """Writes a file that may exist already: its old content stays until the new one is whole."""
     local.atomic_write(path, data) if isinstance(path, Path) else path.bucket.replace(path.key, data)
 
 
@@ -124,15 +122,7 @@ class RunDirectory:
         return self.create(name, json_bytes(value))
 
     def read_json(self, name: str) -> dict[str, Any]:
-        try:
-            value = json.loads(self.read(name))
-        except ValueError as error:
-            raise StoreError(
-                f"{self.root / name} is not JSON ({error}); it was changed after it was written"
-            ) from error
-        if not isinstance(value, dict):
-            raise StoreError(f"{self.root / name} holds no JSON object; it was changed after it was written")
-        return value
+        return json_object(self.read(name), self.root / name, "it was changed after it was written", StoreError)
 
     def commit_folder(self, name: str, write: Callable[[Path], None], about: Mapping[str, Any]) -> bool:
         """Calls `write` with an empty local folder and keeps what it left there, with its list and `about` in

@@ -12,8 +12,9 @@ import dataclasses
 import random
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
+from mujica_jax.config.remote import RemoteConfig
 from mujica_jax.http.client import DeadlineExceeded, HttpClient, HttpError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
 from mujica_jax.inference.remote.formats import ChatFormat, CompletionsFormat, Reply
@@ -58,34 +59,20 @@ class RemoteGenerator:
     policy_version = NO_POLICY
 
     def __init__(
-        self,
-        *,
-        base_url: str,
-        model: str,
-        mode: Literal["chat", "completions"],
-        tokenizer: Tokenizer,
-        api_key_variable: str | None = None,
-        concurrency: int = 8,
-        timeout_seconds: float = 120.0,
-        deadline_seconds: float = 600.0,
-        max_attempts: int = 6,
-        first_wait_seconds: float = 0.5,
+        self, remote: RemoteConfig, tokenizer: Tokenizer, *, max_attempts: int = 6, first_wait_seconds: float = 0.5
     ) -> None:
         """`tokenizer` is that of the served model with completions; with chat any that has a chat template, as the ids
         are ours.
-
-        `timeout_seconds` limits one attempt and `deadline_seconds` a whole request that brings no deadline of its own.
         """
-        self._format = (ChatFormat if mode == "chat" else CompletionsFormat)(tokenizer)
-        self._client = HttpClient(
-            f"{base_url.rstrip('/')}/{self._format.path}", api_key_variable=api_key_variable, connections=concurrency
-        )
-        self._model, self._vocabulary = model, tokenizer.vocab_size
-        self._concurrency = concurrency
+        self._format = (ChatFormat if remote.mode == "chat" else CompletionsFormat)(tokenizer)
+        url = f"{str(remote.base_url).rstrip('/')}/{self._format.path}"
+        self._client = HttpClient(url, api_key_variable=remote.api_key_variable, connections=remote.concurrency)
+        self._model, self._vocabulary = remote.model, tokenizer.vocab_size
+        self._concurrency = remote.concurrency
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._policy = RetryPolicy(
-            timeout_seconds=timeout_seconds,
-            deadline_seconds=deadline_seconds,
+            timeout_seconds=remote.timeout_seconds,
+            deadline_seconds=remote.deadline_seconds,
             max_attempts=max_attempts,
             first_wait_seconds=first_wait_seconds,
             max_wait_seconds=MAX_WAIT_SECONDS,
@@ -148,7 +135,7 @@ class RemoteGenerator:
                         advice="check that the endpoint is up, and its address",
                         draw=draw,
                         began=came,
-                        on_retry=lambda error: self._count_retry(),
+                        on_retry=lambda error: self._counts.update(retries=self._counts["retries"] + 1),
                     )
         except TimeoutError as error:
             raise deadline_exceeded(self._client.url, policy, "it waited for a place all the time") from error
@@ -164,6 +151,3 @@ class RemoteGenerator:
         if self._places is None or self._places[0] is not loop:
             self._places = loop, asyncio.Semaphore(self._concurrency)
         return self._places[1]
-
-    def _count_retry(self) -> None:
-        self._counts["retries"] += 1

@@ -43,18 +43,11 @@ def importance_weights(
     return np.minimum(np.exp(difference), cap).astype(np.float32)
 
 
-def group_advantages(
-    rewards: Float[np.ndarray, "groups members"], *, by_deviation: bool = True
-) -> Float[np.ndarray, "groups members"]:
-    """How much better each attempt is than its group, all attempts at one question. Where all are equal it is 0.
-
-    `by_deviation` divides by the group's standard deviation, as both papers do. Without it, questions that are nearly
-    always or nearly never answered weigh less ("Understanding R1-Zero-like training", arXiv 2503.20783).
-    """
+def group_advantages(rewards: Float[np.ndarray, "groups members"]) -> Float[np.ndarray, "groups members"]:
+    """How much better each attempt is than its group, all attempts at one question. Where all are equal it is 0."""
     above = rewards - rewards.mean(axis=1, keepdims=True)
     equal = np.ptp(rewards, axis=1, keepdims=True) == 0  # a mean of equal numbers may be off by rounding
-    deviation = rewards.std(axis=1, keepdims=True) if by_deviation else np.ones_like(above)
-    return np.where(equal, 0.0, above / np.where(equal, 1.0, deviation))
+    return np.where(equal, 0.0, above / np.where(equal, 1.0, rewards.std(axis=1, keepdims=True)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

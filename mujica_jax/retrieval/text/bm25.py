@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.retrieval.text.corpus import Index, Passage
 
 if TYPE_CHECKING:
     import bm25s
@@ -35,7 +35,7 @@ _WORD = r"[\w\u0300-\u036f]+"
 _unicode_words = re.compile(rf"{_WORD}(?:(?:(?<=[^\W\d_])['’.:·](?=[^\W\d_])|(?<=\d)['’.,;](?=\d)){_WORD})*")
 
 
-class Bm25Index:
+class Bm25Index(Index):
     """An index in memory, or mapped from the disk. Building takes about 70 microseconds a passage; a search reads its
     words' postings.
     """
@@ -88,13 +88,6 @@ class Bm25Index:
 
     def search_encoded(self, queries: list[list[str]], k: int) -> list[list[tuple[int, float]]]:
         return [self._search_one(words, k) for words in queries]
-
-    def search(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
-        """For each query the positions and scores of the at most k best passages, best first, ties in corpus order.
-
-        A passage that shares no word with the query is never returned, so a result can be shorter than k, or empty.
-        """
-        return self.search_encoded(self.encode(queries), k)
 
     def _search_one(self, words: list[str], k: int) -> list[tuple[int, float]]:
         import numpy

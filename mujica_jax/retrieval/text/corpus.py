@@ -17,7 +17,7 @@ import hashlib
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 
@@ -46,6 +46,23 @@ class Passage:
     def contents(self) -> str:
         """What is indexed, by words and by embeddings alike."""
         return f"{self.title}\n{self.text}"
+
+
+class Index(Protocol):
+    """What a retriever searches: `encode`, then `search_encoded`; `search` does both."""
+
+    passages: Sequence[Passage]
+    version: str
+
+    def encode(self, queries: Sequence[str]) -> Any: ...
+
+    def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
+
+    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
+        """For each query the positions and scores of the k best passages, best first, ties in corpus order; `check_k`
+        says which k it can be. By words they can be fewer: a passage that shares none with the query is never returned.
+        """
+        return self.search_encoded(self.encode(queries), k)
 
 
 def read_corpus(paths: Sequence[str | Path]) -> list[Passage]:

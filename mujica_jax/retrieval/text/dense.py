@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.text.corpus import Hits, Passage
+from mujica_jax.retrieval.text.corpus import Hits, Index, Passage
 
 if TYPE_CHECKING:
     from mujica_jax.models.embedder import Embedder
@@ -25,7 +25,7 @@ class VectorSearch(Protocol):
         ...
 
 
-class DenseIndex:
+class DenseIndex(Index):
     """A corpus that is searched by its embeddings."""
 
     def __init__(
@@ -43,10 +43,6 @@ class DenseIndex:
             [(int(place), float(score)) for place, score in zip(places, of, strict=True) if place >= 0]
             for places, of in zip(positions, scores, strict=True)
         ]
-
-    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """For each query the positions and scores of the k best passages, best first."""
-        return self.search_encoded(self.encode(queries), k)
 
 
 def check_k(k: int, passages: Sequence[Passage]) -> None:

@@ -8,15 +8,15 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped, describe_files
 from mujica_jax.retrieval.manifest import Reporter, building, commit, read_json, read_manifest, write_json
 from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
-from mujica_jax.retrieval.text.corpus import FILE, Hits, Passage, PassageFile, stream_corpus, write_passages
+from mujica_jax.retrieval.text.corpus import FILE, Index, PassageFile, stream_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex
 from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.text.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
@@ -27,23 +27,6 @@ Kind = Literal["exact", "bm25", "scann"]
 COUNTS, BM25_FOLDER, SCANN_FOLDER = "corpus.json", "bm25", "scann"
 # What embeddings depend on. A manifest without prefixes means those that follow from the embedder's name.
 DENSE_PLAN = ("corpus", "skip", "embedder", "prefixes", "embedder_version", "dimension", "storage")
-
-
-class Index(Protocol):
-    """What a retriever searches: `encode`, then `search_encoded`; `search` does both."""
-
-    passages: Sequence[Passage]
-    version: str
-
-    def encode(self, queries: Sequence[str]) -> Any: ...
-
-    def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
-
-    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """For each query the positions and scores of the k best passages, best first; `check_k` says which k it can
-        be.
-        """
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

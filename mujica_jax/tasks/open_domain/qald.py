@@ -26,6 +26,7 @@ from mujica_jax.tasks.task import Environment, EnvironmentKind, Split, hash_of
 from mujica_jax.tasks.two_wiki.search import open_knowledge_graph
 
 WIKIDATA = "http://www.wikidata.org/entity/"
+MIDNIGHT = "T00:00:00Z"  # the time of day that Wikidata gives every date
 PATTERNS = ("qald*.json", "qald*.json.gz")
 _named = re.compile(r"\bwd:(Q\d+)\b|<http://www\.wikidata\.org/entity/(Q\d+)>")
 
@@ -137,7 +138,7 @@ async def _asked_of(graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]])
         answers = []
         for kind, value in record["answers"]:
             is_entity = kind == "uri" and value.startswith(WIKIDATA)
-            answers.append(await label(value.removeprefix(WIKIDATA)) if is_entity else _readable(value))
+            answers.append(await label(value.removeprefix(WIKIDATA)) if is_entity else value.removesuffix(MIDNIGHT))
         named = [(key, await label(key)) for key in record["entities"]]
         candidates = tuple(Entity(id=key, label=known) for key, known in named if known is not None)
         known_answers = tuple(answer for answer in answers if answer is not None)
@@ -154,8 +155,3 @@ async def _asked_of(graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]])
             )
         )
     return found
-
-
-def _readable(value: str) -> str:
-    """A date without the time of day that Wikidata gives every one."""
-    return value.removesuffix("T00:00:00Z")

@@ -10,14 +10,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from mujica_jax.retrieval.graph.sparql import MONTHS
+
 FinalRule = Literal["last_object", "earlier", "later", "same"]
 
 MAX_PARAPHRASES = 4  # every template below has this many wordings
 KIND_SHARES = {"compositional": 0.44, "comparison": 0.23, "bridge_comparison": 0.21, "inference": 0.12}  # as in 2Wiki
-
-MONTHS: tuple[str, ...] = tuple(
-    "January February March April May June July August September October November December".split()
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

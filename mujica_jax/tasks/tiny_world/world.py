@@ -161,7 +161,8 @@ class TinyWorld:
         for part in ("demonstration", "train"):
             yield from (question.text for question in self._list(part)[:TOKENIZER_QUESTIONS])
             owner = self._part(part)
-            yield from (", ".join(labels) for labels in _batched(owner.labels, NAMES_PER_LINE))
+            for start in range(0, len(owner.labels), NAMES_PER_LINE):
+                yield ", ".join(owner.labels[start : start + NAMES_PER_LINE])
             for number in random.Random(part).sample(range(len(owner.labels)), TOKENIZER_ENTITIES):
                 yield from (material.text for material in self.graph.materials(_key(owner, number)))
 
@@ -201,10 +202,6 @@ class TinyWorld:
                 yield " ".join(draw.sample(sentences, min(len(sentences), draw.randint(1, KNOWN_FACTS))))
             else:
                 yield next(read)
-
-
-def _batched(labels: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    return (labels[start : start + size] for start in range(0, len(labels), size))
 
 
 def _question(part: WorldPart, place: int, plan: Plan) -> Question:
