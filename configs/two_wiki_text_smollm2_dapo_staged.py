@@ -41,5 +41,5 @@ def get_config() -> Config:
             max_sampled_batches=3,
         ),
         reward="staged",
-        staged=StagedRewardConfig(stage_two_round=5),
+        staged=StagedRewardConfig(stage_two_round=5, embedder="minilm"),
     )

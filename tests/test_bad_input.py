@@ -24,9 +24,9 @@ from jax.sharding import Mesh
 from tiny_models import filled_decoder
 
 from mujica_jax import eval as evaluation
-from mujica_jax import train
+from mujica_jax import sample, train
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import load_config
+from mujica_jax.config.files import command_line, load_config
 from mujica_jax.config.schema import Config, DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
@@ -41,13 +41,16 @@ from mujica_jax.models.weights import save_checkpoint
 from mujica_jax.records import Conversation, Turn
 from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.rewards import find_reward
+from mujica_jax.runtime import provenance
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage import run_directory
+from mujica_jax.storage.leases import Leases
 from mujica_jax.storage.local import require_space
 from mujica_jax.trajectories.store import Store, open_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")
+GRPO = str(ROOT / "configs" / "tiny_world_grpo.py")
 TWO_WIKI = str(ROOT / "tests" / "loops" / "smoke_two_wiki_config.py")
 
 
@@ -394,6 +397,25 @@ def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_pat
         r"the planner's prompt \(few_shot\) has \d+ tokens, needs \d+ .*: raise it to \d+ or more", message
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_worked_examples_without_room_are_refused_by_an_evaluation_too(refused, checkpoint):
+    few_shot = ("--init", str(checkpoint), "--agent.prompt", "few_shot")
+    assert "the planner's prompt (few_shot) has" in refused(evaluation, SMOKE, *few_shot)
+    single = ("--agent.kind", "single", "--task.environment", "text")
+    assert "the single's prompt (few_shot) has" in refused(evaluation, SMOKE, *few_shot, *single)
+
+
+def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
+    words = [str(SMOKE), "--run", "run", "--sampling.workers", "external"]
+    about = dataclasses.asdict(command_line(words, default="tiny_world"))
+    assert Leases(open_run(Path("run"), about), seconds=30.0, revision="a" * 40).claim(start.TRAINER)
+    monkeypatch.setattr(provenance, "git_revision", lambda: "b" * 40)
+    assert f"revision {'a' * 40} and this program is {'b' * 40}" in refused(sample, "--run", "run")
+    grpo = command_line([str(GRPO), "--run", "other"], default="tiny_world")
+    open_run(Path("other"), dataclasses.asdict(grpo))
+    assert "method.kind grpo: workers sample for mygo alone" in refused(sample, "--run", "other")
+    assert "--lease-seconds is 0.1 and must lie between" in refused(sample, "--run", "run", "--lease-seconds", "0.1")
 
 
 def test_an_init_directory_that_does_not_exist_is_named(refused, tmp_path):

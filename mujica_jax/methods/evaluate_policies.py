@@ -14,7 +14,7 @@ from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.methods.evaluation import Play, ScoredGenerator, score_policy
 from mujica_jax.methods.judge import Judge
-from mujica_jax.methods.parts import make_agent, make_reward, statistics_of
+from mujica_jax.methods.parts import check_prompts, make_agent, make_reward, statistics_of
 from mujica_jax.methods.policies import Checkpoint
 from mujica_jax.methods.remote import Endpoint
 from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
@@ -59,6 +59,8 @@ def evaluate(
         if config.task not in tasks:
             tasks[config.task] = build_task(config, learns=False)
     tokenizer, generator = policy.open(first)
+    for config in configs:
+        check_prompts(config.agent, tokenizer, tasks[config.task].environment_kind)
     reader = None if worker is None else _worker(worker, first, tokenizer)
     live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)

@@ -1,13 +1,17 @@
 """Parts that a configuration describes, for runs and `eval` alike: agent, reward, generator, retrieval statistics."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from flax import nnx
 
 from mujica_jax.agents.agent import Agent
+from mujica_jax.agents.mujica import PLANNER, WORKER
+from mujica_jax.agents.protocol import PromptMode
+from mujica_jax.config.agents import PromptedAgent
 from mujica_jax.config.files import implementation
-from mujica_jax.config.schema import AgentConfig, Config
+from mujica_jax.config.schema import AgentConfig, Config, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
 from mujica_jax.inference.scheduler import BatchedGenerator
@@ -21,11 +25,28 @@ from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.similarity import find_similarity
 from mujica_jax.rewards import STAGED, RewardFunction, find_reward
 from mujica_jax.storage.run_directory import local_folder
-from mujica_jax.tasks.task import Task
+from mujica_jax.tasks.task import EnvironmentKind, Task
 
 
 def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
     return implementation(config)(tokenizer, config)
+
+
+def check_prompts(agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKind, *modes: PromptMode) -> None:
+    """A conversation has room behind its prompt, in the agent's mode and in these, worked examples included."""
+    if not isinstance(agent, PromptedAgent):  # baselines have prompts of their own
+        return
+    roles = (PLANNER, WORKER) if isinstance(agent, MujicaConfig) else (agent.kind,)
+    for mode, role in itertools.product(sorted({agent.prompt, *modes}), roles):
+        prompt = make_agent(dataclasses.replace(agent, prompt=mode), tokenizer).system_prompt(role, kind)
+        tokens = len(tokenizer.open_conversation(prompt, ""))
+        needed = tokens + agent.max_turn_tokens + (0 if role == PLANNER else agent.max_observation_tokens)
+        if needed > agent.max_trajectory_tokens:
+            raise UserError(
+                f"the {role}'s prompt ({mode}) has {tokens} tokens, needs {needed} with what agent.max_turn_tokens and "
+                "agent.max_observation_tokens allow, and agent.max_trajectory_tokens is "
+                f"{agent.max_trajectory_tokens}: raise it to {needed} or more, or show less"
+            )
 
 
 def make_reward(config: Config, rule: Rule) -> RewardFunction:

@@ -16,16 +16,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from mujica_jax.agents.mujica import PLANNER, WORKER
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config.files import implementation
-from mujica_jax.config.schema import Config, MujicaConfig
+from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import memory
-from mujica_jax.methods.parts import make_agent, make_reward, open_adapter
+from mujica_jax.methods.parts import check_prompts, make_reward, open_adapter
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import from_scratch
 from mujica_jax.models import quantization
@@ -75,7 +74,8 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     _check_start(config, task)
     opened = open_model(config.init, config.trainer.dtype) if config.init else None
     if opened:
-        _check_prompts(config, opened[0], task)
+        few_shot = ("few_shot",) if config.warmup.source == "few_shot" else ()
+        check_prompts(config.agent, opened[0], task.environment_kind, *few_shot)
         if config.adapter:
             open_adapter(config, opened[2](None))
     size = opened[1].config if opened else decoder_config(config, config.model.vocab_tokens, ())
@@ -174,25 +174,6 @@ def _check_start(config: Config, task: Task) -> None:
             "rates are for a model from scratch, so use a configuration for checkpoints, as "
             "configs/two_wiki_text_smollm2.py, or --pretraining.steps 0 and rates of your own"
         )
-
-
-def _check_prompts(config: Config, tokenizer: Tokenizer, task: Task) -> None:
-    """A conversation has room behind its prompt, worked examples included where the warm-up shows some."""
-    agent = config.agent
-    if not isinstance(agent, MujicaConfig):  # other agents have prompts of their own
-        return
-    shown = {agent.prompt, "few_shot"} if config.warmup.source == "few_shot" else {agent.prompt}
-    for mode, role in itertools.product(sorted(shown), (PLANNER, WORKER)):
-        shows = make_agent(dataclasses.replace(agent, prompt=mode), tokenizer)
-        prompt = shows.system_prompt(role, task.environment_kind)
-        tokens = len(tokenizer.open_conversation(prompt, ""))
-        needed = tokens + agent.max_turn_tokens + (agent.max_observation_tokens if role == WORKER else 0)
-        if needed > agent.max_trajectory_tokens:
-            raise UserError(
-                f"the {role}'s prompt ({mode}) has {tokens} tokens, needs {needed} with what agent.max_turn_tokens and "
-                "agent.max_observation_tokens allow, and agent.max_trajectory_tokens is "
-                f"{agent.max_trajectory_tokens}: raise it to {needed} or more, or show less"
-            )
 
 
 def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
