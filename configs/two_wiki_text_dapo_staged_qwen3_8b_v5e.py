@@ -5,11 +5,11 @@
 
 Learning When to Search, table 1, 2Wiki with Qwen3-8B: a judge accepts 0.28 without search, 0.43 with one, 0.51 trained.
 
-Attempts, batch, rate and beta are those of the paper's table 5, 500 steps of 32 questions. Ours: conversations of 4,096
-tokens (16,384 there), turns of 512 and observations of 1,500 (8,192 and 4,096), several updates a step, of 32 rows each
-(one there), no KL term (1e-4), DAPO's clip, a stage of 250 steps each, an evaluation every 50 steps (30), and bge over
-the task's index where the paper has E5 over Wikipedia, and Qwen3-Embedding for the queries. Not run; its training step
-has the shapes of `two_wiki_text_qwen3_8b_v5e.py`, which `tests/test_tpu_compile.py` compiles with maximum likelihood in
+Attempts, batch, rate, KL term and beta are those of the paper's table 5, 500 steps of 32 questions. Ours: conversations
+of 4,096 tokens (16,384 there), turns of 512 and observations of 1,500 (8,192 and 4,096), several updates a step, of 32
+rows each (one there), DAPO's clip, a stage of 250 steps each, an evaluation every 50 steps (30), and bge over the
+task's index where the paper has E5 over Wikipedia, and Qwen3-Embedding for the queries. Not run; its training step has
+the shapes of `two_wiki_text_qwen3_8b_v5e.py`, which `tests/test_tpu_compile.py` compiles with maximum likelihood in
 DAPO's place.
 """
 
@@ -30,7 +30,13 @@ def get_config() -> Config:
         warmup=dataclasses.replace(like.warmup, source="scripted", steps=0),
         sampling=dataclasses.replace(like.sampling, questions_per_round=32, shard_questions=4),
         method=DapoConfig(
-            rounds=500, rounds_per_phase=50, group_attempts=32, learning_rate=1e-6, end_learning_rate=1e-6, epochs=1
+            rounds=500,
+            rounds_per_phase=50,
+            group_attempts=32,
+            learning_rate=1e-6,
+            end_learning_rate=1e-6,
+            epochs=1,
+            kl_coefficient=1e-4,
         ),
         reward="staged",
         staged=StagedRewardConfig(stage_two_round=251, embedder="BAAI/bge-large-en-v1.5"),

@@ -56,7 +56,7 @@ def test_grpo_of_the_batch_worked_by_hand():
     assert int(metrics["conversations"]) == 3
 
 
-def test_the_kl_term_of_grpo_worked_by_hand():
+def test_the_kl_term_worked_by_hand():
     # r = p_reference / p is 2 at the first row's last token and 1 elsewhere: KL = 2 - log 2 - 1 there, a third of the
     # mean of its conversation.
     reference = np.asarray(log_probs()) + np.log([[1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]]).astype(np.float32)
@@ -64,6 +64,8 @@ def test_the_kl_term_of_grpo_worked_by_hand():
     divergence = 1 - np.log(2)
     assert float(loss) == pytest.approx(float(grpo(log_probs())[0]) + 0.5 * divergence / 3 / 3)
     assert float(metrics["reference_kl"]) == pytest.approx(divergence / 5)
+    loss, _ = value_of(DAPO(**CLIP, kl_coefficient=0.5), log_probs(), reference_log_probs=reference)
+    assert float(loss) == pytest.approx(float(dapo(log_probs())[0]) + 0.5 * divergence / 5)
 
 
 def test_importance_weights_weigh_the_objective_and_not_the_kl_term():

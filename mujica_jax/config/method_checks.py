@@ -43,11 +43,10 @@ def _check_policy_gradient(config: Config) -> None:
             f"method.rows_per_update {method.rows_per_update} cannot be split over data x fsdp x accumulation_steps = "
             f"{parts}: use a multiple of {parts}, or 0 for trainer.rows_per_step"
         )
-    distance = getattr(method, "kl_coefficient", 0.0)
-    if distance and config.keep_policies:
+    if method.kl_coefficient and config.keep_policies:
         raise UserError(
-            f"method.kl_coefficient is {distance}, which measures the distance to policy 0, and keep_policies "
-            f"{config.keep_policies} removes it: give --keep-policies 0, or --method.kl-coefficient 0"
+            f"method.kl_coefficient is {method.kl_coefficient}, which measures the distance to policy 0, and "
+            f"keep_policies {config.keep_policies} removes it: give --keep-policies 0, or --method.kl-coefficient 0"
         )
 
 

@@ -76,6 +76,7 @@ class PolicyGradientConfig:
     # Above 0: a trajectory of more than this many generated tokens loses 1 ...
     overlong_tokens: int = 0
     overlong_cache_tokens: int = 0  # ... and the loss begins so many tokens earlier, rising evenly
+    kl_coefficient: float = 0.0  # of the distance to the policy that the rounds began with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,6 @@ class GrpoConfig(PolicyGradientConfig):
     """GRPO: every conversation counts the same."""
 
     kind: Literal["grpo"] = "grpo"
-    kl_coefficient: float = 0.0  # of the distance to the policy that the rounds began with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,7 @@ def _trainer(run: Run) -> TrainerConfig:
 
 def _left(run: Run, rollout: Rollout, steps: int) -> Left:
     config, trainer = _config(run), _trainer(run)
-    scores = bool(config.importance_cap) + bool(getattr(config, "kl_coefficient", 0.0))
+    scores = bool(config.importance_cap) + bool(config.kl_coefficient)
     return Left(
         questions=len(rollout.groups),
         trajectories=len(rollout.trajectories),

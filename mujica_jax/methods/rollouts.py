@@ -37,9 +37,8 @@ class Rollout:
 def loss_of(config: Method) -> Loss:
     bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     weighted = config.importance_cap > 0
-    if isinstance(config, GrpoConfig):
-        return GRPO(**bounds, importance_weighted=weighted, kl_coefficient=config.kl_coefficient)
-    return DAPO(**bounds, importance_weighted=weighted)
+    loss = GRPO if isinstance(config, GrpoConfig) else DAPO
+    return loss(**bounds, importance_weighted=weighted, kl_coefficient=config.kl_coefficient)
 
 
 def compared_groups(config: Method, trajectories: Sequence[Trajectory]) -> list[Group]:
@@ -91,7 +90,7 @@ def scored(
 ) -> PackedRows:
     """With what the trainer's policy before the round, and the reference, say of the same tokens. Both are kept in the
     round's `scores.npy`: a restart in the middle of learning has neither policy at hand."""
-    weighted, distant = config.importance_cap > 0, getattr(config, "kl_coefficient", 0.0) > 0
+    weighted, distant = config.importance_cap > 0, config.kl_coefficient > 0
     if not (weighted or distant):
         return rows
     file = f"rounds/{number:04d}/scores.npy"

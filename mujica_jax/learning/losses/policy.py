@@ -9,9 +9,11 @@
 
     GRPO: loss = - mean over conversations of the mean over their trained tokens of (objective_t - kl_coefficient KL_t)
                                                                                (DeepSeekMath, equation 3)
-    DAPO: loss = - sum over all trained tokens of objective_t / number of them (DAPO, equation 8)
+    DAPO: loss = - sum over all trained tokens of (objective_t - kl_coefficient KL_t) / number of them
+                                                                               (DAPO, equation 8, which has no KL term)
 
-Differences from the papers. GRPO has two clip bounds instead of one (give the same number twice for the printed form).
+Differences from the papers. GRPO has two clip bounds instead of one (give the same number twice for the printed form),
+and its mean is over conversations: an attempt with several workers counts as many times.
 "Learning When to Search" prints |o_i| in front of the inner sum of its equation 3, which would make long answers
 count with the square of their length; we read it as DAPO's own equation. It does not say whether std is a
 sample's or a population's: we take the population's. Tokens that the policy did not write have no part in anything.
@@ -55,6 +57,7 @@ class _Clipped(Loss):
     clip_low: float
     clip_high: float
     importance_weighted: bool = False
+    kl_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         assert 0 <= self.clip_low < 1 and self.clip_high >= 0, (
@@ -64,7 +67,8 @@ class _Clipped(Loss):
     @property
     def columns(self) -> tuple[str, ...]:
         weights = ("importance_weights",) if self.importance_weighted else ()
-        return ("sampled_log_probs", "advantages", *weights)
+        reference = ("reference_log_probs",) if self.kl_coefficient else ()
+        return ("sampled_log_probs", "advantages", *weights, *reference)
 
     def _objective(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
@@ -86,18 +90,16 @@ class _Clipped(Loss):
             "mean_ratio": jnp.where(trained, ratio, 0.0),
             "advantage_log_ratio": jnp.where(trained, advantages * log_ratio, 0.0),
         }
+        if self.kl_coefficient:
+            log_r = jnp.where(trained, batch.columns["reference_log_probs"] - log_probs, 0.0)
+            sums["reference_kl"] = jnp.expm1(log_r) - log_r
+            objective -= self.kl_coefficient * sums["reference_kl"]
         return objective, {name: divided(jnp.sum(each), counts["trained_tokens"]) for name, each in sums.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPO(_Clipped):
     """Every conversation that has trained tokens counts the same, however long. 0 if there is none."""
-
-    kl_coefficient: float = 0.0
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (*super().columns, "reference_log_probs") if self.kl_coefficient else super().columns
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
         return super().counts(batch) | {"conversations": jnp.sum(_tokens_of_segments(batch) > 0, dtype=jnp.int32)}
@@ -106,12 +108,6 @@ class GRPO(_Clipped):
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> tuple[Float[Array, ""], Metrics]:
         objective, metrics = self._objective(log_probs, batch, counts)
-        if self.kl_coefficient:
-            trained = jnp.asarray(batch.loss_mask)
-            log_r = jnp.where(trained, batch.columns["reference_log_probs"] - log_probs, 0.0)
-            divergence = jnp.expm1(log_r) - log_r
-            objective -= self.kl_coefficient * divergence
-            metrics["reference_kl"] = divided(jnp.sum(divergence), counts["trained_tokens"])
         tokens = jnp.take_along_axis(_tokens_of_segments(batch), jnp.asarray(batch.segment_ids), axis=1)
         return -divided(jnp.sum(objective / jnp.maximum(tokens, 1)), counts["conversations"]), metrics
 
