@@ -449,6 +449,10 @@ def write(found: Runs, page: Path, machine: str) -> None:
         found.draw("trajectories", lambda point: point.trajectories, page.parent / "claims_trajectories.png")
         found.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
         parts.append("![EM against trajectories](claims_trajectories.png)\n![EM against minutes](claims_minutes.png)")
+    lines = ["| run | of its first seed |", "|---|---|"]
+    for name, curves in found.curves.items():
+        lines.append(f"| {name} | `{' '.join(command(Path('runs/claims'), name, min(curves)))}` |")
+    parts += ["## Commands", "\n".join(lines)]
     page.write_text("\n\n".join(parts) + "\n")
 
 
