@@ -378,6 +378,7 @@ def test_rows_too_short_for_some_conversations_are_said():
     assert said == ["1 of 3 conversations exceed 384 tokens and are left out"]
 
 
+GROUPS = ("--method.rounds-per-phase", "1", "--method.group-attempts", "2")
 PRETRAINED = ("--pretraining.steps", "0")
 
 
@@ -416,6 +417,12 @@ def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
     open_run(Path("other"), dataclasses.asdict(grpo))
     assert "method.kind grpo: workers sample for mygo alone" in refused(sample, "--run", "other")
     assert "--lease-seconds is 0.1 and must lie between" in refused(sample, "--run", "run", "--lease-seconds", "0.1")
+
+
+def test_a_run_directory_of_another_method_is_refused(refused):
+    open_run(Path("run"), dataclasses.asdict(load_config(SMOKE)))
+    message = refused(train, SMOKE, "--run", "run", "--method.kind", "dapo", *GROUPS)
+    assert "method.kind" in message and "mygo" in message and "dapo" in message
 
 
 def test_an_init_directory_that_does_not_exist_is_named(refused, tmp_path):

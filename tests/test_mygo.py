@@ -193,6 +193,8 @@ def test_the_warnings_of_a_round_are_counted():
     assert (found["unsolved_questions"], found["attempts_a_kept"], found["mean_reward"]) == (0.5, 3.0, 0.5)
     assert (found["reward_p10"], found["reward_p50"], found["reward_p90"]) == (0.0, 0.5, 1.0)
     assert "raise warmup.steps" in advice([bad]) and "max_attempts" in advice([again])
+    endless = dataclasses.replace(bad, stop_reason=StopReason.TURN_LENGTH)
+    assert "1 of them ended as turn_length: raise agent.max_turn_tokens" in advice([endless])
 
 
 def test_rounds_go_down_one_cosine():
