@@ -51,11 +51,7 @@ def main(port: str, processes: str, process: str) -> None:
                 if number == 0:
                     assert positions[0, :2].tolist() == [3, 1500], "of equal scores the first row wins"
     first = next(iter(search._others.values()))[0]
-    said = {
-        "rows_here": search._own.rows,
-        "largest_difference": float(largest),
-        "stranger": stranger(first),
-    }
+    said = {"rows_here": search._own.rows, "largest_difference": float(largest), "stranger": stranger(first)}
     distributed.barrier("all have searched")
     try:
         JobSearch(compressed(vectors[:1], "bfloat16"))

@@ -92,10 +92,7 @@ PLAYS: dict[str, tuple[list[str], list[str]]] = {  # what is written, and what i
         ["<think> Ilse Vand made it. </think> <answer> Rome </answer>", GHENT],
         [QUESTION.text, f"{QUESTION.text} Ilse Vand made it. Rome"],
     ),
-    "ircot": (
-        ["Amber Tide is by Ilse Vand.", GHENT],
-        [QUESTION.text, "Amber Tide is by Ilse Vand."],
-    ),
+    "ircot": (["Amber Tide is by Ilse Vand.", GHENT], [QUESTION.text, "Amber Tide is by Ilse Vand."]),
     "search_o1": (
         [
             "I need her. <search> director of Amber Tide </search>",
@@ -151,10 +148,7 @@ def test_an_episode_searches_and_answers_as_its_method_says(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_read_ends_the_episode(kind):
     found = play(kind, Told(["no tag at all <answer> not closed"] * 9))
-    assert (found.answer, found.stop_reason) in {
-        ("", StopReason.NO_ACTION),
-        ("", StopReason.ITERATION_LIMIT),
-    }
+    assert (found.answer, found.stop_reason) in {("", StopReason.NO_ACTION), ("", StopReason.ITERATION_LIMIT)}
     cut = play(kind, Told(["word " * 400] * 9))
     assert (cut.answer, cut.stop_reason) == ("", StopReason.TURN_LENGTH)
     assert not any(turn.trained for said in cut.conversations for turn in said.turns)

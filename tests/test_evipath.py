@@ -9,17 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from little_agent import (
-    CONFIG,
-    FILM,
-    GRAPH,
-    QUESTION,
-    LittleWorld,
-    attempt,
-    completion,
-    search,
-    tokenizer,
-)
+from little_agent import CONFIG, FILM, GRAPH, QUESTION, LittleWorld, attempt, completion, search, tokenizer
 from local_endpoint import Answer, Request, serving
 
 from mujica_jax.agents import synthesis_prompts

@@ -87,12 +87,7 @@ PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-4b": QWEN3_4B, "qwen3-8b": QWEN3_8
 
 @pytest.mark.parametrize(
     ("published", "parameters"),
-    [
-        (QWEN2_5_7B, 7_615_616_512),
-        (QWEN3_4B, 4_022_468_096),
-        (QWEN3_8B, 8_190_735_360),
-        (LLAMA3_1_8B, 8_030_261_248),
-    ],
+    [(QWEN2_5_7B, 7_615_616_512), (QWEN3_4B, 4_022_468_096), (QWEN3_8B, 8_190_735_360), (LLAMA3_1_8B, 8_030_261_248)],
 )
 def test_published_models_have_their_published_number_of_parameters(published, parameters):
     config = from_hugging_face(published)

@@ -148,10 +148,7 @@ def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, ca
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [
-        (OSError("the disk is gone"), RetrieverUnavailable),
-        (RuntimeError("out of memory"), RetrieverUnavailable),
-    ],
+    [(OSError("the disk is gone"), RetrieverUnavailable), (RuntimeError("out of memory"), RetrieverUnavailable)],
 )
 def test_faults_of_the_index_are_typed_and_do_not_end_the_retriever(index, fault, kind):
     async def play(retriever):

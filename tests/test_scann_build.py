@@ -164,10 +164,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         for _ in range(0, rows, 10_000):
             file.write(draw.normal(size=(10_000, dimension)).astype(ml_dtypes.bfloat16).tobytes())
     run = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path), str(rows), str(dimension)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
+        [sys.executable, "-c", PEAK, str(tmp_path), str(rows), str(dimension)], capture_output=True, text=True, cwd=ROOT
     )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 2 * size

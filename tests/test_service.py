@@ -24,11 +24,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.retrieval import service
 from mujica_jax.retrieval.client import RemoteRetriever, open_remote
-from mujica_jax.retrieval.errors import (
-    RetrieverRefused,
-    RetrieverTimeout,
-    RetrieverUnavailable,
-)
+from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.service import MAX_REQUEST_BYTES, make_app, open_port
 

@@ -13,15 +13,7 @@ from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.mle import MLE
 from mujica_jax.learning.optimizer import decayed, schedule
-from mujica_jax.learning.trainer import (
-    FitResult,
-    NotFinite,
-    StepMetrics,
-    Trainer,
-    TrainState,
-    fit,
-    steps_of_epochs,
-)
+from mujica_jax.learning.trainer import FitResult, NotFinite, StepMetrics, Trainer, TrainState, fit, steps_of_epochs
 from mujica_jax.trajectories.batches import rows_of_step
 from mujica_jax.trajectories.packing import pack
 

@@ -34,11 +34,7 @@ def make_generator(
 ) -> BatchedGenerator:
     """Its tokens are letters: 0 is "a", 1 is "b"."""
     return BatchedGenerator(
-        engine,
-        prefix_reuse=prefix_reuse,
-        queue_size=queue_size,
-        token_bytes=token_bytes,
-        policy_version=policy_version,
+        engine, prefix_reuse=prefix_reuse, queue_size=queue_size, token_bytes=token_bytes, policy_version=policy_version
     )
 
 
