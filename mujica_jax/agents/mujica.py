@@ -35,7 +35,7 @@ class PlannerState:
     question: Question
     candidates: tuple[Entity, ...]
     searches: tuple[Search, ...]
-    parallel: bool = True
+    parallel: bool = True  # False: one search of a turn is answered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,10 @@ from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import find_loss
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.rollouts import score_once
-from mujica_jax.methods.run import KEPT_SHARDS, Run, attempt, questions_a_round
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, questions_a_round
+from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.search_tree import Growth, Tree
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control

@@ -34,11 +34,11 @@ from mujica_jax.agents.teacher import REFUSED, RETRIES, TEACHER_PROMPT_TOKENS, T
 from mujica_jax.config.schema import EviPathConfig, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.evaluation import right_ones
 from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.remote import open_endpoint
-from mujica_jax.methods.run import KEPT_SHARDS, Run, attempt
+from mujica_jax.methods.rounds import attempt, close_round, finished_round
+from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig
-from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, PhaseState
-from mujica_jax.methods.run import KEPT_SHARDS, Run, attempt, questions_a_round
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, questions_a_round
+from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.runtime import distributed

@@ -36,10 +36,10 @@ from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.methods import DapoConfig, GrpoConfig
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.closed_rounds import close_round, finished_round
 from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.rollouts import Reference, Rollout, compared_groups, figures, loss_of, prepare, scored
-from mujica_jax.methods.run import KEPT_SHARDS, Run, attempt, questions_a_round
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, questions_a_round
+from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Question, Trajectory

@@ -468,17 +468,3 @@ class Run:
             return None
         chosen = max(solved, key=lambda trajectory: len(trajectory.searches))
         return questions[chosen.question_id], chosen
-
-
-def attempt(run: Run, question: Question, number: int, round_number: int) -> Attempt:
-    """One try at a question in a round, by the seed of that."""
-    seed = 1000 * run.config.seed + round_number
-    return Attempt(question=question, number=number, seed=seed, temperature=run.config.sampling.temperature)
-
-
-def questions_a_round(run: Run, name: str) -> int:
-    """As many as the configuration says, or all training questions, which is said."""
-    wanted, there = run.config.sampling.questions_per_round, len(run.task.questions("train"))
-    if there < wanted:
-        run.progress.line(f"{name}: all {there} training questions; sampling.questions_per_round is {wanted}")
-    return min(wanted, there)

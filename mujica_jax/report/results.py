@@ -25,7 +25,7 @@ class PhaseRow:
     questions: int  # held-out questions evaluated
     trajectories: int = 0  # sampled in this phase
     accepted: int = 0  # of these, kept for training
-    tokens: int = 0  # of these trajectories, read and generated: each went through the model once
+    tokens: int = 0  # read and generated that went through the model to sample and to score them; a script's do not
     searches: float | None = None  # a question, in the greedy evaluation
     # kind -> em, em_interval, f1, questions
     by_kind: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)

@@ -39,7 +39,8 @@ def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
     assert set(value) == {"task", "method", "reward", "split", "seed", "phases", "seconds"}
     assert (value["task"], value["method"], value["seed"]) == ("tiny_world", "mygo", 0)
     assert [phase["name"] for phase in value["phases"]] == ["warm-up", "control", "round 1", "round 2"]
-    promised = "name em f1 em_sampled f1_sampled questions trajectories accepted seconds".split()
+    assert [phase["tokens"] > 0 for phase in value["phases"]] == [False, False, True, True]  # a script plays first
+    promised = "name em f1 em_sampled f1_sampled questions trajectories accepted tokens seconds".split()
     for phase in value["phases"]:
         assert set(phase) >= set(promised)
         assert PhaseRow(**phase).questions == 12

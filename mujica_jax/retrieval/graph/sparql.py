@@ -23,6 +23,7 @@ import urllib.parse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mujica_jax.dates import MONTHS
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph.triples import End, Triple, normalise_label, without_parenthesis
 
@@ -47,10 +48,6 @@ MACHINE_TYPES = (
 )  # fmt: skip
 LANGUAGES = ("en", "mul")  # mul: Wikidata's for names that are the same in every language
 MAX_NAMESAKES = 1000  # entities of one name that are looked at
-MONTHS = (
-    "January", "February", "March", "April", "May", "June",
-    "July", "August", "September", "October", "November", "December",
-)  # fmt: skip
 PREFIXES = f"""PREFIX wikibase: <http://wikiba.se/ontology#>
 PREFIX rdfs: <{LABEL.removesuffix("label")}>
 PREFIX skos: <{ALIAS.removesuffix("altLabel")}>

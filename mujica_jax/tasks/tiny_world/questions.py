@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from mujica_jax.retrieval.graph.sparql import MONTHS
+from mujica_jax.dates import MONTHS
 
 FinalRule = Literal["last_object", "earlier", "later", "same"]
 

@@ -9,14 +9,14 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from mujica_jax import dates
 from mujica_jax.metrics import score
 from mujica_jax.records import Evidence, Question
-from mujica_jax.retrieval.graph import sparql
 
 ComparisonRule = Literal["earlier_date", "later_date", "longer_life", "same", "more"]
 Date = tuple[int, int, int]  # year (negative before Christ), month and day; 0 where unknown
 
-MONTHS = tuple(month.lower() for month in sparql.MONTHS)
+MONTHS = tuple(month.lower() for month in dates.MONTHS)
 DAYS_A_YEAR, DAYS_A_MONTH = 365.2425, 30.436875
 
 # How the data writes a country: its name, its people after the colon, other names after the semicolon.

@@ -1,11 +1,26 @@
-"""Rounds whose sampling is over: `DONE.json` lists their shards, and a restart reads these."""
+"""Rounds of sampling: what is tried in one, and its end: `DONE.json` lists its shards, and a restart reads them."""
 
 from collections.abc import Sequence
 
+from mujica_jax.agents.agent import Attempt
 from mujica_jax.methods.run import Run
-from mujica_jax.records import Trajectory
+from mujica_jax.records import Question, Trajectory
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.store import ShardEntry
+
+
+def attempt(run: Run, question: Question, number: int, round_number: int) -> Attempt:
+    """One try at a question in a round, by the seed of that."""
+    seed = 1000 * run.config.seed + round_number
+    return Attempt(question=question, number=number, seed=seed, temperature=run.config.sampling.temperature)
+
+
+def questions_a_round(run: Run, name: str) -> int:
+    """As many as the configuration says, or all training questions, which is said."""
+    wanted, there = run.config.sampling.questions_per_round, len(run.task.questions("train"))
+    if there < wanted:
+        run.progress.line(f"{name}: all {there} training questions; sampling.questions_per_round is {wanted}")
+    return min(wanted, there)
 
 
 def finished_round(run: Run, number: int) -> tuple[list[Trajectory], float | None] | None:
