@@ -16,7 +16,7 @@ from mujica_jax.config.schema import Config
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mujica_jax"
 FLOORS = (  # from the ground up, as the design has them; a room is a folder or a file of the package
-    ("config", "records", "metrics", "errors"),
+    ("config", "records", "metrics", "dates", "errors"),
     ("storage", "http", "runtime", "rewards"),
     ("models",),
     ("inference", "retrieval", "trajectories"),
