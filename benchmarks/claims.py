@@ -6,8 +6,8 @@
 `run` starts `python -m mujica_jax.train` for each experiment and seed, one after the other; one that is finished is
 left as it is, and a killed one goes on; under `taskset -c 0`, and `-c 1` with other seeds, each has a core of its own.
 Methods that begin with the same policy share the run that made it: `start` names it. `write` makes the page of the runs
-that are finished, with its pictures; a section without one is left out. A cell is the median over the seeds with the
-least and the most behind it.
+that are finished, with its pictures; a table without one stays as it is on the page, or is left out. A cell is the
+median over the seeds with the least and the most behind it.
 
 Minutes are those of the phases after the start: sampling, scoring, learning and saving, without evaluations and
 compilation. Tokens are those that the engine generated for training.
@@ -104,12 +104,12 @@ for _name, _rates in TUNED.items():
 INTRODUCTION = """# The papers' claims, on the tiny world
 
 Do the methods do here what their papers say of them? In shape: what is compared is the order and the size of a
-difference, never a score with a paper's. `python benchmarks/claims.py write` wrote this page from {runs} runs,
-revision {revisions}, {machine}; `run` trains them, prints their commands, and goes on where it was killed. Methods
-that are compared begin with the same policy of the same seed. Scores are percent on test questions about entities
-that no training text names; a cell is the median over seeds (the least to the most). Minutes are those of sampling,
-scoring, learning and saving, without the start, evaluations and compilation, with which they are "in all". Searches
-are counted in greedy evaluation."""
+difference, never a score with a paper's. `python benchmarks/claims.py run` trains what is below, on {machine}, and
+goes on where it was killed; `write` makes the tables, and the end of the page has each run's command and revision.
+Methods that are compared begin with the same policy of the same seed. Scores are percent on test questions about
+entities that no training text names; a cell is the median over seeds (the least to the most). Minutes are those of
+sampling, scoring, learning and saving, without the start, evaluations and compilation, with which they are "in all".
+Searches are counted in greedy evaluation where nothing else is said."""
 MYGO, PARTS, TREES = "MyGO", "Planner and workers, and asking at once", "DecEx-RAG"
 GROUPS = "MyGO beside GRPO and DAPO"
 SECTIONS = {  # of each table: its heading, and what stands before it
@@ -193,6 +193,11 @@ class Point:
     minutes: float
     wall_minutes: float  # with compilation and evaluations
 
+    @property
+    def file(self) -> str:
+        """Of its whole evaluation, in the run directory."""
+        return f"eval/{self.phase.replace(' ', '-')}.json"
+
 
 def points(run: Path) -> list[Point]:
     """The start and every phase after it; the control, which samples nothing, is none of them."""
@@ -253,25 +258,33 @@ class Runs:
                 revision = json.loads((run / "config.json").read_text())["git_revision"][:7]
                 self.revisions.setdefault(name, set()).add(revision)
 
-    def row(self, name: str, label: str, phase: int | str = -1) -> str | None:
-        """EM and F1, greedy and sampled, and what they took, of a phase by its place or its name."""
+    def row(self, name: str, label: str, phase: int | str, sampled_searches: bool) -> str | None:
         found = [_phase(curve, phase) for curve in self.curves.get(name, {}).values()]
         if not found:
             return None
         cells = [label, str(len(found))]
         cells += [cell([point.scores[key] for point in found]) for key in ("em", "em_sampled", "f1_sampled")]
         cells.append(cell([point.scores["searches"] for point in found], ".2f"))
+        if sampled_searches:
+            files = [
+                folder(self.place, name, seed) / point.file
+                for seed, point in zip(self.curves[name], found, strict=True)
+            ]
+            cells.append(cell([json.loads(file.read_text())["sampled"]["searches"] for file in files], ".2f"))
         cells.append(cell([point.trajectories for point in found], ",.0f"))
         cells.append(cell([point.learnt for point in found], ",.0f"))
         cells.append(cell([point.minutes for point in found]))
         cells.append(cell([point.wall_minutes for point in found]))
         return f"| {' | '.join(cells)} |"
 
-    def table(self, *rows: str | None) -> str:
-        scores = ("EM", "EM sampled", "F1 sampled", "searches")
+    def table(self, *rows: tuple[str, str] | tuple[str, str, str], sampled_searches: bool = False) -> str:
+        """EM and F1, greedy and sampled, and what they took. A row is a run, what it is called, and the name of the
+        phase that is meant, if that is not the last one."""
+        scores = ("EM", "EM sampled", "F1 sampled", "searches", *["searches sampled"] * sampled_searches)
         heads = ("", "seeds", *scores, "trajectories", "learnt", "minutes", "in all")
         lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-        return "\n".join([*lines, *(row for row in rows if row is not None)])
+        cells = [self.row(name, label, phase[0] if phase else -1, sampled_searches) for name, label, *phase in rows]
+        return "\n".join([*lines, *(row for row in cells if row is not None)])
 
     def crossing(self) -> str:
         """What MyGO and the group methods took to the level that MyGO ends with, seed by seed."""
@@ -352,48 +365,46 @@ class Runs:
     def tables(self) -> dict[str, str]:
         return {
             "mygo": self.table(
-                self.row("start", "warm-up"),
-                self.row("mygo", "MyGO online"),
-                self.row("mygo-asynchronous", "asynchronous"),
-                self.row("mygo-offline", "offline"),
-                self.row("mygo-fixed", "K fixed at 1"),
-                self.row("mygo-none", "K fixed at 0 (rejection sampling)"),
+                ("start", "warm-up"),
+                ("mygo", "MyGO online"),
+                ("mygo-asynchronous", "asynchronous"),
+                ("mygo-offline", "offline"),
+                ("mygo-fixed", "K fixed at 1"),
+                ("mygo-none", "K fixed at 0 (rejection sampling)"),
             ),
-            "workers": self.table(self.row("worker-online", "online"), self.row("worker-asynchronous", "asynchronous")),
+            "workers": self.table(("worker-online", "online"), ("worker-asynchronous", "asynchronous")),
             "grpo": self.table(
-                self.row("start", "warm-up"),
-                *(
-                    self.row(name, f"{name.upper()}, {phase}", phase)
-                    for name in ("grpo", "dapo")
-                    for phase in GRPO_ROWS
-                ),
+                ("start", "warm-up"),
+                *((name, f"{name.upper()}, {phase}", phase) for name in ("grpo", "dapo") for phase in GRPO_ROWS),
             ),
             "crossing": self.crossing(),
             "rates": self.rates(),
             "ablations": self.context(),
             "staged": self.table(
-                self.row("staged-start", "warm-up"),
-                self.row("staged", "end of stage one", "round 4"),
-                self.row("staged", "end of stage two"),
-                *(self.row(f"staged-without-{part}", f"without {part.replace('-', ' ')}") for part in STAGED_PARTS),
+                ("staged-start", "warm-up"),
+                ("staged", "end of stage one", "round 4"),
+                ("staged", "end of stage two"),
+                *((f"staged-without-{part}", f"without {part.replace('-', ' ')}") for part in STAGED_PARTS),
+                sampled_searches=True,
             ),
             "evipath": self.table(
-                self.row("evipath-start", "start"),
-                self.row("evipath", "abductive, both"),
-                self.row("evipath-deductive", "deductive, both"),
-                self.row("evipath-deductive-longer", "deductive, both, as many updates"),
-                self.row("evipath-planner", "abductive, planner alone"),
-                self.row("evipath-executor", "abductive, executor alone"),
+                ("evipath-start", "start"),
+                ("evipath", "abductive, both"),
+                ("evipath-deductive", "deductive, both"),
+                ("evipath-deductive-longer", "deductive, both, as many updates"),
+                ("evipath-planner", "abductive, planner alone"),
+                ("evipath-executor", "abductive, executor alone"),
             ),
             "decex": self.table(
-                self.row("decex-start", "warm-up"),
-                self.row("decex", "SFT", "sft"),
-                self.row("decex-least", "SFT, least searches", "sft"),
-                self.row("decex", "SFT, then DPO"),
-                self.row("decex-dpo", "DPO alone"),
-                self.row("decex-decisions", "SFT, then DPO, decision pairs alone"),
-                self.row("decex-executions", "SFT, then DPO, execution pairs alone"),
-                self.row("decex-unpruned", "SFT of unpruned trees", "sft"),
+                ("decex-start", "warm-up"),
+                ("decex", "SFT", "sft"),
+                ("decex-least", "SFT, least searches", "sft"),
+                ("decex", "SFT, then DPO"),
+                ("decex-dpo", "DPO alone"),
+                ("decex-decisions", "SFT, then DPO, decision pairs alone"),
+                ("decex-executions", "SFT, then DPO, execution pairs alone"),
+                ("decex-unpruned", "SFT of unpruned trees", "sft"),
+                sampled_searches=True,
             ),
             "trees": self.trees(),
         }
@@ -432,9 +443,8 @@ def _phase(curve: Sequence[Point], which: int | str) -> Point:
 def write(found: Runs, page: Path, machine: str) -> None:
     if not found.curves:
         raise SystemExit(f"{found.place} has no finished run: `python benchmarks/claims.py run` first, or check --runs")
-    revisions = sorted(set().union(*found.revisions.values()))
-    count = sum(map(len, found.curves.values()))
-    begin = INTRODUCTION.format(runs=count, revisions=", ".join(revisions), machine=machine)
+    before = page.read_text().strip().split("\n\n") if page.exists() else []
+    begin = INTRODUCTION.format(machine=machine)
     heading, _, text = begin.partition("\n\n")
     parts = [heading, textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)]
     title = ""
@@ -442,16 +452,26 @@ def write(found: Runs, page: Path, machine: str) -> None:
     for name, (section, said) in SECTIONS.items():
         table = tables[name]
         if table.count("\n") < 3:  # a heading, its line and one row, which nothing stands beside
-            continue
+            if said not in before:
+                continue
+            table = before[before.index(said) + 1]
         parts += [f"## {section}"] * (section != title) + [said, table]
         title = section
     if "mygo" in found.curves:
         found.draw("trajectories", lambda point: point.trajectories, page.parent / "claims_trajectories.png")
         found.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
-        parts.append("![EM against trajectories](claims_trajectories.png)\n![EM against minutes](claims_minutes.png)")
-    lines = ["| run | of its first seed |", "|---|---|"]
+    pictures = "![EM against trajectories](claims_trajectories.png)\n![EM against minutes](claims_minutes.png)"
+    parts += [pictures] * ("mygo" in found.curves or pictures in before)
+    rows = {line.split(" | ")[0]: line for line in before[-1].splitlines()[2:]} if before else {}
     for name, curves in found.curves.items():
-        lines.append(f"| {name} | `{' '.join(command(Path('runs/claims'), name, min(curves)))}` |")
+        revisions, words = ", ".join(sorted(found.revisions[name])), command(Path("runs/claims"), name, min(curves))
+        rows[f"| {name}"] = f"| {name} | {revisions} | `{' '.join(words)}` |"
+    order = [f"| {name}" for name in EXPERIMENTS]
+    lines = [
+        "| run | revision | command of its first seed |",
+        "|---|---|---|",
+        *(rows[key] for key in order if key in rows),
+    ]
     parts += ["## Commands", "\n".join(lines)]
     page.write_text("\n\n".join(parts) + "\n")
 
@@ -463,7 +483,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(EXPERIMENTS), metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--page", type=Path, default=Path("docs/claims.md"))
-    parser.add_argument("--machine", default="on a machine that nobody named", help="said on the page")
+    parser.add_argument("--machine", default="a machine that nobody named", help="said on the page")
     given = parser.parse_args()
     if given.what == "run":
         train(given.runs, given.only or [name for name in EXPERIMENTS if "tune-" not in name], given.seeds)
