@@ -5,6 +5,7 @@ what is learnt, and that DPO moves towards what was chosen.
 import asyncio
 import collections
 import dataclasses
+import io
 import math
 import re
 import types
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from little_agent import LittleWorld, attempt, completion, rewarded, tokenizer
 from packed_rows import MODEL as TINY
@@ -32,7 +34,7 @@ from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.methods import decex, run
 from mujica_jax.methods.search_tree import Growth, Tree
-from mujica_jax.methods.tree_records import best_chain, figures, is_pair, records_of
+from mujica_jax.methods.tree_records import best_chain, encode_nodes, figures, is_pair, records_of
 from mujica_jax.records import Question, StopReason
 from mujica_jax.tasks.task import Material
 from mujica_jax.trajectories import shards
@@ -146,6 +148,16 @@ def test_a_pruned_tree_by_hand():
     leaf = tree.finished[0]
     assert (leaf.reward, [search.query for search in leaf.searches]) == (1.0, ["q1"])
     assert [trajectory.reward for trajectory in tree.finished[1:]] == [1, 0, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0]
+    rows = pyarrow.parquet.read_table(io.BytesIO(encode_nodes([tree]))).to_pylist()
+    assert [tuple(row.values()) for row in rows] == [
+        ("q-1", 0, None, "sub-question", "a", [1.0, 0.0]),
+        ("q-1", 1, None, "sub-question", "b", [0.0, 0.0]),
+        ("q-1", 2, 0, "memory", "m1", [0.0, 0.0]),
+        ("q-1", 3, 0, "memory", "m2", [1.0, 0.0]),
+        ("q-1", 4, 0, "search", "q1", [1.0, 1.0]),
+        ("q-1", 5, 0, "search", "q2", [0.0, 0.0]),
+        ("q-1", 6, 4, "answer", "gold", [1.0]),
+    ]
     # Decisions: 3 samples and what was played; executions 3 each; the last state's 3 votes after 2 episodes.
     assert table.asked[""] == 3 and table.asked["a?"] == 2 and table.asked["a?<recall>"] == 3
     assert table.asked["[q1]"] == 2 + 3
@@ -473,6 +485,11 @@ def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(c
         return [one for one in own.asked if one[0] in ("sft", "dpo")]
 
     first = learnt(TreeRun(config, tmp_path))
+    nodes = [pyarrow.parquet.read_table(file).num_rows for file in sorted((tmp_path / "trees").iterdir())]
+    entries = [
+        shards.decode(file.read_bytes(), file.name) for file in sorted((tmp_path / "rounds/0001").glob("*.parquet"))
+    ]
+    assert nodes == [sum(record.counts["nodes"] for record in kept if not is_pair(record)) for kept in entries]
     for name in lost:
         (tmp_path / "rounds" / "0001" / name).unlink()
     asked: list[str] = []

@@ -38,7 +38,7 @@ from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.search_tree import Growth, Tree
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
-from mujica_jax.methods.tree_records import best_chain, figures, is_pair, records_of
+from mujica_jax.methods.tree_records import best_chain, encode_nodes, figures, is_pair, records_of
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.trajectories.packing import pack
 from mujica_jax.trajectories.store import ShardEntry
@@ -115,7 +115,7 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
         def unit(index: int, callback: object) -> tuple[ShardEntry | None, list[Trajectory]]:
             del callback
             asked = questions[index * size : (index + 1) * size]
-            return run.stored(ROUND, index, lambda: _grown(run, asked, on_tree))
+            return run.stored(ROUND, index, lambda: _grown(run, index, asked, on_tree))
 
         units = [functools.partial(unit, index) for index in range(-(-len(questions) // size))]
         play_share(run.progress, name, units)
@@ -131,8 +131,10 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
     return records
 
 
-def _grown(run: Run, questions: Sequence[Question], on_tree: Callable[[int, float], None]) -> list[Trajectory]:
-    """The trees of a shard, which share the engine."""
+def _grown(
+    run: Run, shard: int, questions: Sequence[Question], on_tree: Callable[[int, float], None]
+) -> list[Trajectory]:
+    """The trees of a shard, which share the engine. Their nodes are written before the shard is."""
     config, agent, began = _config(run), run.agent, time.monotonic()
     assert isinstance(agent, Decex), "checked with the configuration"
 
@@ -155,6 +157,7 @@ def _grown(run: Run, questions: Sequence[Question], on_tree: Callable[[int, floa
 
     trees = asyncio.run(all_of_them())
     seconds = (time.monotonic() - began) / len(trees)
+    run.store.create(f"trees/shard-{shard:05d}.parquet", encode_nodes(trees))
     return [record for tree in trees for record in records_of(tree, config.retrievals, seconds)]
 
 

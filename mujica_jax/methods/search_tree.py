@@ -22,7 +22,7 @@ before each layer, so that a tree is a function of its seeds alone, and what was
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from mujica_jax.agents.agent import Attempt, Policy
@@ -42,6 +42,7 @@ class Tree:
     leaves: int  # how many of them are leaves
     unfinished: Trajectory  # the question alone
     pairs: tuple[Pair, ...]
+    nodes: tuple[dict[str, object], ...]  # what was scored, in its order: columns as in `tree_records`
     counts: dict[str, float]
 
 
@@ -65,6 +66,7 @@ class Growth:
         self._root = agent.begin(attempt, environment, self._policy)
         self._leaves: list[Trajectory] = []
         self._played: list[Trajectory] = []
+        self._nodes: list[Node] = []
         self._executions: list[Group] = []  # siblings of one kind
         self._decisions: list[tuple[Group, Group]] = []  # the two branches of a decision
         names = (
@@ -93,16 +95,24 @@ class Growth:
             leaves=len(self._leaves),
             unfinished=self._root.trajectory([self._root.record()], "", reason),
             pairs=tuple(pairs),
+            nodes=tuple(self._told()),
             counts={**self._counts, "generated_tokens": float(self._policy.generated_tokens)},
         )
+
+    def _told(self) -> Iterator[dict[str, object]]:
+        places = {node: place for place, node in enumerate(self._nodes)}
+        for node, place in places.items():
+            kind, text = _execution(node.chain)
+            parent = None if node.parent is None else places.get(node.parent)
+            yield {"node": place, "parent": parent, "kind": kind, "text": text, "rewards": node.rewards}
 
     async def _layer(self, node: Node) -> list[Node]:
         """One iteration: the states that follow, the best one first."""
         pruned = self._config.expansion == "pruned"
         sampled = await self._sample(node, "decide")
         stopping = sum(_stops(one.chain) for one in sampled)
-        answers = self._distinct([one for one in sampled if _stops(one.chain)], _answer)
-        asked = self._distinct([one for one in sampled if one.chain.asked is not None], lambda chain: chain.asked or "")
+        answers = self._distinct([one for one in sampled if _stops(one.chain)])
+        asked = self._distinct([one for one in sampled if one.chain.asked is not None])
         over = 2 * stopping > self._config.branches
         await self._score(answers)
         if answers and (over or not pruned or not asked):
@@ -138,7 +148,7 @@ class Growth:
 
     async def _executed(self, node: Node, source: Source) -> list[Node]:
         sampled = await self._sample(node, source)
-        distinct = self._distinct([one for one in sampled if one.chain.outcome is None], _solution)
+        distinct = self._distinct([one for one in sampled if one.chain.outcome is None])
         await self._score(distinct)
         self._executions.append(distinct)
         return distinct
@@ -165,13 +175,14 @@ class Growth:
         self._counts["malformed"] += len(sampled) - len(readable)
         return readable
 
-    def _distinct(self, sampled: Group, key: Callable[[Chain], str]) -> list[Node]:
+    def _distinct(self, sampled: Group) -> list[Node]:
         """The first of each that says the same."""
         distinct: dict[str, Node] = {}
         for one in sampled:
-            distinct.setdefault(key(one.chain).casefold(), one)
+            distinct.setdefault(_execution(one.chain)[1].casefold(), one)
         self._counts["duplicates"] += len(sampled) - len(distinct)
         self._counts["nodes"] += len(distinct)
+        self._nodes += distinct.values()
         return list(distinct.values())
 
     async def _score(self, nodes: Group) -> None:
@@ -209,14 +220,14 @@ def _stops(chain: Chain) -> bool:
     return chain.outcome is not None and chain.outcome[1] is StopReason.ANSWERED
 
 
-def _answer(chain: Chain) -> str:
-    assert chain.outcome is not None, "a chain that stops has an answer"
-    return chain.outcome[0]
-
-
-def _solution(chain: Chain) -> str:
+def _execution(chain: Chain) -> tuple[str, str]:
+    """What the last turn is, and its text."""
+    if chain.outcome is not None:
+        return "answer", chain.outcome[0]
+    if chain.asked is not None:
+        return "sub-question", chain.asked
     recalled = chain.steps[-1].recalled
-    return chain.searches[-1].query if recalled is None else recalled
+    return ("search", chain.searches[-1].query) if recalled is None else ("memory", recalled)
 
 
 class _Counted:

@@ -1,7 +1,7 @@
-"""What is kept of a search tree: trajectories, in the shards that all methods use.
+"""What is kept of a search tree: trajectories, in the shards that all methods use, and its nodes in a table beside.
 
-The first one is the tree's best chain, with the tree's own numbers among its counts; every other one is a preference
-pair: two conversations, the chosen one first, whose role is the kind of the pair. Called by `methods.decex`.
+The first trajectory is the tree's best chain, with the tree's own numbers among its counts; every other one is a
+preference pair: two conversations, the chosen one first, whose role is the kind of the pair. Called by `methods.decex`.
 """
 
 import dataclasses
@@ -14,6 +14,14 @@ from mujica_jax.records import Trajectory
 
 CHOSEN, REJECTED = "chosen_mean", "rejected_mean"  # counts of a preference pair
 LEAF = "leaf"  # of a tree's first trajectory: whether it is a leaf of it
+NODE_COLUMNS = {  # with their Arrow types; a parent is a node of the same question, or null: the question itself
+    "question_id": "string",
+    "node": "int32",
+    "parent": "int32",
+    "kind": "string",  # sub-question, memory, search or answer
+    "text": "string",
+}
+REWARDS = "rewards"  # a column of lists: of the episodes played from the node
 
 
 def is_pair(record: Trajectory) -> bool:
@@ -52,6 +60,18 @@ def records_of(tree: Tree, retrievals: Literal["most", "least"], seconds: float)
             for number, pair in enumerate(tree.pairs, start=1)
         ),
     ]
+
+
+def encode_nodes(trees: Sequence[Tree]) -> bytes:
+    """A Parquet file of all nodes that were scored."""
+    import pyarrow
+    import pyarrow.parquet
+
+    schema = pyarrow.schema([*NODE_COLUMNS.items(), (REWARDS, pyarrow.list_(pyarrow.float64()))])
+    rows = [{"question_id": tree.unfinished.question_id, **node} for tree in trees for node in tree.nodes]
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), sink)
+    return sink.getvalue().to_pybytes()
 
 
 def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
