@@ -6,8 +6,7 @@ Mujica-MyGO, table 7: F1 86.06 and EM 80.15 after 137,941 trajectories and 135 m
 after 7,343 and 35 minutes.
 
 As many trajectories, in 67 batches of 128 questions with 16 attempts each; batch and rate are ours, for the paper has
-none of GRPO. Not run; its training step has the shapes of `two_wiki_text_v5e.py`, which `tests/test_tpu_compile.py`
-compiles with maximum likelihood in GRPO's place.
+none of GRPO. Not run; `tests/test_tpu_compile.py` compiles its training step.
 """
 
 import dataclasses

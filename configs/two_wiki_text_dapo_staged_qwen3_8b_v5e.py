@@ -8,9 +8,8 @@ Learning When to Search, table 1, 2Wiki with Qwen3-8B: a judge accepts 0.28 with
 Attempts, batch, rate, KL term and beta are those of the paper's table 5, 500 steps of 32 questions. Ours: conversations
 of 4,096 tokens (16,384 there), turns of 512 and observations of 1,500 (8,192 and 4,096), several updates a step, of 32
 rows each (one there), DAPO's clip, a stage of 250 steps each, an evaluation every 50 steps (30), and bge over the
-task's index where the paper has E5 over Wikipedia, and Qwen3-Embedding for the queries. Not run; its training step has
-the shapes of `two_wiki_text_qwen3_8b_v5e.py`, which `tests/test_tpu_compile.py` compiles with maximum likelihood in
-DAPO's place.
+task's index where the paper has E5 over Wikipedia, and Qwen3-Embedding for the queries. Not run;
+`tests/test_tpu_compile.py` compiles its training step.
 """
 
 import dataclasses

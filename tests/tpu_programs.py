@@ -1,7 +1,7 @@
 """Compile programs of one model for a TPU topology that is not here; prints JSON. Started by `test_tpu_compile.py`.
 
 python tests/tpu_programs.py train MODEL TOPOLOGY CONFIG [LORA_RANK [SLICES]]
-    over so many slices of the topology, each with the configuration's rows
+    with the loss of the configuration's method, over so many slices of the topology, each with its rows
 python tests/tpu_programs.py engine MODEL TOPOLOGY TENSOR GIGABYTES [CACHE_DTYPE [WEIGHTS [FILTERED]]]
     with so much memory for keys and values on each chip
 python tests/tpu_programs.py plan MODEL TOPOLOGY CONFIG STEP CALLS
@@ -29,12 +29,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_families import PUBLISHED
 
 from mujica_jax.config.files import load_config
+from mujica_jax.config.methods import DapoConfig, DecexTreeConfig, GrpoConfig
 from mujica_jax.inference.engine import ragged
 from mujica_jax.inference.engine.base import SlotState, page_bytes
 from mujica_jax.inference.engine.factory import CACHE_DTYPES
 from mujica_jax.inference.engine.kv_quantization import calibrate_scales
+from mujica_jax.learning.losses import find_loss
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods.memory import phases
+from mujica_jax.methods.rollouts import loss_of
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import from_hugging_face
 from mujica_jax.models.layers import projections
@@ -48,10 +51,16 @@ SLOTS, POSITIONS, PAGE_TOKENS, PREFILL_TOKENS, DECODE_STEPS = 128, 4096, 32, 409
 
 def train(name: str, topology: str, config: str, lora_rank: str = "0", slices: str = "1") -> dict:
     """Bytes on each chip, kernels, and what the chips send each other beside the sizes of what there is to send."""
+    method = load_config(config).method
     configured = dataclasses.replace(load_config(config).trainer, lora_rank=int(lora_rank), data=int(slices))
     configured = dataclasses.replace(configured, rows_per_step=int(slices) * configured.rows_per_step)
     model = from_hugging_face(PUBLISHED[name])
-    trainer = Trainer(model, configured, devices=devices_of(topology, int(slices)))
+    loss = None
+    if isinstance(method, GrpoConfig | DapoConfig):
+        loss = loss_of(method)
+    elif isinstance(method, DecexTreeConfig):
+        loss = find_loss("dpo", beta=method.beta)
+    trainer = Trainer(model, configured, loss=loss, devices=devices_of(topology, int(slices)))
     lowered = trainer.lower_step()
     text, compiled = lowered.as_text(), lowered.compile()
     return {
