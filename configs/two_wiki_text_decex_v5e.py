@@ -8,8 +8,8 @@ DecEx-RAG, table 1, 2Wiki: EM 50.0 and F1 55.9 over all of Wikipedia; Search-R1 
 
 Branches, rollouts, iterations, documents and the threshold are those of the DecEx-RAG paper, as far as it has them
 (`methods/search_tree.py`). Its 3,000 questions came from two data sets; here 1,000 are of 2Wiki alone. The rates of SFT
-are ours. There is no warm-up: the trees are grown with the checkpoint. `tests/test_tpu_compile.py` compiles the steps of
-SFT (`two_wiki_text_v5e.py` has the same) and DPO; a whole run is still to come. Pairs that do not fit a row are left
+are ours. There is no warm-up: the trees are grown with the checkpoint. `tests/test_tpu_compile.py` compiles the steps
+of SFT (`two_wiki_text_v5e.py` has the same) and DPO; a whole run is still to come. Pairs that do not fit a row are left
 out, and a line says how many. The `model` section is not read with --init.
 """
 
