@@ -39,6 +39,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator, GeneratorStatistics
+from mujica_jax.methods.parts import use_weights
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import block_weights
@@ -175,6 +176,9 @@ def main() -> int:
     parser.add_argument("--prefill-tokens", type=int, default=2048)
     parser.add_argument("--page-tokens", type=int, default=32)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--weights", default="compute", choices=["compute", "int8", "fp8", "w8a8"], help="of the layers"
+    )
     parser.add_argument("--runs", type=int, default=3, help="measured runs, after one that compiles")
     given = parser.parse_args()
     keep_freed_memory()
@@ -197,6 +201,8 @@ def main() -> int:
     sessions = workload(decoder.config.vocab_size, given.sessions, given.turns, given.seed)
     generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=max(1, given.sessions))
     generated = sum(turn.generated_tokens for session in sessions for turn in session.turns)
+    if given.weights != "compute":
+        use_weights(generator, decoder, nnx.state(decoder, nnx.Param), given.weights, 0)
     seconds, found, recompiled = [], [], []
     for _ in range(1 + given.runs):
         generator.reset_cache()

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 from flax import nnx
 from tiny_engine import MODEL, SLOTS, decoded, decoder, make_engine, next_token_logits, pages_of_slot, random_tokens
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.base import PrefillRow, SlotState
-from mujica_jax.models.layers import projections
+from mujica_jax.models.layers import IntegerProduct, projections
 from mujica_jax.models.quantization import engine_weights
 
 CONTRACTED = {weight.name: weight.inputs for weight in projections(MODEL)}
@@ -69,6 +70,34 @@ def test_logits_are_those_of_the_rounded_weights_and_near_those_of_the_model(sto
     expected = next_token_logits(decoder(), TOKENS)
     error = np.abs(found - expected).mean() / np.abs(expected).mean()
     assert 0 < error < RELATIVE_ERROR[storage]
+
+
+def test_a_product_of_integers_worked_by_hand():
+    """Rows of [127.5, -51] and zeros, a channel of weights [2.55, 1.02] and one of [0, -0.255]: steps of 1, of 0.02 and
+    of 0.002; the largest of a row or channel is 127 steps and not 127.5."""
+    kernel = qwix.quantize(jnp.asarray([[2.55, 0.0], [1.02, -0.255]]), jnp.int8, channelwise_axes=(1,))
+    rows = jnp.asarray([[127.5, -51.0], [0.0, 0.0]])
+    found = IntegerProduct(kernel).product(rows, 1)
+    expected = [[(127 * 127 - 51 * 51) * 0.02, 51 * 127 * 0.002], [0.0, 0.0]]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_with_rounded_rows_logits_stay_near_those_of_the_model():
+    """In the engine too, token by token."""
+    weights = stored("w8a8")
+    plain, kernel = stored("int8")["layers"]["gate_kernel"].get_value(), weights["layers"]["gate_kernel"].get_value()
+    np.testing.assert_array_equal(kernel.kernel.qvalue, plain.qvalue)
+    rounded = nnx.merge(nnx.graphdef(decoder()), weights)
+    found, expected = next_token_logits(rounded, TOKENS), next_token_logits(decoder(), TOKENS)
+    assert 0 < np.abs(found - expected).mean() / np.abs(expected).mean() < 0.05
+    engine = make_engine()
+    engine.set_weights(weights)
+    engine.prefill([PrefillRow(0, pages_of_slot(0), 0, TOKENS[:-1])])
+    state = SlotState.idle(SLOTS)
+    state.token[0], state.position[0], state.remaining[0] = TOKENS[-1], len(TOKENS) - 1, 12
+    drawn, _ = decoded(engine, state)[0]
+    logits = next_token_logits(rounded, [*TOKENS, *drawn])
+    assert drawn == logits[len(TOKENS) - 1 : -1].argmax(axis=-1).tolist() and len(drawn) == 12
 
 
 def test_matrices_take_a_quarter_and_nothing_else_changes(storage, weights):

@@ -126,6 +126,7 @@ def test_a_step_over_two_slices_compiles_and_fits():
         ("qwen2.5-7b", "v6e:2x2", "4", "20", ()),
         ("qwen2.5-7b", "v5e:2x4", "2", "4", ("int8", "int8", "filtered")),  # cache, weights; top-k, top-p and min-p
         ("qwen2.5-7b", "v6e:2x2", "2", "10", ("fp8", "fp8", "filtered")),
+        ("qwen2.5-7b", "v5e:2x4", "4", "8", ("bfloat16", "w8a8")),
         ("qwen3-4b", "v5e:2x2", "4", "2", ()),  # configs/*_qwen3_4b_v5e.py
     ],
 )

@@ -142,7 +142,7 @@ class EngineConfig:
     decode_steps_per_call: int  # decode steps between two scheduling decisions
     prefill_tokens: int  # prompt tokens computed between two decode calls
     # How the layers' matrices are held while sampling: in trainer.dtype, or in eight bits (needs the extra `qwix`).
-    weights: Literal["compute", "int8", "fp8"] = "compute"
+    weights: Literal["compute", "int8", "fp8", "w8a8"] = "compute"
     prefix_reuse: bool = True  # what a prompt shares with earlier sequences is not computed again
     page_tokens: int = 32  # tokens in a page of KV memory, a power of two: prefixes are shared in whole pages
     # KV memory for running requests and cached prefixes; 0: room for every slot at full length, or what is free

@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,26 @@ class Weight:
         if self.inputs:
             return self.sides[::-1]
         return (math.prod(self.shape),) if self.hugging_face.endswith(".bias") else self.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IntegerProduct:
+    """A kernel in eight bits, by which rows are multiplied that are rounded to eight bits too: integers alone meet in
+    the product, and row and output channel have a scale each."""
+
+    kernel: Any  # qwix.QArray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernel.shape
+
+    def product(self, rows: Float[Array, "rows inputs"], inputs: int) -> Float[Array, "rows outputs"]:
+        qwix = importlib.import_module("qwix")  # which stored it
+        rounded = qwix.quantize(rows.astype(jnp.float32), jnp.int8, channelwise_axes=(0,))
+        matrix = self.kernel.qvalue.reshape(math.prod(self.shape[:inputs]), -1)
+        sums = jax.lax.dot_general(rounded.qvalue, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+        return (sums * rounded.scale * self.kernel.scale.reshape(1, -1)).astype(rows.dtype)
 
 
 def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
@@ -201,6 +221,8 @@ class Block(nnx.Module):
         `models.lora` lets qwix take over `jax.lax.dot_general` in here, which is why it is called by that name.
         """
         kernel = getattr(self, name).get_value()
+        if isinstance(kernel, IntegerProduct):
+            return kernel.product(rows, inputs)
         if not isinstance(kernel, jax.Array):
             qwix = importlib.import_module("qwix")  # which stored it
             kernel = qwix.dequantize(kernel)  # in float32, fused into the product

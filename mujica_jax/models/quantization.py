@@ -2,10 +2,10 @@
 
     kernel = values * scale    values: int8, scale = max |kernel| / 127.5; or float8_e4m3fn, scale = max |kernel| / 448
 
-The scale is float32, one an output channel.
+The scale is float32, one an output channel. `w8a8` stores int8 and rounds the rows that are multiplied to int8 as well,
+with a scale each, so that a product is one of integers (`layers.IntegerProduct`); otherwise activations are not rounded.
 
-Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the compute type, and
-activations are not rounded. Training stays in float32: the engine's copy is made again for every policy. Called by
+Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the compute type. Training stays in float32: the engine's copy is made again for every policy. Called by
 `methods.run`; `layers.Block` multiplies.
 """
 
@@ -20,11 +20,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.layers import projections
+from mujica_jax.models.layers import IntegerProduct, projections
 from mujica_jax.runtime.extras import import_extra
 
-Storage = Literal["compute", "int8", "fp8"]
-TYPES: Mapping[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+Storage = Literal["compute", "int8", "fp8", "w8a8"]
+TYPES: Mapping[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "w8a8": jnp.int8}
 
 
 def engine_weights(weights: nnx.State, config: DecoderConfig, storage: Storage, dtype: DTypeLike) -> nnx.State:
@@ -45,4 +45,5 @@ def _stored(kernel: Float[Array, "layers *shape"], contracted: int, storage: str
     """As a `qwix.QArray`, whose two arrays keep the leading axis, so that a scan slices them as it slices a kernel."""
     qwix = import_extra("qwix", f"engine.weights {storage}")
     channels = (0, *range(1 + contracted, kernel.ndim))
-    return qwix.quantize(kernel.astype(jnp.float32), TYPES[storage], channelwise_axes=channels)
+    stored = qwix.quantize(kernel.astype(jnp.float32), TYPES[storage], channelwise_axes=channels)
+    return IntegerProduct(stored) if storage == "w8a8" else stored
