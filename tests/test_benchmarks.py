@@ -198,7 +198,7 @@ def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
         named[name] = command_line(claims["command"](Path("runs"), name, 1)[3:], default="tiny_world")
         check(named[name])
         check_demonstrations(named[name])
-        assert named[name].seed == 1 and bool(named[name].init) == bool(experiment.start)
+        assert named[name].seed == 1 and bool(named[name].init) == (experiment.text or bool(experiment.start))
     method = named["dapo"].method
     assert isinstance(method, DapoConfig) and method.dynamic_sampling
     assert set(claims["SECTIONS"]) == set(claims["Runs"](Path("nowhere"), [1]).tables())
