@@ -20,7 +20,13 @@ def get_config() -> Config:
         base,
         name="tiny_world_dapo_staged",
         task=dataclasses.replace(
-            base.task, environment="text", top_k=1, demonstrations=800, augmented_copies=0, common_knowledge=0.5
+            base.task,
+            environment="text",
+            top_k=1,
+            train_questions=600,
+            demonstrations=800,
+            augmented_copies=0,
+            common_knowledge=0.5,
         ),
         agent=SingleConfig(max_turn_tokens=112, max_trajectory_tokens=640, max_observation_tokens=112, prompt="brief"),
         trainer=dataclasses.replace(base.trainer, row_tokens=640, rows_per_step=4),

@@ -457,5 +457,5 @@ def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(
     plain = [next(reading) for reading in [world.pretraining_documents(0)] for _ in range(50)]
     assert [text for text in documents if ":" in text][:50] == plain
     nothing = build(dataclasses.replace(CONFIG, common_knowledge=1e-9))
-    with pytest.raises(UserError, match="no entity is known: raise it"):
+    with pytest.raises(UserError, match="no question is about known entities alone: raise it"):
         next(nothing.pretraining_documents(0))

@@ -48,8 +48,9 @@ YEAR_REPEATS = 50  # how often they are shown to the tokenizer, so that each bec
 TOKENIZER_QUESTIONS = 1000  # of each training-side part
 TOKENIZER_ENTITIES = 300  # with their triples; names are shown of all
 NAMES_PER_LINE = 10
+KNOWN = ", known"  # ends the kind of a question whose facts are common knowledge
 KNOWN_SHARE = 0.5  # of the pre-training documents, where facts are common knowledge
-KNOWN_FACTS = 3  # most that such a document states
+KNOWN_FACTS = 6  # most that such a document states
 
 
 def build(config: TinyWorldConfig) -> "TinyWorld":
@@ -183,23 +184,21 @@ class TinyWorld:
         return self._with_known_facts(read, seed) if self.config.common_knowledge else read
 
     def _with_known_facts(self, read: Iterator[str], seed: int) -> Iterator[str]:
-        """Sentences about known entities of all splits between the other documents."""
+        """Facts that questions of known kinds ask about, in all splits, between the other documents: all facts about
+        known entities would be ten times as many, each read too seldom to be remembered."""
         draw = random.Random(f"known {seed}")
-        known = [
-            (owner, number)
-            for owner in (self._part(part) for part in FIRST_KEY)
-            for number in range(len(owner.labels))
-            if owner.is_known(number)
-        ]
-        if not known:
+        asked = itertools.chain.from_iterable(map(self._list, FIRST_KEY))
+        known = [question for question in asked if question.kind.endswith(KNOWN)]
+        asked_for = dict.fromkeys(fact for question in known for fact in question.evidences)
+        facts = [f"The {fact.relation} of {fact.subject} is {fact.object}." for fact in asked_for]
+        if not facts:
             raise UserError(
-                f"common_knowledge is {self.config.common_knowledge} and no entity is known: raise it, or set it to 0"
+                f"common_knowledge is {self.config.common_knowledge} and no question is about known entities alone: "
+                "raise it, or set it to 0"
             )
         while True:
             if draw.random() < KNOWN_SHARE:
-                owner, number = draw.choice(known)
-                sentences = _sentences(owner, number)
-                yield " ".join(draw.sample(sentences, min(len(sentences), draw.randint(1, KNOWN_FACTS))))
+                yield " ".join(draw.sample(facts, min(len(facts), draw.randint(1, KNOWN_FACTS))))
             else:
                 yield next(read)
 
@@ -216,7 +215,7 @@ def _question(part: WorldPart, place: int, plan: Plan) -> Question:
         candidates=tuple(_entity(part, topic) for topic in plan.topics),  # read by graphs alone
         gold_passages=_gold_passages(part, evidences),
         evidences=evidences,
-        kind=template.kind + (", known" if _is_known(part, plan) else ""),
+        kind=template.kind + (KNOWN if _is_known(part, plan) else ""),
     )
 
 
