@@ -2,8 +2,8 @@
 
     python -m mujica_jax.train configs/tiny_world_decex.py
 
-Over passages. The facts about half of the entities stand in the pre-training text, those about the others in passages
-alone; names do not say which is which, and the rewards of the search trees do.
+Over passages. Half of the entities are common knowledge: what questions ask about them alone stands in the pre-training
+text, everything else in passages; names do not say which is which, and the rewards of the search trees do.
 """
 
 import dataclasses
