@@ -39,6 +39,7 @@ class Experiment:
     start: str | None = None
     worker: bool = False  # one process learns on the first core, another one samples on the second
     text: bool = False  # with SmolLM2 on real text
+    roles: tuple[str, str] | None = None  # trains nothing: the policy of one run plans, that of another one works
 
 
 START = "--method.rounds 0"
@@ -80,6 +81,8 @@ EXPERIMENTS = {
     "evipath-deductive-longer": Experiment(EVIPATH, f"{DEDUCTIVE} --method.epochs 7"),
     "evipath-planner": Experiment(EVIPATH, "--method.tune planner", "evipath-start"),
     "evipath-executor": Experiment(EVIPATH, "--method.tune executor", "evipath-start"),
+    "evipath-planner-beside": Experiment(EVIPATH, roles=("evipath-planner", "evipath-start")),
+    "evipath-executor-beside": Experiment(EVIPATH, roles=("evipath-start", "evipath-executor")),
     "decex-start": Experiment(
         DECEX, f"--method.kind grpo {START} --method.rounds-per-phase 1 --method.group-attempts 2"
     ),
@@ -147,7 +150,7 @@ SECTIONS = {  # of each table: its heading, and what stands before it
     "evipath": (
         "EviPath",
         "The paper: what is written backwards teaches more; planner and executor both need tuning. The same 2,000\n"
-        "questions and epochs; with as many updates, 7 epochs. One model plays both roles, whichever was tuned.",
+        "questions and epochs; with as many updates, 7 epochs.",
     ),
     "trees": (TREES, "The paper: 134.9 s a question with pruning, 743.2 s without, and chains as good."),
     "decex": (TREES, "The paper: SFT and DPO beat either alone. SFT learns a chain a question, DPO pairs."),
@@ -165,8 +168,12 @@ def folder(runs: Path, name: str, seed: int) -> Path:
 
 
 def command(runs: Path, name: str, seed: int, data: str = "DIR") -> list[str]:
-    """What trains an experiment, as a user would type it."""
+    """What trains an experiment, or evaluates it, as a user would type it."""
     what = EXPERIMENTS[name]
+    if what.roles is not None:
+        planner, worker = (str(folder(runs, role, seed)) for role in what.roles)
+        words = ["python", "-m", "mujica_jax.eval", "--checkpoint", planner, "--worker", worker]
+        return [*words, "--out", str(folder(runs, name, seed))]
     words = ["python", "-m", "mujica_jax.train", f"configs/{what.config}.py", *what.flags.split(), "--seed", str(seed)]
     if what.start is not None:
         policy = folder(runs, what.start, seed) / "policies/000000/model"
@@ -175,11 +182,16 @@ def command(runs: Path, name: str, seed: int, data: str = "DIR") -> list[str]:
     return [*words, "--run", str(folder(runs, name, seed))]
 
 
+def result(name: str, place: Path) -> Path:
+    """What a finished experiment leaves."""
+    return place / ("summary.json" if EXPERIMENTS[name].roles is None else "tiny_world-graph-test.json")
+
+
 def train(runs: Path, names: Sequence[str], seeds: Sequence[int], data: str) -> None:
     runs.mkdir(parents=True, exist_ok=True)
     for seed, name in itertools.product(seeds, names):
         place = folder(runs, name, seed)
-        if (place / "summary.json").exists():
+        if result(name, place).exists():
             continue
         words = command(runs, name, seed, data)
         print(" ".join(words), flush=True)
@@ -247,6 +259,12 @@ def points(run: Path) -> list[Point]:
     return found
 
 
+def _of_roles(file: Path, tuned: Point) -> Point:
+    found = json.loads(file.read_text())
+    scores = {key: found["greedy"][key] for key in ("em", "searches")}
+    return dataclasses.replace(tuned, scores=scores | {f"{key}_sampled": found["sampled"][key] for key in ("em", "f1")})
+
+
 def cell(values: Sequence[float], form: str = ".1f") -> str:
     middle = format(statistics.median(values), form)
     return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
@@ -272,11 +290,17 @@ class Runs:
         self.revisions: dict[str, set[str]] = {}
         self.place = place
         for name, seed in itertools.product((name for name in EXPERIMENTS if "tune-" not in name), seeds):
-            run = folder(place, name, seed)
-            if (run / "summary.json").exists():
-                self.curves.setdefault(name, {})[seed] = points(run)
-                revision = json.loads((run / "config.json").read_text())["git_revision"][:7]
-                self.revisions.setdefault(name, set()).add(revision)
+            run, roles = folder(place, name, seed), EXPERIMENTS[name].roles
+            if not result(name, run).exists():
+                continue
+            if roles is None:
+                curve = points(run)
+            else:  # with what it took to tune the one of the two that was
+                tuned = next(role for role in roles if not role.endswith("-start"))
+                curve, run = [_of_roles(result(name, run), self.curves[tuned][seed][-1])], folder(place, tuned, seed)
+            self.curves.setdefault(name, {})[seed] = curve
+            revision = json.loads((run / "config.json").read_text())["git_revision"][:7]
+            self.revisions.setdefault(name, set()).add(revision)
 
     def row(self, name: str, label: str, phase: int | str, sampled_searches: bool) -> str | None:
         found = [_phase(curve, phase) for curve in self.curves.get(name, {}).values()]
@@ -430,8 +454,10 @@ class Runs:
                 ("evipath", "abductive, both"),
                 ("evipath-deductive", "deductive, both"),
                 ("evipath-deductive-longer", "deductive, both, as many updates"),
-                ("evipath-planner", "abductive, planner alone"),
-                ("evipath-executor", "abductive, executor alone"),
+                ("evipath-planner-beside", "abductive, planner alone, the start works"),
+                ("evipath-executor-beside", "abductive, executor alone, the start plans"),
+                ("evipath-planner", "planner alone, works too"),
+                ("evipath-executor", "executor alone, plans too"),
             ),
             "decex": self.table(
                 ("decex-start", "warm-up"),
