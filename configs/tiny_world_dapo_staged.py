@@ -3,9 +3,10 @@
     python -m mujica_jax.train configs/tiny_world_dapo_staged.py
 
 Half of the entities are common knowledge (`task.common_knowledge`): what questions ask about them alone stands in the
-text that the model reads before its demonstrations, which search for half of it all the same (`warmup.miss_rate`). The first stage rewards searching where
-an answer is wrong, the second one, from `staged.stage_two_round` on, answering without. In the table of the end, see
-how EM and searches move; `--staged.search False`, `--staged.stage-one False` and so on are the ablations.
+text that the model reads before its demonstrations, which search for half of it all the same (`warmup.miss_rate`). The
+first stage rewards searching where an answer is wrong, the second one, from `staged.stage_two_round` on, answering
+without. In the table of the end, see how EM and searches move; `--staged.search False`, `--staged.stage-one False` and
+so on are the ablations.
 """
 
 import dataclasses

@@ -2,11 +2,12 @@
 
     kernel = values * scale    values: int8, scale = max |kernel| / 127.5; or float8_e4m3fn, scale = max |kernel| / 448
 
-The scale is float32, one an output channel. `w8a8` stores int8 and rounds the rows that are multiplied to int8 as well,
-with a scale each, so that a product is one of integers (`layers.IntegerProduct`); otherwise activations are not rounded.
+The scale is float32, one an output channel. `w8a8` stores int8 and rounds the rows that are multiplied to int8 too,
+with a scale each, so that a product is one of integers (`layers.IntegerProduct`); otherwise activations are whole.
 
-Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the compute type. Training stays in float32: the engine's copy is made again for every policy. Called by
-`methods.run`; `layers.Block` multiplies.
+Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the compute type.
+Training stays in float32: the engine's copy is made again for every policy. Called by `methods.run`; `layers.Block`
+multiplies.
 """
 
 import functools
