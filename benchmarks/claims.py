@@ -123,9 +123,9 @@ Do the methods do here what their papers say of them? In shape: what is compared
 difference, never a score with a paper's. `python benchmarks/claims.py run` trains what is below, on {machine}, and
 goes on where it was killed; `write` makes the tables, and the end of the page has each run's command and revision.
 Methods that are compared begin with the same policy of the same seed. Scores are percent on test questions about
-entities that no training text names, but for what is common knowledge; a cell is the median over seeds (the least to the most). Minutes are those of
-sampling, scoring, learning and saving, without the start, evaluations and compilation, with which they are "in all".
-Searches are counted in greedy evaluation where nothing else is said."""
+entities that no training text names, but for what is common knowledge; a cell is the median over seeds (the least to
+the most). Minutes are those of sampling, scoring, learning and saving, without the start, evaluations and
+compilation, with which they are "in all". Searches are counted in greedy evaluation where nothing else is said."""
 MYGO, PARTS, TREES = "MyGO", "Planner and workers, and asking at once", "DecEx-RAG"
 GROUPS = "MyGO beside GRPO and DAPO"
 SECTIONS = {  # of each table: its heading, and what stands before it
@@ -148,8 +148,8 @@ SECTIONS = {  # of each table: its heading, and what stands before it
     ),
     "staged": (
         "Staged rewards",
-        "The paper: stage one raises accuracy and searching, stage two lowers the searches. These runs are of a world whose\n"
-        "common knowledge no policy had read often enough to remember ([LOG.md](LOG.md)).",
+        "The paper: stage one raises accuracy and searching, stage two lowers the searches. These runs are of a\n"
+        "world whose common knowledge no policy had read often enough to remember ([LOG.md](LOG.md)).",
     ),
     "evipath": (
         "EviPath",
