@@ -19,7 +19,7 @@ from mujica_jax.agents.decex import (
     write_decision,
     write_solution,
 )
-from mujica_jax.agents.scripted_text import first_statement, queries_of
+from mujica_jax.agents.scripted_text import fact, first_statement, queries_of
 from mujica_jax.agents.single import information
 from mujica_jax.records import Evidence, Question
 from mujica_jax.tasks.task import Material
@@ -54,7 +54,7 @@ class DecexScript:
     def _solve(self, state: DecexState, asked: str) -> str:
         evidence = next(one for one in _in_order(state.question) if queries_of(one)[0] == asked)
         if state.question.kind.endswith(KNOWN):
-            return write_solution(Solution(recalled=_statement(evidence, evidence.object)))
+            return write_solution(Solution(recalled=fact(evidence, evidence.object)))
         wording, keywords = queries_of(evidence)
         tried = any(step.question == asked for step in state.steps)
         return write_solution(Solution(query=wording if tried else keywords))
@@ -89,8 +89,4 @@ def _read(state: DecexState) -> str:
     last = state.steps[-1]
     evidence = next(one for one in _in_order(state.question) if queries_of(one)[0] == last.question)
     value = _value(evidence, last)
-    return f"{protocol.NOTHING_FOUND} " if value is None else f"{_statement(evidence, value)} "
-
-
-def _statement(evidence: Evidence, value: str) -> str:
-    return f"The {evidence.relation} of {evidence.subject} is {value}."
+    return f"{protocol.NOTHING_FOUND} " if value is None else f"{fact(evidence, value)} "

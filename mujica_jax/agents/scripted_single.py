@@ -6,7 +6,7 @@ that no passage so far states, its subject alone where they were in vain, and th
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.scripted_text import fact, stated
@@ -26,11 +26,12 @@ def write(state: SingleState, conclude: Conclude, *, recalls: bool = True) -> st
     evidences = [evidence for group in evidence_rounds(question.evidences) for evidence in group]
     if recalls and question.kind.endswith(KNOWN):
         return _turn(state, " ".join(fact(one, one.object) for one in evidences), conclude(question, answer), answer)
+    asked = {search.query for search in state.searches}
     learnt: list[str] = []  # by the last search
     for evidence in evidences:
         value = stated(evidence, state.searches)
         if value is None:
-            query = next((words for words in _queries(evidence) if words not in _asked(state.searches)), None)
+            query = next((words for words in _queries(evidence) if words not in asked), None)
             if query is None:
                 return _thought(state, protocol.NOTHING_FOUND)
             needed = f"I need the {evidence.relation} of {evidence.subject}."
@@ -71,7 +72,3 @@ def _thought(state: SingleState, text: str) -> str:
 def _queries(evidence: Evidence) -> tuple[str, str]:
     """Keywords, as the agent's prompt asks for."""
     return f"{evidence.subject} {evidence.relation}", evidence.subject
-
-
-def _asked(searches: Sequence[Search]) -> set[str]:
-    return {search.query for search in searches}
