@@ -33,6 +33,8 @@ from mujica_jax.methods.preference_pairs import Group, Node, Pair, best_of, deci
 from mujica_jax.records import StopReason, Trajectory
 from mujica_jax.tasks.task import Environment
 
+COUNTS = ("nodes", "rollouts", "duplicates", "malformed", "pruned_branches", "skipped_searches")  # docs/metrics.md
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree:
@@ -69,16 +71,7 @@ class Growth:
         self._nodes: list[Node] = []
         self._executions: list[Group] = []  # siblings of one kind
         self._decisions: list[tuple[Group, Group]] = []  # the two branches of a decision
-        names = (
-            "nodes",
-            "rollouts",
-            "duplicates",
-            "malformed",
-            "pruned_branches",
-            "skipped_searches",
-            "forward_tokens",
-        )
-        self._counts = dict.fromkeys((*names, "budget_spent"), 0.0)
+        self._counts = dict.fromkeys((*COUNTS, "forward_tokens", "budget_spent"), 0.0)
 
     async def grow(self) -> Tree:
         waiting = [Node(self._root)]

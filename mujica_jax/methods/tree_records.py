@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from mujica_jax.methods.search_tree import Tree
+from mujica_jax.methods.search_tree import COUNTS, Tree
 from mujica_jax.records import Trajectory
 
 CHOSEN, REJECTED = "chosen_mean", "rejected_mean"  # counts of a preference pair
@@ -82,11 +82,10 @@ def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
         return statistics.fmean(tree.counts[name] for tree in trees)
 
     kinds = [record.conversations[0].role for record in records if is_pair(record)]
-    a_question = ("nodes", "rollouts", "duplicates", "malformed", "pruned_branches", "skipped_searches")
     return {
         "questions": len(trees),
         "seconds": statistics.fmean(tree.seconds for tree in trees),
-        **{name: mean(name) for name in ("generated_tokens", *a_question)},
+        **{name: mean(name) for name in ("generated_tokens", *COUNTS)},
         "best_reward": statistics.fmean(tree.reward for tree in trees),
         "leaf_share": mean(LEAF),
         "retrievals": statistics.fmean(len(tree.searches) for tree in trees),
