@@ -233,19 +233,13 @@ def _gold_passages(part: WorldPart, evidences: Sequence[Evidence]) -> tuple[Gold
 
 
 def _passage_text(part: WorldPart, number: int) -> str:
-    """What the graph says of an entity, in sentences."""
-    hidden = [relation for relation in part.facts[number] if (number, relation) in part.hidden]
-    sentences = _sentences(part, number, without=hidden)
-    return " ".join([f"{part.labels[number]} is a {part.kinds[number]}.", *sentences])
-
-
-def _sentences(part: WorldPart, number: int, without: Sequence[str] = ()) -> list[str]:
-    """A sentence a fact."""
-    return [
+    """What the graph says of an entity, a sentence a fact."""
+    sentences = [
         f"The {relation} of {part.labels[number]} is {_label(part, value)}."
         for relation, value in part.facts[number].items()
-        if relation not in without
+        if (number, relation) not in part.hidden
     ]
+    return " ".join([f"{part.labels[number]} is a {part.kinds[number]}.", *sentences])
 
 
 def _evidences(part: WorldPart, plan: Plan) -> tuple[Evidence, ...]:
