@@ -213,15 +213,7 @@ def graph_question(record: Record, graph: TripleGraph) -> Question | None:
     if places is not None:
         order = sorted(range(len(candidates)), key=lambda position: places[position].start)
         candidates = [candidates[position] for position in order]
-    return Question(
-        id=record.id,
-        text=record.text,
-        answers=record.answers,
-        candidates=tuple(candidates),
-        gold_passages=tuple(GoldPassage(title=title) for title in record.titles),
-        evidences=evidences,
-        kind=record.kind,
-    )
+    return dataclasses.replace(_question(record, dict.fromkeys(record.titles, "")), candidates=tuple(candidates))
 
 
 def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
@@ -232,7 +224,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
         )
     if config.setting == "distractor":
         records = [record for record in records if record.titles and record.context]
-        questions = [_text_question(of, {given.title: given.text for given in of.context}) for of in records]
+        questions = [_question(of, {given.title: given.text for given in of.context}) for of in records]
         _refuse_none(questions, config, "passages of its own")
         own = OwnPassages({record.id: record.context for record in records}, config.top_k)
         return TwoWiki(config, own[records[0].id], questions, elsewhere=own)
@@ -244,9 +236,9 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     training = [record for record in records if split_of(record.id, config.hold_out_percent) == "train"]
     given = passages_of(training)
     beyond = {passage.title: passage.text for passage in given} | texts
-    questions = [_text_question(record, texts) for record in records if record.id in sample and _known(record, texts)]
+    questions = [_question(record, texts) for record in records if record.id in sample and _known(record, texts)]
     more = [record for record in training if record.id not in sample or not _known(record, texts)]
-    questions += [_text_question(record, beyond) for record in more if _known(record, beyond)]
+    questions += [_question(record, beyond) for record in more if _known(record, beyond)]
     _refuse_none(questions, config, "gold passages in the corpus")
     elsewhere = {}
     if lacking := [record.id for record in more if _known(record, beyond) and not _known(record, texts)]:
@@ -256,7 +248,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     written = _written_passages(unread)
     searched = WrittenPassages(IndexRetriever(Bm25Index(written, "default"), inline=True), config.top_k)
     first = sorted(unread, key=lambda record: hash_of(record.id))[: config.triple_demonstrations]
-    demonstrated = [_text_question(record, {}) for record in first]
+    demonstrated = [_question(record, {}) for record in first]
     elsewhere |= {question.id: searched for question in demonstrated}
     return TwoWiki(
         config,
@@ -283,7 +275,8 @@ def _known(record: Record, texts: Mapping[str, str]) -> bool:
     return bool(record.titles) and texts.keys() >= set(record.titles)
 
 
-def _text_question(record: Record, texts: Mapping[str, str]) -> Question:
+def _question(record: Record, texts: Mapping[str, str]) -> Question:
+    """With those of its gold passages whose texts are given, by title."""
     return Question(
         id=record.id,
         text=record.text,
