@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from jax.errors import JaxRuntimeError
+from whole_runs import free_port
 
 from mujica_jax import train
 from mujica_jax.config.schema import DistributedConfig
@@ -27,12 +28,6 @@ from mujica_jax.runtime.rendezvous import rendezvous
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 10.0
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
 
 
 def called(*callers: tuple[int, int], deadline: float = 5.0, host: str = "host {}") -> list[object]:

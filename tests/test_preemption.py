@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from whole_runs import free_port
 
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preempted, Preemption
@@ -280,9 +281,9 @@ def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["learning", "sampling", "waiting"])
-def test_the_processes_of_a_run_end_together(free_port, where):
+def test_the_processes_of_a_run_end_together(where):
     """By one SIGTERM to one of them: in training before the same step, elsewhere where each is."""
-    address = f"localhost:{free_port}"
+    address = f"localhost:{free_port()}"
     running = [program(TWO_PROCESSES, str(process), address, where) for process in range(2)]
     try:
         said = [process.communicate(timeout=SECONDS) for process in running]
@@ -301,9 +302,10 @@ def test_the_processes_of_a_run_end_together(free_port, where):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_all_read_of_an_end_before_the_process_that_holds_the_store_is_gone(free_port, leaver):
+def test_all_read_of_an_end_before_the_process_that_holds_the_store_is_gone(leaver):
     """Also one that reads it seconds later: a machine may be that busy."""
-    running = [program(THREE_PROCESSES, str(process), f"localhost:{free_port}", str(leaver)) for process in range(3)]
+    address = f"localhost:{free_port()}"
+    running = [program(THREE_PROCESSES, str(process), address, str(leaver)) for process in range(3)]
     try:
         said = [process.communicate(timeout=SECONDS)[1] for process in running]
     finally:
@@ -313,12 +315,3 @@ def test_all_read_of_an_end_before_the_process_that_holds_the_store_is_gone(free
     for process, messages in enumerate(said):
         assert (f"process {leaver} on" in messages and "ended: preempted" in messages) == (process != leaver), said
     assert not any("Traceback" in messages for messages in said), said
-
-
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        return listening.getsockname()[1]
