@@ -267,18 +267,6 @@ def refusal(config: Config) -> UserError | None:
     return None
 
 
-def test_a_world_that_cannot_be_is_refused(refused, tmp_path):
-    message = refused(train, SMOKE, "--run", "run", "--task.facts-per-entity", "99")
-    assert "facts_per_entity from 4 to 13, and the configuration says 99" in message
-    assert written(tmp_path) == []
-
-
-def test_a_missing_data_folder_is_named(refused, tmp_path):
-    message = refused(train, TWO_WIKI, "--run", "run", "--task.data-dir", "nowhere")
-    assert "folder nowhere does not exist; set data_dir" in message
-    assert written(tmp_path) == []
-
-
 def test_a_task_without_held_out_questions_is_refused(refused, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
@@ -298,14 +286,17 @@ def test_more_devices_than_there_are_are_refused(refused, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("config", "flags", "sentence"),
     [
-        (["--engine.tensor", "64"], "engine.tensor is 64 and 1 devices are available: use at most 1"),
-        (["--engine.cache-gigabytes", "1e-6"], "1e-06 GB engine.cache_gigabytes allows"),
+        (SMOKE, "--task.facts-per-entity 99", "facts_per_entity from 4 to 13, and the configuration says 99"),
+        (TWO_WIKI, "--task.data-dir nowhere", "folder nowhere does not exist; set data_dir"),
+        (SMOKE, "--pretraining.steps 0 --init nowhere", "there is no directory nowhere: give the folder"),
+        (SMOKE, "--engine.tensor 64", "engine.tensor is 64 and 1 devices are available: use at most 1"),
+        (SMOKE, "--engine.cache-gigabytes 1e-6", "1e-06 GB engine.cache_gigabytes allows"),
     ],
 )
-def test_an_engine_that_cannot_be_is_refused_before_the_run_is_begun(refused, tmp_path, flags, sentence):
-    assert sentence in refused(train, SMOKE, "--run", "run", *flags)
+def test_what_is_not_here_or_cannot_be_is_refused_before_the_run_is_begun(refused, tmp_path, config, flags, sentence):
+    assert sentence in refused(train, config, "--run", "run", *flags.split())
     assert written(tmp_path) == []
 
 
@@ -423,12 +414,6 @@ def test_a_run_directory_of_another_method_is_refused(refused):
     open_run(Path("run"), dataclasses.asdict(load_config(SMOKE)))
     message = refused(train, SMOKE, "--run", "run", "--method.kind", "dapo", *GROUPS)
     assert "method.kind" in message and "mygo" in message and "dapo" in message
-
-
-def test_an_init_directory_that_does_not_exist_is_named(refused, tmp_path):
-    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", "nowhere")
-    assert "there is no directory nowhere: give the folder" in message
-    assert written(tmp_path) == []
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
