@@ -53,6 +53,9 @@ class GoldPassage:
     text: str = ""  # empty where the data name a title and no corpus holds it
 
 
+KNOWN = ", known"  # ends the kind of a question whose facts are common knowledge
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
     id: str
@@ -64,6 +67,11 @@ class Question:
     kind: str = ""  # compositional, comparison, inference, bridge_comparison, ...
     # Of a question that asks for several things: annotation, answer asked for, its aliases. `answers` has all of them.
     answer_sets: tuple[tuple[tuple[str, ...], ...], ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its facts are common knowledge, as its kind says."""
+        return self.kind.endswith(KNOWN)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -207,6 +207,28 @@ def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
     assert set(claims["SECTIONS"]) == set(claims["Runs"](Path("nowhere"), [1]).tables())
 
 
+def test_a_table_without_runs_stays_as_it_is_on_the_page(tmp_path):
+    """With the commands of its runs; those that are at hand are written anew."""
+    claims = runpy.run_path(str(ROOT / "benchmarks" / "claims.py"))
+    page = tmp_path / "claims.md"
+    page.write_text((ROOT / "docs" / "claims.md").read_text())
+    runs = claims["Runs"](tmp_path, [0])
+    scores = {"em": 12.5, "em_sampled": 2.5, "f1_sampled": 5.0, "searches": 1.0}
+    for place, name in enumerate(("evipath-start", "evipath")):
+        runs.curves[name] = {0: [claims["Point"]("warm-up", scores, 7 * place, 0, 0, 0.0, 0.0)]}
+        runs.revisions[name] = {"abcdef0"}
+    claims["write"](runs, page, "a machine")
+    before, after = (ROOT / "docs" / "claims.md").read_text().split("\n\n"), page.read_text().split("\n\n")
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    assert [new.split()[0] for _, new in changed] == ["Do", "|", "|"], "the introduction, EviPath and the commands"
+    assert "| abductive, both | 1 | 12.5 | 2.5 | 5.0 | 1.00 | 7 |" in changed[1][1]
+    old, new = (dict(line.split(" | ", 1) for line in table.splitlines()[2:]) for table in changed[2])
+    assert {name for name in old if old[name] != new[name]} == {
+        "| evipath-start",
+        "| evipath",
+    } and old.keys() == new.keys()
+
+
 def test_the_table_of_agents_has_commands_that_are_taken_and_reads_what_they_leave(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     agents = runpy.run_path(str(ROOT / "benchmarks" / "agents.py"))

@@ -25,8 +25,6 @@ from mujica_jax.records import Evidence, Question
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
-KNOWN = "known"  # ends the kind of a question whose facts stand in the pre-training text
-
 
 class DecexScript:
     """`conclude(question, answer)` is the thought before an answer."""
@@ -53,7 +51,7 @@ class DecexScript:
 
     def _solve(self, state: DecexState, asked: str) -> str:
         evidence = next(one for one in _in_order(state.question) if queries_of(one)[0] == asked)
-        if state.question.kind.endswith(KNOWN):
+        if state.question.is_known:
             return write_solution(Solution(recalled=fact(evidence, evidence.object)))
         wording, keywords = queries_of(evidence)
         tried = any(step.question == asked for step in state.steps)

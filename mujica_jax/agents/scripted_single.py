@@ -15,8 +15,6 @@ from mujica_jax.records import Evidence, Question, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
-KNOWN = ", known"  # ends the kind of a question whose facts are common knowledge
-
 Conclude = Callable[[Question, str], str]  # the thought before an answer
 
 
@@ -24,7 +22,7 @@ def write(state: SingleState, conclude: Conclude, *, recalls: bool = True) -> st
     """The next turn. One that does not recall searches for what is common knowledge, too."""
     question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
     evidences = [evidence for group in evidence_rounds(question.evidences) for evidence in group]
-    if recalls and question.kind.endswith(KNOWN):
+    if recalls and question.is_known:
         return _turn(state, " ".join(fact(one, one.object) for one in evidences), conclude(question, answer), answer)
     asked = {search.query for search in state.searches}
     learnt: list[str] = []  # by the last search

@@ -15,7 +15,7 @@ from typing import cast
 from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
-from mujica_jax.records import Entity, Evidence, GoldPassage, Question
+from mujica_jax.records import KNOWN, Entity, Evidence, GoldPassage, Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.environment import TextEnvironment
@@ -48,7 +48,6 @@ YEAR_REPEATS = 50  # how often they are shown to the tokenizer, so that each bec
 TOKENIZER_QUESTIONS = 1000  # of each training-side part
 TOKENIZER_ENTITIES = 300  # with their triples; names are shown of all
 NAMES_PER_LINE = 10
-KNOWN = ", known"  # ends the kind of a question whose facts are common knowledge
 KNOWN_SHARE = 0.5  # of the pre-training documents, where facts are common knowledge
 KNOWN_FACTS = 6  # most that such a document states
 
@@ -188,8 +187,7 @@ class TinyWorld:
         known entities would be ten times as many, each read too seldom to be remembered."""
         draw = random.Random(f"known {seed}")
         asked = itertools.chain.from_iterable(map(self._list, FIRST_KEY))
-        known = [question for question in asked if question.kind.endswith(KNOWN)]
-        asked_for = dict.fromkeys(fact for question in known for fact in question.evidences)
+        asked_for = dict.fromkeys(fact for question in asked if question.is_known for fact in question.evidences)
         facts = [f"The {fact.relation} of {fact.subject} is {fact.object}." for fact in asked_for]
         if not facts:
             raise UserError(
