@@ -5,6 +5,8 @@ Programs are kept for the next test that needs the same one, and for the next ti
 any (`whole_runs.py`), are compiled as users' programs are.
 """
 
+import asyncio
+import inspect
 import mmap
 import os
 from pathlib import Path
@@ -21,6 +23,7 @@ KEPT = {
 # The second one takes a third off the time of tests of models (docs/LOG.md).
 XLA_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 OUTCOMES = ("rerun", "failed", "error")
+PATIENCE_SECONDS = 120.0  # for a test that is a coroutine
 
 
 def known_flags() -> list[str]:
@@ -39,6 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known_flags()]).strip()
         for name, value in KEPT.items():
             os.environ.setdefault(name, value)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test may be a coroutine; one that waits for ever fails."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asked = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**asked), PATIENCE_SECONDS))
+    return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -115,16 +115,12 @@ def test_a_search_that_fails_ends_the_episode():
     assert found.stop_reason is StopReason.RETRIEVER_FAILED
 
 
-def test_forks_share_their_past_and_nothing_else():
-    async def played() -> tuple[decex.Chain, decex.Chain, decex.Chain]:
-        chain = agent().begin(attempt(QUESTION), world(), Told([WHO, " Ghent. </recall>", " director </search>"]))
-        await chain.decide()
-        memory, search = chain.fork("a"), chain.fork("b")
-        await memory.solve("memory")
-        await search.solve("search")
-        return chain, memory, search
-
-    chain, memory, search = asyncio.run(played())
+async def test_forks_share_their_past_and_nothing_else():
+    chain = agent().begin(attempt(QUESTION), world(), Told([WHO, " Ghent. </recall>", " director </search>"]))
+    await chain.decide()
+    memory, search = chain.fork("a"), chain.fork("b")
+    await memory.solve("memory")
+    await search.solve("search")
     assert (chain.asked, chain.steps, chain.searches) == ("Who made Amber Tide?", (), [])
     assert memory.steps[0].recalled == "Ghent." and not memory.searches
     assert search.steps[0].recalled is None and [one.query for one in search.searches] == ["director"]
@@ -136,19 +132,15 @@ def test_forks_share_their_past_and_nothing_else():
     assert turn.token_ids[:-1] == written, "as if it had been written in one piece"
 
 
-def test_a_tag_that_fills_the_turn_is_a_cut_turn():
-    async def played() -> decex.Chain:
-        chain = agent().begin(attempt(QUESTION), world(), Told([WHO]))
-        await chain.decide()
-        chain.limits = chain._config = dataclasses.replace(CONFIG, max_turn_tokens=2)
-        await chain.solve("memory")
-        return chain
-
-    chain = asyncio.run(played())
+async def test_a_tag_that_fills_the_turn_is_a_cut_turn():
+    chain = agent().begin(attempt(QUESTION), world(), Told([WHO]))
+    await chain.decide()
+    chain.limits = chain._config = dataclasses.replace(CONFIG, max_turn_tokens=2)
+    await chain.solve("memory")
     assert chain.outcome == ("", StopReason.TURN_LENGTH) and not chain.record().turns[-1].trained
 
 
-def test_each_turn_of_each_fork_has_a_seed_of_its_own():
+async def test_each_turn_of_each_fork_has_a_seed_of_its_own():
     seeds: list[int] = []
 
     class Seeds(Told):
@@ -157,16 +149,13 @@ def test_each_turn_of_each_fork_has_a_seed_of_its_own():
             seeds.append(params.seed)
             return completion(WHO if state.asked is None else "<recall> a </recall>")
 
-    async def played() -> None:
-        chain = agent().begin(attempt(QUESTION), world(), Seeds([]))
-        await chain.decide()
-        for place in ("a", "b"):
-            fork = chain.fork(place)
-            await fork.solve()
-            await fork.fork("a").decide()
-            await fork.fork("b").decide()
-
-    asyncio.run(played())
+    chain = agent().begin(attempt(QUESTION), world(), Seeds([]))
+    await chain.decide()
+    for place in ("a", "b"):
+        fork = chain.fork(place)
+        await fork.solve()
+        await fork.fork("a").decide()
+        await fork.fork("b").decide()
     assert len(set(seeds)) == len(seeds) == 7
 
 

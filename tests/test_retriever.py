@@ -170,48 +170,39 @@ def test_a_fault_of_the_program_keeps_its_type(index):
         asyncio.run(IndexRetriever(index).search("a", 1))
 
 
-def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(index):
-    async def main():
-        retriever = IndexRetriever(index, deadline_seconds=0.3)
-        index.hold.clear()
-        search = asyncio.create_task(retriever.search("a", 1))
-        await asyncio.sleep(0.05)
-        index.hold.set()
-        time.sleep(0.6)  # as a compilation does
-        assert await search
-
-    asyncio.run(main())
+async def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(index):
+    retriever = IndexRetriever(index, deadline_seconds=0.3)
+    index.hold.clear()
+    search = asyncio.create_task(retriever.search("a", 1))
+    await asyncio.sleep(0.05)
+    index.hold.set()
+    time.sleep(0.6)  # as a compilation does
+    assert await search
 
 
-def test_a_search_that_hangs_ends_at_its_deadline(index):
-    async def play():
-        index.hold.clear()
-        began = time.monotonic()
-        with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.1 s"):
-            await IndexRetriever(index, deadline_seconds=0.1).search("a", 1)
-        assert time.monotonic() - began < 5
-        with pytest.raises(RetrieverTimeout):
-            await IndexRetriever(index, deadline_seconds=0.1).health()
-        index.hold.set()
-
-    asyncio.run(play())
+async def test_a_search_that_hangs_ends_at_its_deadline(index):
+    index.hold.clear()
+    began = time.monotonic()
+    with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.1 s"):
+        await IndexRetriever(index, deadline_seconds=0.1).search("a", 1)
+    assert time.monotonic() - began < 5
+    with pytest.raises(RetrieverTimeout):
+        await IndexRetriever(index, deadline_seconds=0.1).health()
+    index.hold.set()
 
 
-def test_a_full_line_is_refused(index):
-    async def play():
-        retriever = IndexRetriever(index, max_waiting=2)
-        index.hold.clear()
-        waiting = [asyncio.ensure_future(retriever.search("a", 1))]
-        await asyncio.sleep(0.05)
-        waiting += [asyncio.ensure_future(retriever.search(query, 1)) for query in ("bb", "ccc")]
-        await asyncio.sleep(0.05)
-        with pytest.raises(RetrieverOverloaded, match="2 searches wait, of at most 2"):
-            await retriever.search("dddd", 1)
-        index.hold.set()
-        await asyncio.gather(*waiting)
-        return await retriever.search("dddd", 1)
-
-    assert asyncio.run(play()) == [PASSAGES[4]]
+async def test_a_full_line_is_refused(index):
+    retriever = IndexRetriever(index, max_waiting=2)
+    index.hold.clear()
+    waiting = [asyncio.ensure_future(retriever.search("a", 1))]
+    await asyncio.sleep(0.05)
+    waiting += [asyncio.ensure_future(retriever.search(query, 1)) for query in ("bb", "ccc")]
+    await asyncio.sleep(0.05)
+    with pytest.raises(RetrieverOverloaded, match="2 searches wait, of at most 2"):
+        await retriever.search("dddd", 1)
+    index.hold.set()
+    await asyncio.gather(*waiting)
+    assert await retriever.search("dddd", 1) == [PASSAGES[4]]
 
 
 def test_who_goes_away_takes_nothing_from_the_others(index):

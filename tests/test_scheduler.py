@@ -95,23 +95,19 @@ def test_a_conversation_that_comes_back_is_prefilled_from_where_it_stopped():
     assert prefilled(prefix_reuse=False) == 11 + 18 + 25
 
 
-def test_the_slot_of_a_conversation_that_will_come_back_is_kept_while_others_are_free():
+async def test_the_slot_of_a_conversation_that_will_come_back_is_kept_while_others_are_free():
     engine = CountableEngine(slots=2)
     generator = make_generator(engine)
-
-    async def main() -> None:
-        opening = [5, 6, 7, 8, 9, 5, 6, 7]
-        first = await generator.generate(opening, params(3), continues=True)
-        for seed in range(4):
-            await generator.generate([10 + seed, 2, 3], params(3, seed=seed))
-        before = generator.statistics.prefilled_tokens
-        await generator.generate([*opening, *first.token_ids, 4], params(3), continues=True)
-        assert generator.statistics.prefilled_tokens == before + 1, "the last generated token alone was not cached"
-
-    run(main())
+    opening = [5, 6, 7, 8, 9, 5, 6, 7]
+    first = await generator.generate(opening, params(3), continues=True)
+    for seed in range(4):
+        await generator.generate([10 + seed, 2, 3], params(3, seed=seed))
+    before = generator.statistics.prefilled_tokens
+    await generator.generate([*opening, *first.token_ids, 4], params(3), continues=True)
+    assert generator.statistics.prefilled_tokens == before + 1, "the last generated token alone was not cached"
 
 
-def test_a_conversation_that_will_come_back_overtakes_requests_that_will_not():
+async def test_a_conversation_that_will_come_back_overtakes_requests_that_will_not():
     generator = make_generator(CountableEngine(slots=1))
     finished = []
 
@@ -119,10 +115,7 @@ def test_a_conversation_that_will_come_back_overtakes_requests_that_will_not():
         await generator.generate([1, 2, 3], params(9), continues=continues)
         finished.append(name)
 
-    async def main() -> None:
-        await asyncio.gather(ask("first", False), ask("second", False), ask("continues", True))
-
-    run(main())
+    await asyncio.gather(ask("first", False), ask("second", False), ask("continues", True))
     assert finished == ["continues", "first", "second"]
 
 
@@ -145,16 +138,12 @@ BAD_REQUESTS = {
 }
 
 
-def test_bad_requests_are_refused_one_by_one_while_others_go_on():
+async def test_bad_requests_are_refused_one_by_one_while_others_go_on():
     engine = CountableEngine()
     generator = make_generator(engine)
     good = [([token, 2, 3], params(10, seed=token)) for token in range(len(BAD_REQUESTS))]
-
-    async def main() -> list:
-        mixed = [request for pair in zip(good, BAD_REQUESTS.values(), strict=True) for request in pair]
-        return await asyncio.gather(*(generator.generate(*request) for request in mixed), return_exceptions=True)
-
-    results = run(main())
+    mixed = [request for pair in zip(good, BAD_REQUESTS.values(), strict=True) for request in pair]
+    results = await asyncio.gather(*(generator.generate(*request) for request in mixed), return_exceptions=True)
     for completion, (prompt, wanted) in zip(results[::2], good, strict=True):
         assert_by_hand(engine, completion, prompt, wanted)
     for error, sentence in zip(results[1::2], BAD_REQUESTS, strict=True):
@@ -169,26 +158,21 @@ def test_a_request_may_fill_the_engine_to_its_last_position():
 
 
 @pytest.mark.parametrize("wait_calls", [0, 2], ids=["waiting", "running"])
-def test_a_cancelled_request_leaves_the_others_alone(wait_calls):
+async def test_a_cancelled_request_leaves_the_others_alone(wait_calls):
     engine = CountableEngine(slots=1 if wait_calls == 0 else 2)
     generator = make_generator(engine)
     prompt = next([token] for token in range(20) if len(engine.by_hand([token], params(40))[0]) == 40)
-
-    async def main() -> tuple[Completion, Completion]:
-        stays = asyncio.ensure_future(generator.generate(prompt, params(40)))
-        goes = asyncio.ensure_future(generator.generate(prompt, params(40)))
-        while engine.decode_calls < wait_calls or not generator._driver:
-            await asyncio.sleep(0)
-        goes.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await goes
-        calls = engine.decode_calls
-        after = await generator.generate([4, *prompt], params(5))
-        assert engine.decode_calls <= calls + 40, "nothing is spent on a request nobody waits for"
-        return await stays, after
-
-    stays, after = run(main())
-    assert_by_hand(engine, stays, prompt, params(40))
+    stays = asyncio.ensure_future(generator.generate(prompt, params(40)))
+    goes = asyncio.ensure_future(generator.generate(prompt, params(40)))
+    while engine.decode_calls < wait_calls or not generator._driver:
+        await asyncio.sleep(0)
+    goes.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await goes
+    calls = engine.decode_calls
+    after = await generator.generate([4, *prompt], params(5))
+    assert engine.decode_calls <= calls + 40, "nothing is spent on a request nobody waits for"
+    assert_by_hand(engine, await stays, prompt, params(40))
     assert_by_hand(engine, after, [4, *prompt], params(5))
     started = 2 if wait_calls == 0 else 3
     assert generator.statistics.requests == started, "a request that was cancelled while it waited is never started"
@@ -233,7 +217,7 @@ def test_requests_that_begin_alike_and_are_read_in_chunks_do_not_touch_each_othe
     run(main())
 
 
-def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_not_before():
+async def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_not_before():
     engine = CountableEngine(slots=2)
     generator = make_generator(engine, queue_size=3)
 
@@ -245,10 +229,7 @@ def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_not_befo
         except OverloadError as error:
             return error
 
-    async def main() -> list:
-        return await asyncio.gather(*(stream(seed) for seed in range(8)))
-
-    results = run(main())
+    results = await asyncio.gather(*(stream(seed) for seed in range(8)))
     refused = [result for result in results if isinstance(result, OverloadError)]
     assert len(refused) == 8 - (2 + 3), "an idle generator has room for its slots and its queue"
     assert "there is room for 5: come back later" in str(refused[0])
@@ -294,21 +275,17 @@ def test_an_event_loop_that_ends_with_requests_under_way_leaves_a_usable_generat
     assert_by_hand(engine, completion, [3, 0], params(40))
 
 
-def test_weights_are_not_swapped_under_running_requests():
+async def test_weights_are_not_swapped_under_running_requests():
     engine = CountableEngine()
     generator = make_generator(engine, prefix_reuse=True, policy_version=1)
     weights = engine._weights
-
-    async def main() -> None:
-        running = asyncio.ensure_future(generator.generate([3], params(40)))
-        while not generator._running:
-            await asyncio.sleep(0)
-        with pytest.raises(AssertionError, match="while nothing runs"):
-            generator.set_weights(nnx.State({}), 2)
-        assert engine._weights is weights
-        assert (await running).policy_version == 1
-
-    run(main())
+    running = asyncio.ensure_future(generator.generate([3], params(40)))
+    while not generator._running:
+        await asyncio.sleep(0)
+    with pytest.raises(AssertionError, match="while nothing runs"):
+        generator.set_weights(nnx.State({}), 2)
+    assert engine._weights is weights
+    assert (await running).policy_version == 1
 
 
 # --- with a real engine ---
@@ -355,18 +332,13 @@ def test_prefix_reuse_changes_no_token_of_conversations(generator, conversations
         assert generator.statistics.prefilled_tokens == openings + SLOTS * (3 + 4)
 
 
-def test_log_probabilities_of_a_turn_in_a_reused_slot_are_those_of_the_full_forward(generator):
+async def test_log_probabilities_of_a_turn_in_a_reused_slot_are_those_of_the_full_forward(generator):
     held = random_tokens(20)
-
-    async def main() -> None:
-        nonlocal held
-        for turn in range(3):
-            completion = await generator.generate(held, params(9, seed=turn), continues=True)
-            held = [*held, *completion.token_ids]
-            np.testing.assert_allclose(completion.logprobs, log_probs_of(decoder(), held, 9), atol=1e-5)
-            held += random_tokens(5, seed=turn)
-
-    run(main())
+    for turn in range(3):
+        completion = await generator.generate(held, params(9, seed=turn), continues=True)
+        held = [*held, *completion.token_ids]
+        np.testing.assert_allclose(completion.logprobs, log_probs_of(decoder(), held, 9), atol=1e-5)
+        held += random_tokens(5, seed=turn)
     assert generator.statistics.prefilled_tokens == 19 + 5 + 5
 
 

@@ -163,15 +163,13 @@ async def at_rest(generator: BatchedGenerator) -> None:
 # --- memory ---
 
 
-def test_a_request_that_needs_more_pages_than_there_are_is_refused_and_others_go_on():
+async def test_a_request_that_needs_more_pages_than_there_are_is_refused_and_others_go_on():
     engine = CountableEngine(pages=8)  # 32 tokens; a slot could have 64
     generator = make_generator(engine)
-
-    async def main() -> list:
-        large, fits = ([3] * 30, params(3)), ([3] * 29, params(3))
-        return await asyncio.gather(*(generator.generate(*one) for one in (large, fits)), return_exceptions=True)
-
-    refused, completion = run(main())
+    large, fits = ([3] * 30, params(3)), ([3] * 29, params(3))
+    refused, completion = await asyncio.gather(
+        *(generator.generate(*one) for one in (large, fits)), return_exceptions=True
+    )
     assert isinstance(refused, RequestError) and "needs 9 pages of KV memory and the engine has 8" in str(refused)
     assert_by_hand(engine, completion, [3] * 29, params(3))
 
@@ -302,15 +300,11 @@ def test_a_stop_token_a_stop_string_and_a_length_limit_are_told_apart():
         assert (got.finish_reason, got.stop_string) == (reason, stop_string)
 
 
-def test_a_stream_ends_with_the_token_that_completes_a_stop_string():
+async def test_a_stream_ends_with_the_token_that_completes_a_stop_string():
     engine = CountableEngine(decode_steps=5)
     prompt, tokens = long_completion(engine)
     wanted = params(20, stop_strings=(letters(tokens[6:9]),))
-
-    async def main() -> list:
-        return [token async for part in make_generator(engine).stream(prompt, wanted) for token in part]
-
-    assert run(main()) == tokens[:9]
+    assert [token async for part in make_generator(engine).stream(prompt, wanted) for token in part] == tokens[:9]
 
 
 def test_stop_tokens_of_one_request_end_no_other():
@@ -382,31 +376,23 @@ def test_an_extreme_parameter_is_served_and_harms_nobody(extreme):
 
 
 @pytest.mark.parametrize("sentence", BAD)
-def test_a_parameter_that_nobody_can_honour_fails_its_request_alone(sentence):
+async def test_a_parameter_that_nobody_can_honour_fails_its_request_alone(sentence):
     engine = CountableEngine()
     generator = make_generator(engine)
     good = [5, 6], params(6)
-
-    async def main() -> list:
-        asked = (good, ([5, 7], params(**BAD[sentence])), good)
-        return await asyncio.gather(*(generator.generate(*one) for one in asked), return_exceptions=True)
-
-    first, error, last = run(main())
+    asked = (good, ([5, 7], params(**BAD[sentence])), good)
+    first, error, last = await asyncio.gather(*(generator.generate(*one) for one in asked), return_exceptions=True)
     assert isinstance(error, RequestError) and sentence in str(error)
     assert_by_hand(engine, first, *good)
     assert_by_hand(engine, last, *good)
 
 
-def test_a_completion_that_is_not_finite_fails_its_request_alone():
+async def test_a_completion_that_is_not_finite_fails_its_request_alone():
     engine = CountableEngine()
     engine.broken_seed = 5
     generator = make_generator(engine)
     wanted = [([n % 3 + 1] * 9, params(6, seed=n)) for n in range(9)]
-
-    async def main() -> list:
-        return await asyncio.gather(*(generator.generate(*one) for one in wanted), return_exceptions=True)
-
-    outcomes = run(main())
+    outcomes = await asyncio.gather(*(generator.generate(*one) for one in wanted), return_exceptions=True)
     assert isinstance(outcomes[5], RequestError) and "not finite" in str(outcomes[5])
     for n, one in enumerate(wanted):
         if n != 5:
@@ -502,89 +488,73 @@ def test_a_request_that_is_cancelled_frees_the_slot_and_harms_nobody(state):
     assert isinstance(interrupted(state, cancel), asyncio.CancelledError)
 
 
-def test_a_stream_that_is_left_frees_its_slot():
+async def test_a_stream_that_is_left_frees_its_slot():
     engine = busy_engine(slots=1)
     generator = make_generator(engine)
-
-    async def main() -> None:
-        stream = generator.stream([2, 3], params(100))
-        async for part in stream:
-            assert list(part) == engine.by_hand([2, 3], params(1))[0]
-            break
-        await stream.aclose()
-        await at_rest(generator)
-
-    run(main())
+    stream = generator.stream([2, 3], params(100))
+    async for part in stream:
+        assert list(part) == engine.by_hand([2, 3], params(1))[0]
+        break
+    await stream.aclose()
+    await at_rest(generator)
     assert_nothing_is_held(generator)
     assert engine.decode_calls < 10, "nothing is spent on what nobody reads"
 
 
-def test_a_stream_whose_deadline_passes_shows_what_it_has_and_then_the_error():
+async def test_a_stream_whose_deadline_passes_shows_what_it_has_and_then_the_error():
     engine = busy_engine(slots=1)
     shown: list[int] = []
-
-    async def main() -> None:
+    with pytest.raises(DeadlineError):
         async for part in make_generator(engine).stream([2, 3], params(100, deadline_seconds=0.05)):
             shown.extend(part)
-
-    with pytest.raises(DeadlineError):
-        run(main())
     assert 0 < len(shown) < 100 and shown == engine.by_hand([2, 3], params(len(shown)))[0]
 
 
 # --- more requests than there is room for ---
 
 
-def test_a_full_queue_refuses_streams_until_those_who_wait_give_up():
+async def test_a_full_queue_refuses_streams_until_those_who_wait_give_up():
     engine = busy_engine(slots=1)
     generator = make_generator(engine, queue_size=2)
 
     async def streamed() -> list[int]:
         return [token async for part in generator.stream([6], params(3)) for token in part]
 
-    async def main() -> None:
-        busy = asyncio.create_task(generator.generate(*BUSY))
-        while not generator._running:
-            await asyncio.sleep(0)
-        waiting = [asyncio.create_task(generator.generate([5, n + 1], params(3))) for n in range(3)]
+    busy = asyncio.create_task(generator.generate(*BUSY))
+    while not generator._running:
         await asyncio.sleep(0)
-        with pytest.raises(OverloadError, match="1 requests run and 3 wait already, and there is room for 3"):
-            await streamed()
-        for task in waiting[1:]:
-            task.cancel()
-        await asyncio.sleep(0)
-        assert await streamed() == engine.by_hand([6], params(3))[0]
-        await busy
-        assert list((await waiting[0]).token_ids) == engine.by_hand([5, 1], params(3))[0]
-
-    run(main())
+    waiting = [asyncio.create_task(generator.generate([5, n + 1], params(3))) for n in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadError, match="1 requests run and 3 wait already, and there is room for 3"):
+        await streamed()
+    for task in waiting[1:]:
+        task.cancel()
+    await asyncio.sleep(0)
+    assert await streamed() == engine.by_hand([6], params(3))[0]
+    await busy
+    assert list((await waiting[0]).token_ids) == engine.by_hand([5, 1], params(3))[0]
     assert generator.statistics.refused == 1
     assert_nothing_is_held(generator)
 
 
 @pytest.mark.parametrize("turns", range(0, 12, 2))
-def test_a_caller_that_leaves_as_its_turn_comes_leaves_it_to_the_next(turns):
+async def test_a_caller_that_leaves_as_its_turn_comes_leaves_it_to_the_next(turns):
     engine = busy_engine(slots=1)
     generator = make_generator(engine)
-
-    async def main() -> list:
-        tasks = [asyncio.create_task(generator.generate([3, n + 1], params(6, seed=n))) for n in range(4)]
-        await tasks[0]
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        tasks[1].cancel()
-        outcomes = [await settle(task) for task in tasks]
-        await at_rest(generator)
-        return outcomes
-
-    outcomes = run(main())
+    tasks = [asyncio.create_task(generator.generate([3, n + 1], params(6, seed=n))) for n in range(4)]
+    await tasks[0]
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    tasks[1].cancel()
+    outcomes = [await settle(task) for task in tasks]
+    await at_rest(generator)
     assert isinstance(outcomes[1], asyncio.CancelledError)
     for n in (0, 2, 3):
         assert list(outcomes[n].token_ids) == engine.by_hand([3, n + 1], params(6, seed=n))[0]
     assert_nothing_is_held(generator)
 
 
-def test_streams_are_refused_also_while_slots_are_free_because_memory_is_short():
+async def test_streams_are_refused_also_while_slots_are_free_because_memory_is_short():
     generator = make_generator(CountableEngine(slots=3, pages=16), queue_size=2)  # each request needs 13 pages
     refused: list[int] = []
 
@@ -595,16 +565,13 @@ def test_streams_are_refused_also_while_slots_are_free_because_memory_is_short()
         except OverloadError:
             refused.append(n)
 
-    async def main() -> None:
-        tasks = []
-        for n in range(15):
-            tasks.append(asyncio.create_task(stream(n)))
-            await asyncio.sleep(0)
-            counted = generator.statistics
-            assert counted.running + counted.waiting <= generator.capacity
-        await asyncio.gather(*tasks)
-
-    run(main())
+    tasks = []
+    for n in range(15):
+        tasks.append(asyncio.create_task(stream(n)))
+        await asyncio.sleep(0)
+        counted = generator.statistics
+        assert counted.running + counted.waiting <= generator.capacity
+    await asyncio.gather(*tasks)
     assert refused
 
 
@@ -615,23 +582,19 @@ class Failing(CountableEngine):
         raise RuntimeError("no memory is left")
 
 
-def test_an_engine_that_fails_and_cannot_be_reset_leaves_nobody_waiting():
+async def test_an_engine_that_fails_and_cannot_be_reset_leaves_nobody_waiting():
     engine = Failing(slots=1)
     engine.fails_at_call = 1
     generator = make_generator(engine)
-
-    async def main() -> list:
-        outcomes = await asyncio.gather(*(generator.generate([n], params(5)) for n in (3, 4)), return_exceptions=True)
-        assert generator._driver is not None
-        with pytest.raises(RuntimeError, match="no memory is left"):
-            await generator._driver
-        return outcomes
-
-    assert [str(outcome) for outcome in run(main())] == ["the device is gone"] * 2
+    outcomes = await asyncio.gather(*(generator.generate([n], params(5)) for n in (3, 4)), return_exceptions=True)
+    assert generator._driver is not None
+    with pytest.raises(RuntimeError, match="no memory is left"):
+        await generator._driver
+    assert [str(outcome) for outcome in outcomes] == ["the device is gone"] * 2
 
 
 @pytest.mark.parametrize(("deadline_seconds", "prompt_calls_in_a_row"), [(None, 50), (FAR, 1)])
-def test_a_batch_reads_prompts_first_and_a_watched_request_goes_on_between_chunks(
+async def test_a_batch_reads_prompts_first_and_a_watched_request_goes_on_between_chunks(
     deadline_seconds, prompt_calls_in_a_row
 ):
     calls = []
@@ -648,19 +611,15 @@ def test_a_batch_reads_prompts_first_and_a_watched_request_goes_on_between_chunk
     engine = Noted(positions=200, decode_steps=1, slots=2, prefill_tokens=2)
     engine.stop_token_ids = frozenset()
     generator = make_generator(engine)
-
-    async def main() -> None:
-        first = asyncio.create_task(generator.generate([1] * 3, params(60, deadline_seconds=deadline_seconds)))
-        while not any(request.tokens for request in generator._running.values()):
-            await asyncio.sleep(0)
-        await asyncio.gather(first, generator.generate([2] * 100, params(5)))
-
-    run(main())
+    first = asyncio.create_task(generator.generate([1] * 3, params(60, deadline_seconds=deadline_seconds)))
+    while not any(request.tokens for request in generator._running.values()):
+        await asyncio.sleep(0)
+    await asyncio.gather(first, generator.generate([2] * 100, params(5)))
     in_a_row = max(len(list(group)) for kind, group in itertools.groupby(calls) if kind == "prefill")
     assert in_a_row == prompt_calls_in_a_row
 
 
-def test_a_prompt_of_a_batch_waits_for_others_to_fill_a_call_but_not_for_long():
+async def test_a_prompt_of_a_batch_waits_for_others_to_fill_a_call_but_not_for_long():
     class Tiled(Slow):
         tile_tokens, min_call_tokens = 4, 16
 
@@ -677,13 +636,9 @@ def test_a_prompt_of_a_batch_waits_for_others_to_fill_a_call_but_not_for_long():
     engine = Tiled(positions=200, decode_steps=1, slots=16, prefill_tokens=64)
     engine.stop_token_ids = frozenset()
     generator = make_generator(engine)
-
-    async def main() -> None:
-        many = [asyncio.create_task(generator.generate([1 + n] * 5, params(40))) for n in range(15)]
-        while not any(request.tokens for request in generator._running.values()):
-            await asyncio.sleep(0)
-        late = asyncio.create_task(generator.generate([19] * 6, params(4)))
-        await asyncio.gather(late, *many)
-
-    run(main())
+    many = [asyncio.create_task(generator.generate([1 + n] * 5, params(40))) for n in range(15)]
+    while not any(request.tokens for request in generator._running.values()):
+        await asyncio.sleep(0)
+    late = asyncio.create_task(generator.generate([19] * 6, params(4)))
+    await asyncio.gather(late, *many)
     assert read[-1][1] == 5 and read[-1][0] - read[-2][0] == 1 + MAX_DEFERRED_CALLS

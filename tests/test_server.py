@@ -2,7 +2,6 @@
 room for.
 """
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -110,14 +109,10 @@ def eventually(condition: Any) -> bool:
     return False
 
 
-def test_an_answer_streams_in_parts_and_is_what_the_generator_gives():
+async def test_an_answer_streams_in_parts_and_is_what_the_generator_gives():
     prompt = random_tokens(30, seed=3)
-
-    async def direct() -> Sequence[int]:
-        alone = BatchedGenerator(make_engine(), prefix_reuse=True, queue_size=8)
-        return (await alone.generate(prompt, GREEDY)).token_ids
-
-    expected = list(asyncio.run(direct()))
+    alone = BatchedGenerator(make_engine(), prefix_reuse=True, queue_size=8)
+    expected = list((await alone.generate(prompt, GREEDY)).token_ids)
     with serving(BatchedGenerator(make_engine(), prefix_reuse=True, queue_size=8)) as (_, stub):
         assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS).is_live
         tokens, text, messages = streamed(stub, tokens_request(prompt, 24))
