@@ -54,6 +54,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer that has a chat template."""
+    from mujica_jax.models.tokenizer import Tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300).save(folder)
+    return folder
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Names the tests that failed once and passed when they were run again (`--reruns 1`)."""
     found = {outcome: {report.nodeid for report in terminalreporter.stats.get(outcome, ())} for outcome in OUTCOMES}

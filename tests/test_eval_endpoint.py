@@ -16,18 +16,10 @@ from local_endpoint import Answer, Request, serving
 from mujica_jax import eval as evaluation
 from mujica_jax.config.files import load_config
 from mujica_jax.methods.setup import build_task
-from mujica_jax.models.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")
 LIMITS = ["--agent.max-trajectory-tokens", "20000", "--agent.max-turn-tokens", "400", "--eval.questions", "2"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300).save(folder)
-    return folder
 
 
 def command(base_url: str, tokenizer: Path, *flags: str) -> list[str]:

@@ -13,7 +13,6 @@ from mujica_jax.errors import UserError
 from mujica_jax.methods.judge import Judge, Judgement
 from mujica_jax.methods.remote import open_endpoint
 from mujica_jax.metrics import normalise_squad
-from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import StopReason
 
 # what was answered to a question whose answer is Ghent, what the judge says, and its verdict
@@ -26,13 +25,6 @@ SAID = [
     ("Gand", "500", None),
     ("Rome", " No. ", False),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300).save(folder)
-    return folder
 
 
 def judged(endpoint: LocalEndpoint, tokenizer: Path) -> Judgement:
