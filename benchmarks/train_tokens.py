@@ -2,15 +2,16 @@
 loop.
 
     python benchmarks/train_tokens.py --checkpoint DIRECTORY [--seconds 60] [--rows 2] [--tunix-python PYTHON] \\
-        [--without transformers]
+        [--without transformers] [--dtype bfloat16]
 
 2,000 conversations, lognormal lengths of median 350 and at most 2,048 tokens, the last third of each trained, as an
 agent's are. Counted are the tokens of conversations, never padding. Every trainer runs in a process of its own, one
-after the other: float32, AdamW, all weights trained, a first step that compiles and is not counted, and then as many
-steps as `--seconds` hold. Ours packs the conversations into rows; Tunix gets as many conversations a step as we have
-rows, padded to the longest there may be, since it compiles for one shape; the transformers loop as many, padded to the
-longest of the step. All three have the same slots at most. Tunix needs an environment of its own, named by its Python;
-it draws its weights, whose values do not matter here.
+after the other: AdamW, all weights trained and kept in float32, products in float32 or in `--dtype` (autocast in
+torch), a first step that compiles and is not counted, and then as many steps as `--seconds` hold. Ours packs the
+conversations into rows; Tunix gets as many conversations a step as we have rows, padded to the longest there may be,
+since it compiles for one shape; the transformers loop as many, padded to the longest of the step. All three have the
+same slots at most. Tunix needs an environment of its own, named by its Python; it draws its weights, whose values do
+not matter here.
 
 Prints one JSON line: tokens a second of each, and ours by theirs.
 """
@@ -49,7 +50,9 @@ def workload(vocabulary: int, seed: int, conversations: int = CONVERSATIONS) -> 
     return {"tokens": tokens, "trained": trained, "lengths": of_each}
 
 
-def ours(checkpoint: str, given: dict[str, np.ndarray], *, rows: int, seconds: float, remat: str) -> dict[str, float]:
+def ours(
+    checkpoint: str, given: dict[str, np.ndarray], *, rows: int, seconds: float, remat: str, dtype: str
+) -> dict[str, float]:
     """Measured in this process."""
     import jax.numpy as jnp
 
@@ -62,8 +65,8 @@ def ours(checkpoint: str, given: dict[str, np.ndarray], *, rows: int, seconds: f
     from mujica_jax.trajectories.packing import pack
 
     keep_freed_memory()
-    decoder = load_checkpoint(checkpoint, dtype=jnp.float32)
-    config = TrainerConfig(row_tokens=MAX_TOKENS, rows_per_step=rows, remat=remat)  # pyright: ignore
+    decoder = load_checkpoint(checkpoint, dtype=jnp.dtype(dtype))
+    config = TrainerConfig(row_tokens=MAX_TOKENS, rows_per_step=rows, remat=remat, dtype=dtype)  # pyright: ignore
     trainer = Trainer(decoder.config, config)
     state, rate = trainer.initial_state(decoder), schedule(peak=1e-5, end_value=1e-5, total_steps=1)
     packed = pack(conversations(given), row_tokens=MAX_TOKENS, seed=0)
@@ -117,6 +120,7 @@ def main() -> int:
         "--rows", type=int, default=2, help="rows of 2,048 tokens a step; conversations a step of the others"
     )
     parser.add_argument("--remat", default="none", choices=["auto", "none", "dots", "full"], help="of ours")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="not of Tunix")
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tunix-python", help="Python of an environment with google-tunix")
@@ -125,7 +129,7 @@ def main() -> int:
     parser.add_argument("--only-ours", metavar="WORKLOAD", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.only_ours:
-        settings = {"rows": given.rows, "seconds": given.seconds, "remat": given.remat}
+        settings = {"rows": given.rows, "seconds": given.seconds, "remat": given.remat, "dtype": given.dtype}
         print(json.dumps(ours(given.checkpoint, dict(np.load(given.only_ours)), **settings)))
         return 0
     path = Path(given.checkpoint) / "config.json"
@@ -138,13 +142,14 @@ def main() -> int:
         work = str(Path(folder) / "workload.npz")
         np.savez(work, **made)
         arguments = ["--checkpoint", given.checkpoint, "--seconds", str(given.seconds), "--rows", str(given.rows)]
-        again = [sys.executable, __file__, *arguments, "--remat", given.remat, "--only-ours", work]
+        typed = [*arguments, "--dtype", given.dtype]
+        again = [sys.executable, __file__, *typed, "--remat", given.remat, "--only-ours", work]
         found["ours"] = measured_apart(again)
         if given.tunix_python:
             found["tunix"] = measured_apart([given.tunix_python, str(PEERS / "tunix_training.py"), *arguments, work])
         if "transformers" not in given.without:
             program = str(PEERS / "transformers_training.py")
-            found["transformers"] = measured_apart([sys.executable, program, *arguments, work])
+            found["transformers"] = measured_apart([sys.executable, program, *typed, work])
     speeds = {name: of_one["tokens"] / of_one["seconds"] for name, of_one in found.items()}
     result = {f"{name}_tokens_per_second": round(speed, 1) for name, speed in speeds.items()}
     result |= {f"by_{name}": round(speeds["ours"] / speed, 2) for name, speed in speeds.items() if name != "ours"}

@@ -442,10 +442,9 @@ def test_adapters_of_a_rank_that_the_checkpoint_cannot_have_are_refused(refused,
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("flag", ["--trainer.lora-rank=4", "--engine.weights=int8"])
-def test_a_package_that_is_not_installed_is_named_with_its_extra(refused, checkpoint, tmp_path, monkeypatch, flag):
+def test_a_package_that_is_not_installed_is_named_with_its_extra(refused, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
-    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint), flag)
+    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint), "--engine.weights=int8")
     assert "needs the package qwix and qwix is not installed: install the extra `qwix`" in message
     assert not (tmp_path / "run").exists()
 

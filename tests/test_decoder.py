@@ -12,6 +12,7 @@ from tiny_models import filled_decoder
 from mujica_jax.models.attention import causal_self_attention, segment_attention
 from mujica_jax.models.decoder import Decoder, unstacked
 from mujica_jax.models.families import DecoderConfig, Llama3RopeScaling, to_hugging_face
+from mujica_jax.models.layers import matrix_product
 
 CONFIG = DecoderConfig(
     family="llama",
@@ -236,3 +237,16 @@ def test_bfloat16_computes_close_to_float32_and_returns_float32_logits(decoder):
     computed, expected = _compiled_logits(narrow), _compiled_logits(decoder)
     assert computed.dtype == jnp.float32
     assert jnp.abs(computed - expected).mean() < 0.05 * jnp.abs(expected).mean()
+
+
+def test_a_product_of_bfloat16_and_its_gradients_are_rounded_sums():
+    """Every number is the float32 one of the same operands, rounded once."""
+    draw = np.random.default_rng(0)
+    rows, matrix, pull = (jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for shape in ((24, 16), (16, 8), (24, 8)))
+    product, gradients = jax.vjp(jax.jit(matrix_product), rows, matrix)
+    wide, wide_gradients = jax.vjp(jnp.matmul, rows.astype(jnp.float32), matrix.astype(jnp.float32))
+    for found, exact in zip(
+        (product, *gradients(pull)), (wide, *wide_gradients(pull.astype(jnp.float32))), strict=True
+    ):
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -142,9 +141,3 @@ def test_a_rank_above_the_smallest_side_is_refused():
     check_rank(MODEL, 16)
     with pytest.raises(UserError, match=r"lora_rank is 17 and query_kernel .* 16 x 32: use a rank of at most 16"):
         check_rank(MODEL, 17)
-
-
-def test_without_the_package_the_extra_is_named(plain, monkeypatch):
-    monkeypatch.setitem(sys.modules, "qwix", None)
-    with pytest.raises(UserError, match=r"trainer.lora_rank 3 needs the package qwix.*install the extra `qwix`"):
-        adapted(plain, rank=RANK, alpha=ALPHA, key=jax.random.key(0))

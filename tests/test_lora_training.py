@@ -57,7 +57,7 @@ def assert_same(left, right, tolerance: float = 0.0) -> None:
 
 @pytest.mark.slow
 def test_a_step_is_adamw_on_the_gradient_through_merged_weights(trainer, decoder):
-    """The gradient by the chain rule through W + (alpha / rank) A B, without qwix."""
+    """The gradient by the chain rule through W + (alpha / rank) A B, written out."""
     batch = ROWS.batch(slice(0, TRAINER.rows_per_step))
     state = run(
         trainer, trainer.initial_state(decoder), 1

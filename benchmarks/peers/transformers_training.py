@@ -1,7 +1,8 @@
 """A plain training loop of transformers (torch) on the conversations of `benchmarks/train_tokens.py`, which starts it;
 prints JSON.
 
-`--rows` conversations a step, padded to the longest of them, labels of untrained tokens ignored, AdamW in float32.
+`--rows` conversations a step, padded to the longest of them, labels of untrained tokens ignored, AdamW in float32,
+products in `--dtype`.
 """
 
 import argparse
@@ -16,6 +17,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", required=True)
 parser.add_argument("--seconds", type=float, required=True)
 parser.add_argument("--rows", type=int, required=True)
+parser.add_argument("--dtype", default="float32")
 parser.add_argument("workload")
 given = parser.parse_args()
 
@@ -39,7 +41,8 @@ def step(start: int) -> tuple[int, float]:
         ids[row, :length] = torch.from_numpy(tokens[index].astype(np.int64))
         filled[row, :length] = 1
         labels[row, :length] = torch.where(torch.from_numpy(trained[index]), ids[row, :length], -100)
-    loss = model(input_ids=ids, attention_mask=filled, labels=labels, use_cache=False).loss
+    with torch.autocast("cpu", torch.bfloat16, enabled=given.dtype == "bfloat16"):
+        loss = model(input_ids=ids, attention_mask=filled, labels=labels, use_cache=False).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

@@ -187,8 +187,7 @@ class TrainerConfig:
     z_loss: float = 0.0  # weight of the squared log-normaliser in the loss; 1e-4 is usual where bfloat16 logits drift
     keep_checkpoints: int = 1  # newest checkpoints of a phase that stay
     save_seconds: float = 0.0  # of training between two checkpoints; 0: such that saving takes at most 5% of it
-    # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init` (needs the extra
-    # `qwix`).
+    # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init`.
     lora_rank: int = 0
     lora_alpha: float = 32.0  # what adapters compute counts alpha / rank times
     data: int = 1  # mesh axes; their product is the number of devices used

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.models.attention import Implementation, causal_self_attention
 from mujica_jax.models.decoder import Decoder, Remat, scores
+from mujica_jax.models.layers import matrix_product
 from mujica_jax.models.sharding import RULES
 from mujica_jax.trajectories.packing import Batch
 
@@ -210,7 +211,7 @@ def _walk_backward(
             rows = pull.reshape(-1, pull.shape[-1]).astype(narrow.dtype)
             states = hidden.reshape(-1, hidden.shape[-1])
             head = head + jnp.matmul(rows.T, states, preferred_element_type=head.dtype)
-            return head, (rows @ narrow).reshape(hidden.shape)
+            return head, matrix_product(rows, narrow).reshape(hidden.shape)
 
         return jax.lax.cond(wanted.any(), some, lambda head: (head, jnp.zeros_like(hidden)), head)
 

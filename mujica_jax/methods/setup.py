@@ -301,8 +301,6 @@ def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int
 
 def require_packages(config: Config) -> None:
     """Optional packages that the configuration asks for are installed."""
-    if config.trainer.lora_rank:
-        import_extra("qwix", f"trainer.lora_rank {config.trainer.lora_rank}")
     if config.engine.weights != "compute":
         import_extra("qwix", f"engine.weights {config.engine.weights}")
     if config.metrics.wandb != "off":

@@ -8,7 +8,6 @@ written out, for a loop whose length is data has no derived one; it computes the
 (algorithm 4).
 """
 
-import functools
 import math
 
 import jax
@@ -18,8 +17,6 @@ from jaxtyping import Array, Float, Int
 BLOCK_TOKENS = 64  # smaller ones skip more and leave a product too little work
 MASKED_SCORE = -1e30  # finite: a difference of two of them is 0, where that of two infinities would be NaN
 
-_product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-
 
 def block_attention(
     query: Float[Array, "batch time heads head_dim"],
@@ -28,19 +25,19 @@ def block_attention(
     segment_ids: Int[Array, "batch time"],
 ) -> Float[Array, "batch time heads head_dim"]:
     """As `attention.segment_attention`, of segments without gaps; rows one after the other, each with blocks of its
-    own."""
+    own. In float32: of bfloat16 such small products would be slower on a CPU."""
     batch, time, heads, head_dim = query.shape
     kv_heads, blocks = key.shape[2], -(-time // BLOCK_TOKENS)
     sharing = heads // kv_heads
 
     def cut(array: Array, *axes: int) -> Array:
         """Filled up to whole blocks, with the axes of heads as given: [batch, blocks, *axes, block, head_dim]."""
-        filled = jnp.pad(array, ((0, 0), (0, blocks * BLOCK_TOKENS - time), (0, 0), (0, 0)))
+        filled = jnp.pad(array.astype(jnp.float32), ((0, 0), (0, blocks * BLOCK_TOKENS - time), (0, 0), (0, 0)))
         parts = filled.reshape(batch, blocks, BLOCK_TOKENS, *axes, head_dim)
         return jnp.moveaxis(parts, 2, -2)
 
     # Query heads that share a key head are the rows of one product.
-    queries = cut(query / math.sqrt(head_dim), kv_heads, sharing).reshape(batch, blocks, kv_heads, -1, head_dim)
+    queries = cut(query, kv_heads, sharing).reshape(batch, blocks, kv_heads, -1, head_dim) / math.sqrt(head_dim)
     segments = jnp.pad(segment_ids, ((0, 0), (0, blocks * BLOCK_TOKENS - time)))
     begins = jnp.argmax(segments[:, ::BLOCK_TOKENS, None] == segments[:, None, :], axis=-1)
     of_rows = (
@@ -52,7 +49,7 @@ def block_attention(
     )
     mixed = jax.lax.map(lambda row: _mix(*row), of_rows)
     parts = mixed.reshape(batch, blocks, heads, BLOCK_TOKENS, head_dim)
-    return jnp.moveaxis(parts, 3, 2).reshape(batch, -1, heads, head_dim)[:, :time]
+    return jnp.moveaxis(parts, 3, 2).reshape(batch, -1, heads, head_dim)[:, :time].astype(query.dtype)
 
 
 @jax.custom_vjp
@@ -75,13 +72,13 @@ def _forward(queries: Array, keys: Array, values: Array, segments: Array, firsts
             maximum = jnp.maximum(before, jnp.max(scores, axis=-1, keepdims=True))
             weights, shrink = jnp.exp(scores - maximum), jnp.exp(before - maximum)
             total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-            return maximum, total, mixed * shrink + _product(weights.astype(values.dtype), values[of])
+            return maximum, total, mixed * shrink + weights @ values[of]
 
         # Where a query sees nothing of a first block, its masked scores count there until it has seen itself.
         none = jnp.zeros((*queries.shape[1:3], 1), jnp.float32)
         start = none + MASKED_SCORE, none, jnp.zeros(queries.shape[1:], jnp.float32)
         maximum, total, mixed = jax.lax.fori_loop(firsts[at], at + 1, add, start)
-        return (mixed / total).astype(values.dtype), maximum + jnp.log(total)
+        return mixed / total, maximum + jnp.log(total)
 
     mixed, normalizers = jax.lax.map(one_block, jnp.arange(len(queries)))
     return mixed, (queries, keys, values, segments, firsts, mixed, normalizers)
@@ -89,27 +86,26 @@ def _forward(queries: Array, keys: Array, values: Array, segments: Array, firsts
 
 def _backward(saved: tuple, gradient: Array) -> tuple[Array, Array, Array, None, None]:
     queries, keys, values, segments, firsts, mixed, normalizers = saved
-    inner = jnp.sum(gradient.astype(jnp.float32) * mixed, axis=-1, keepdims=True)
+    inner = jnp.sum(gradient * mixed, axis=-1, keepdims=True)
 
     def one_block(of_keys: tuple[Array, Array], at: Array) -> tuple[tuple[Array, Array], Array]:
         def add(of: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             of_queries, of_keys, of_values = carry
             weights = jnp.exp(_scores(queries, keys, segments, at, of) - normalizers[at])
-            of_scores = weights * (_product(gradient[at], values[of].mT) - inner[at])
-            weights, of_scores = weights.astype(values.dtype), of_scores.astype(queries.dtype)
+            of_scores = weights * (gradient[at] @ values[of].mT - inner[at])
             return (
-                of_queries + _product(of_scores, keys[of]),
-                of_keys.at[of].add(_product(of_scores.mT, queries[at])),
-                of_values.at[of].add(_product(weights.mT, gradient[at])),
+                of_queries + of_scores @ keys[of],
+                of_keys.at[of].add(of_scores.mT @ queries[at]),
+                of_values.at[of].add(weights.mT @ gradient[at]),
             )
 
         start = (jnp.zeros(queries.shape[1:], jnp.float32), *of_keys)
         of_queries, *of_keys_and_values = jax.lax.fori_loop(firsts[at], at + 1, add, start)
         return tuple(of_keys_and_values), of_queries
 
-    none = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
+    none = jnp.zeros_like(keys), jnp.zeros_like(values)
     (of_keys, of_values), of_queries = jax.lax.scan(one_block, none, jnp.arange(len(queries)))
-    return of_queries.astype(queries.dtype), of_keys.astype(keys.dtype), of_values.astype(values.dtype), None, None
+    return of_queries, of_keys, of_values, None, None
 
 
 def _scores(queries: Array, keys: Array, segments: Array, at: Array, of: Array) -> Array:
@@ -118,7 +114,7 @@ def _scores(queries: Array, keys: Array, segments: Array, at: Array, of: Array) 
     causal = at * BLOCK_TOKENS + places[:, None] >= of * BLOCK_TOKENS + places[None, :]
     visible = causal & (segments[at][:, None] == segments[of][None, :])
     bias = jnp.where(visible, 0.0, MASKED_SCORE)
-    return _product(queries[at], keys[of].mT) + jnp.tile(bias, (queries.shape[2] // BLOCK_TOKENS, 1))
+    return queries[at] @ keys[of].mT + jnp.tile(bias, (queries.shape[2] // BLOCK_TOKENS, 1))
 
 
 _mix.defvjp(_forward, _backward)

@@ -139,6 +139,33 @@ def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     return (embedding, norm) if config.tie_word_embeddings else (embedding, norm, head)
 
 
+def matrix_product(
+    rows: Float[Array, "rows inputs"], matrix: Float[Array, "inputs outputs"]
+) -> Float[Array, "rows outputs"]:
+    """rows @ matrix, in their type."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    on_cpu = (device.platform if device else jax.default_backend()) == "cpu"
+    return _wide_product(rows, matrix) if on_cpu and rows.dtype == jnp.bfloat16 else rows @ matrix
+
+
+@jax.custom_vjp
+def _wide_product(rows: Array, matrix: Array) -> Array:
+    """Of bfloat16 on a CPU: XLA multiplies them twice as fast where sums come out in float32. The gradient is written
+    out, for the derived one would multiply a float32 with a bfloat16, which is as slow."""
+    return _rounded_sums(rows, matrix, 1, 0)
+
+
+def _rounded_sums(left: Array, right: Array, of_left: int, of_right: int) -> Array:
+    contracted = (((of_left,), (of_right,)), ((), ()))
+    return jax.lax.dot_general(left, right, contracted, preferred_element_type=jnp.float32).astype(left.dtype)
+
+
+_wide_product.defvjp(
+    lambda rows, matrix: (_rounded_sums(rows, matrix, 1, 0), (rows, matrix)),
+    lambda saved, gradient: (_rounded_sums(gradient, saved[1], 1, 1), _rounded_sums(saved[0], gradient, 0, 0)),
+)
+
+
 def rms_norm(
     inputs: Float[Array, "*batch features"], scale: Float[Array, " features"], epsilon: float
 ) -> Float[Array, "*batch features"]:
@@ -188,6 +215,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.config, self.dtype = config, dtype
+        self.adapter_scale = 0.0  # alpha / rank, where `models.lora` has put adapters
         for weight in block_weights(config):
             drawn = weight.draw(rngs.params(), config.initializer_range, (config.num_layers,))
             setattr(self, weight.name, nnx.Param(drawn, logical_axes=("layers", *weight.axes)))
@@ -216,10 +244,8 @@ class Block(nnx.Module):
         return constrain(rows.reshape(hidden.shape), ("batch", None, None))
 
     def product(self, rows: Float[Array, "rows inputs"], name: str, inputs: int = 1) -> Float[Array, "rows outputs"]:
-        """Rows times a kernel whose first `inputs` dimensions are contracted. The only place that multiplies with one.
-
-        `models.lora` lets qwix take over `jax.lax.dot_general` in here, which is why it is called by that name.
-        """
+        """Rows times a kernel whose first `inputs` dimensions are contracted, and what `models.lora` adds to that. The
+        only place that multiplies with one."""
         kernel = getattr(self, name).get_value()
         if isinstance(kernel, IntegerProduct):
             return kernel.product(rows, inputs)
@@ -227,8 +253,11 @@ class Block(nnx.Module):
             qwix = importlib.import_module("qwix")  # which stored it
             kernel = qwix.dequantize(kernel)  # in float32, fused into the product
         matrix = kernel.astype(self.dtype).reshape(math.prod(kernel.shape[:inputs]), -1)
-        products = jax.lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())))
-        return products.astype(rows.dtype)  # adapters are float32 and widen what they are added to
+        products = matrix_product(rows, matrix)
+        if self.adapter_scale:
+            a, b = (getattr(self, f"{name}_lora_{part}").get_value() for part in "ab")
+            products = (products + self.adapter_scale * ((rows @ a) @ b)).astype(rows.dtype)  # adapters are float32
+        return products
 
     def _norm(self, inputs: Float[Array, "*batch features"], name: str) -> Float[Array, "*batch features"]:
         return rms_norm(inputs, getattr(self, name)[...], self.config.rms_norm_eps)

@@ -1,13 +1,11 @@
-"""LoRA adapters on the seven projections of every layer, by qwix.
+"""LoRA adapters on the seven projections of every layer (Hu et al. 2021).
 
     rows @ W + (alpha / rank) * (rows @ A) @ B        A [inputs, rank] drawn (He, uniform), B [rank, outputs] zero
 
 An adapted decoder is a decoder whose `Block` has, beside each stacked kernel, `<kernel>_lora_a` and `<kernel>_lora_b`
-(`nnx.LoRAParam`, stacked over layers like the kernel), and whose `Block.product` runs under qwix's interception of
-`jax.lax.dot_general`, which finds these two by the kernel that is multiplied with. It finds them in traced programs
-only, so call an adapted decoder inside `jax.jit`. Adapters stay float32 and are multiplied in float32 whatever the
-compute type. `merged` gives back a plain decoder: the engine and the Hugging Face export know no adapters. Called by
-`learning.trainer`; `adapters` stores them.
+(`nnx.LoRAParam`, stacked over layers like the kernel) and an `adapter_scale`, by which `Block.product` adds them.
+Adapters stay float32 and are multiplied in float32 whatever the compute type. `merged` gives back a plain decoder: the
+engine and the Hugging Face export know no adapters. Called by `learning.trainer`; `adapters` stores them.
 """
 
 import functools
@@ -20,8 +18,7 @@ from jaxtyping import Array, Float
 from mujica_jax.errors import UserError
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.layers import Block, projections
-from mujica_jax.runtime.extras import import_extra
+from mujica_jax.models.layers import projections
 
 HE_UNIFORM = jax.nn.initializers.he_uniform()
 
@@ -40,16 +37,14 @@ def check_rank(config: DecoderConfig, rank: int) -> None:
 def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder:
     """The decoder with fresh adapters, computing what it computed before. It shares the weights of `decoder`."""
     check_rank(decoder.config, rank)
-    qwix = import_extra("qwix", f"trainer.lora_rank {rank}")
-    # Interception is part of the class of the block: `nnx.merge` makes a block of this class of every slice of a scan.
-    provider = qwix.LoraProvider(rank=rank, alpha=alpha)
-    options = {"methods": ("product",), "skip_nnx_init": True}
-    layers: Block = qwix.quantize_model(decoder.layers, provider, **options)
+    whole = nnx.clone(decoder)
+    layers = whole.layers
+    layers.adapter_scale = alpha / rank
     keys = jax.random.split(key, decoder.config.num_layers)
     for number, weight in enumerate(projections(decoder.config)):
         inputs, outputs = weight.sides
         kernel = getattr(layers, weight.name).get_value()
-        of_weight = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 2 * number)  # those that qwix draws A by
+        of_weight = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 2 * number)
         a = jax.vmap(functools.partial(HE_UNIFORM, shape=(inputs, rank), dtype=kernel.dtype))(of_weight)
         a = jax.lax.optimization_barrier(a)  # drawn in the type of the kernel: fused, it would not be rounded to that
         b = jnp.zeros((len(keys), rank, outputs))
@@ -57,8 +52,6 @@ def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder
         axes_of_b = ("layers", None, weight.axes[weight.inputs])
         for suffix, fresh, axes in (("_lora_a", a, axes_of_a), ("_lora_b", b, axes_of_b)):
             setattr(layers, weight.name + suffix, nnx.LoRAParam(fresh.astype(jnp.float32), logical_axes=axes))
-    whole = nnx.clone(decoder)
-    whole.layers = layers
     return whole
 
 
