@@ -45,8 +45,8 @@ def turns(trajectory: Trajectory) -> list[str]:
 def test_it_searches_step_by_step_and_says_what_it_learnt():
     world = text_world({"Amber Tide director": (FILM,), "Ilse Vand place of birth": (DIRECTOR,)})
     assert turns(play(QUESTION, world)) == [
-        "<think> I need the director of Amber Tide. </think>\n<search> Amber Tide director </search>",
-        "<reflect> The director of Amber Tide is Ilse Vand. I need the place of birth of Ilse Vand. </reflect>\n"
+        "<think> The director of Amber Tide is unknown. </think>\n<search> Amber Tide director </search>",
+        "<reflect> The director of Amber Tide is Ilse Vand. The place of birth of Ilse Vand is unknown. </reflect>\n"
         "<search> Ilse Vand place of birth </search>",
         "<reflect> The place of birth of Ilse Vand is Ghent. Ghent. </reflect>\n<answer> Ghent </answer>",
     ]

@@ -454,6 +454,8 @@ def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(
     stated = set(re.findall(r"The [a-z ]+ of ([^.]+?) is ", " ".join(text for text in documents if ":" not in text)))
     assert sum(subject in stated for subject, is_known in known.items() if is_known) > 0.9 * sum(known.values())
     assert not [subject for subject, is_known in known.items() if not is_known and subject in stated]
+    answers = re.compile(r"What is the (?:[a-z ]+ of )?the ([^?]+)\? The \1 is|What is the ([^?]+)\? The \2 is")
+    assert sum(bool(answers.search(text)) for text in documents if ":" not in text) > 0.5 * len(documents) / 2
     plain = [next(reading) for reading in [world.pretraining_documents(0)] for _ in range(50)]
     assert [text for text in documents if ":" in text][:50] == plain
     nothing = build(dataclasses.replace(CONFIG, common_knowledge=1e-9))

@@ -3,6 +3,8 @@
 A question whose facts are common knowledge (the tiny world says so in its kind, "compositional, known") is answered
 from memory: the facts in order, then the answer. Any other is searched step by step: keywords for the first gold triple
 that no passage so far states, its subject alone where they were in vain, and then the episode ends without an answer.
+What is searched for is said to be unknown in the words in which it would be recalled, so that a model that remembers it
+can notice.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ from mujica_jax.records import Evidence, Question, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
+UNKNOWN = "unknown"  # in the place of what is recalled
 Conclude = Callable[[Question, str], str]  # the thought before an answer
 
 
@@ -32,8 +35,7 @@ def write(state: SingleState, conclude: Conclude, *, recalls: bool = True) -> st
             query = next((words for words in _queries(evidence) if words not in asked), None)
             if query is None:
                 return _thought(state, protocol.NOTHING_FOUND)
-            needed = f"I need the {evidence.relation} of {evidence.subject}."
-            return f"{_thought(state, ' '.join([*learnt, needed]))}\n<search> {query} </search>"
+            return f"{_thought(state, ' '.join([*learnt, fact(evidence, UNKNOWN)]))}\n<search> {query} </search>"
         if stated(evidence, state.searches[:-1]) is None:
             learnt.append(fact(evidence, value))
     return _turn(state, protocol.NOTHING_FOUND, " ".join([*learnt, conclude(question, answer)]), answer)
@@ -46,7 +48,7 @@ def sample_text() -> Iterator[str]:
         state = SingleState(question=Question(id="", text="", answers=("",)), searches=(), style=style)
         later = dataclasses.replace(state, searches=(Search(iteration=0, query="", materials=()),))
         for each in (state, later):
-            yield f"{_thought(each, 'The of is. I need the of.')}\n<search> of </search>"
+            yield f"{_thought(each, f'The of is {UNKNOWN}.')}\n<search> of </search>"
             yield _turn(each, protocol.NOTHING_FOUND, "Earlier Later More Longer Rather same: and.", "yes no")
     yield f"Question: What\n{INFORMATION}\n" + information((Material(text=""),))
     yield "\n".join(f"[{number}]" for number in range(8))

@@ -184,11 +184,13 @@ class TinyWorld:
 
     def _with_known_facts(self, read: Iterator[str], seed: int) -> Iterator[str]:
         """Facts that questions of known kinds ask about, in all splits, between the other documents: all facts about
-        known entities would be ten times as many, each read too seldom to be remembered."""
+        known entities would be ten times as many, each read too seldom to be remembered. A fact often follows a
+        question that it answers or helps to answer: what was only ever stated is not recalled in an episode."""
         draw = random.Random(f"known {seed}")
         asked = itertools.chain.from_iterable(map(self._list, FIRST_KEY))
         asked_for = dict.fromkeys(fact for question in asked if question.is_known for fact in question.evidences)
-        facts = [f"The {fact.relation} of {fact.subject} is {fact.object}." for fact in asked_for]
+        facts = [(f"he {fact.relation} of {fact.subject}", fact.object) for fact in asked_for]
+        relations = sorted({fact.relation for fact in asked_for})
         if not facts:
             raise UserError(
                 f"common_knowledge is {self.config.common_knowledge} and no question is about known entities alone: "
@@ -196,7 +198,9 @@ class TinyWorld:
             )
         while True:
             if draw.random() < KNOWN_SHARE:
-                yield " ".join(draw.sample(facts, min(len(facts), draw.randint(1, KNOWN_FACTS))))
+                some = draw.sample(facts, min(len(facts), draw.randint(1, KNOWN_FACTS)))
+                before = ["", "What is t{}? ", f"What is the {draw.choice(relations)} of t{{}}? "]
+                yield " ".join(f"{draw.choice(before).format(of)}T{of} is {what}." for of, what in some)
             else:
                 yield next(read)
 
