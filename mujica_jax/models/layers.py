@@ -150,8 +150,9 @@ def matrix_product(
 
 @jax.custom_vjp
 def _wide_product(rows: Array, matrix: Array) -> Array:
-    """Of bfloat16 on a CPU: XLA multiplies them twice as fast where sums come out in float32. The gradient is written
-    out, for the derived one would multiply a float32 with a bfloat16, which is as slow."""
+    """Of bfloat16 on a CPU: one with such instructions (AVX512-BF16) multiplies many rows twice as fast where sums come
+    out in float32, as docs/LOG.md measures. The gradient is written out, for the derived one would multiply a float32
+    with a bfloat16, which is as slow."""
     return _rounded_sums(rows, matrix, 1, 0)
 
 

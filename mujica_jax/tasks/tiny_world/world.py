@@ -189,7 +189,7 @@ class TinyWorld:
         draw = random.Random(f"known {seed}")
         asked = itertools.chain.from_iterable(map(self._list, FIRST_KEY))
         asked_for = dict.fromkeys(fact for question in asked if question.is_known for fact in question.evidences)
-        facts = [(f"he {fact.relation} of {fact.subject}", fact.object) for fact in asked_for]
+        facts = [(f"{fact.relation} of {fact.subject}", fact.object) for fact in asked_for]
         relations = sorted({fact.relation for fact in asked_for})
         if not facts:
             raise UserError(
@@ -199,8 +199,8 @@ class TinyWorld:
         while True:
             if draw.random() < KNOWN_SHARE:
                 some = draw.sample(facts, min(len(facts), draw.randint(1, KNOWN_FACTS)))
-                before = ["", "What is t{}? ", f"What is the {draw.choice(relations)} of t{{}}? "]
-                yield " ".join(f"{draw.choice(before).format(of)}T{of} is {what}." for of, what in some)
+                before = ["", "What is the {}? ", f"What is the {draw.choice(relations)} of the {{}}? "]
+                yield " ".join(f"{draw.choice(before).format(of)}The {of} is {what}." for of, what in some)
             else:
                 yield next(read)
 
