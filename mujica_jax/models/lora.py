@@ -44,7 +44,7 @@ def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder
     for number, weight in enumerate(projections(decoder.config)):
         inputs, outputs = weight.sides
         kernel = getattr(layers, weight.name).get_value()
-        of_weight = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 2 * number)
+        of_weight = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 2 * number)  # as ever, for runs begun before
         a = jax.vmap(functools.partial(HE_UNIFORM, shape=(inputs, rank), dtype=kernel.dtype))(of_weight)
         a = jax.lax.optimization_barrier(a)  # drawn in the type of the kernel: fused, it would not be rounded to that
         b = jnp.zeros((len(keys), rank, outputs))
