@@ -201,8 +201,7 @@ def main() -> int:
     sessions = workload(decoder.config.vocab_size, given.sessions, given.turns, given.seed)
     generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=max(1, given.sessions))
     generated = sum(turn.generated_tokens for session in sessions for turn in session.turns)
-    if given.weights != "compute":
-        use_weights(generator, decoder, nnx.state(decoder, nnx.Param), given.weights, 0)
+    use_weights(generator, decoder, nnx.state(decoder, nnx.Param), given.weights, 0)
     seconds, found, recompiled = [], [], []
     for _ in range(1 + given.runs):
         generator.reset_cache()

@@ -10,9 +10,9 @@ from flax import nnx
 from tiny_models import filled_decoder
 
 from mujica_jax.models.attention import causal_self_attention, segment_attention
-from mujica_jax.models.decoder import Decoder, unstacked
+from mujica_jax.models.decoder import Decoder, _looked_up, unstacked
 from mujica_jax.models.families import DecoderConfig, Llama3RopeScaling, to_hugging_face
-from mujica_jax.models.layers import matrix_product
+from mujica_jax.models.layers import matrix_product, output_major_product
 
 CONFIG = DecoderConfig(
     family="llama",
@@ -121,11 +121,38 @@ def test_scan_and_loop_give_the_same_logits(decoder):
     np.testing.assert_allclose(looped, scanned, atol=2e-5)
 
 
-def test_arrays_a_layer_give_the_loops_logits(decoder):
+@pytest.mark.parametrize(("output_major", "tolerance"), [(False, 0.0), (True, 2e-5)])
+def test_arrays_a_layer_give_the_loops_logits(decoder, output_major, tolerance):
     graph, weights = nnx.split(decoder)
-    apart = nnx.merge(graph, unstacked(weights))
+    apart = nnx.merge(graph, unstacked(weights, decoder.config, output_major=output_major))
     looped, found = (_compiled_logits(model, scan=False) for model in (decoder, apart))
-    np.testing.assert_array_equal(looped, found)
+    np.testing.assert_allclose(looped, found, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [3, 64, 65])
+def test_a_product_by_output_major_weights_is_the_same_with_few_rows_and_many(rows):
+    left, right = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(rows, 24), (96, 24)]))
+    for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 1e-5)):
+        few, matrix = left.astype(dtype), right.astype(dtype)
+        found = jax.jit(output_major_product)(few, matrix)
+        expected = np.asarray(few, np.float64) @ np.asarray(matrix, np.float64).T
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, expected, atol=tolerance)
+
+
+def test_rows_looked_up_in_a_bfloat16_table_and_their_gradient_are_those_of_indexing():
+    table = jax.random.normal(jax.random.key(0), (7, 4), jnp.bfloat16)
+    tokens = jnp.array([[1, 3, 1], [6, 0, 3]])
+
+    def total(look_up):
+        return lambda table: (look_up(table, tokens).astype(jnp.float32) ** 2).sum()
+
+    for found, expected in zip(
+        jax.value_and_grad(total(_looked_up))(table),
+        jax.value_and_grad(total(lambda table, tokens: table[tokens]))(table),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_the_loop_names_layers_by_python_integers(decoder):

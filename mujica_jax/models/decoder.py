@@ -7,6 +7,7 @@ cache in place.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +18,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.layers import Attend, Block, LayerIndex, model_weights, rms_norm, rotary_angles
+from mujica_jax.models.layers import (
+    Attend,
+    Block,
+    LayerIndex,
+    OutputMajor,
+    model_weights,
+    on_cpu,
+    output_major_product,
+    projections,
+    rms_norm,
+    rotary_angles,
+)
 from mujica_jax.models.sharding import constrain
 
 Remat = Literal["none", "dots", "full"]
@@ -114,7 +126,10 @@ class Decoder(nnx.Module):
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), memory
 
     def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time hidden"]:
-        return constrain(self.embedding[...][tokens].astype(self.dtype), ("batch", None, None))
+        table = self.embedding[...]
+        narrow = on_cpu() and table.dtype == jnp.bfloat16
+        found = _looked_up(table, tokens) if narrow else table[tokens]
+        return constrain(found.astype(self.dtype), ("batch", None, None))
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Scores of the next token in float32, from the output of `__call__` or any selection of its positions."""
@@ -125,12 +140,38 @@ class Decoder(nnx.Module):
         return (self.embedding if self.config.tie_word_embeddings else self.head)[...]
 
 
-@jax.jit
-def unstacked(weights: nnx.State) -> nnx.State:
+@jax.custom_vjp
+def _looked_up(table: Array, tokens: Array) -> Array:
+    """table[tokens] of a bfloat16 table on a CPU, where XLA would make the whole table float32 for it."""
+    bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits[tokens], table.dtype)
+
+
+_looked_up.defvjp(
+    lambda table, tokens: (_looked_up(table, tokens), (table, tokens)),
+    lambda saved, gradient: (jnp.zeros_like(saved[0]).at[saved[1]].add(gradient), None),
+)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "output_major"))
+def unstacked(weights: nnx.State, config: DecoderConfig, *, output_major: bool) -> nnx.State:
     """A decoder's weights for calls without scan, in arrays a layer. In a loop XLA on CPU copies what it slices from
-    a stacked array, in every step of the loop: as many bytes as the model has."""
-    layers = jax.tree.map(lambda stacked: PerLayer(tuple(stacked)), weights["layers"])
-    return nnx.State({**weights, "layers": layers})
+    a stacked array, in every step of the loop: as many bytes as the model has. `output_major` has kernels in the order
+    that a CPU multiplies few rows with (`layers.output_major_product`)."""
+    matrices = {weight.name: weight for weight in projections(config)} if output_major else {}
+
+    def of_layers(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+        kernel = variable.get_value()
+        if path[0] not in matrices or not isinstance(kernel, jax.Array):
+            return jax.tree.map(lambda stacked: PerLayer(tuple(stacked)), variable)
+        inputs, outputs = matrices[path[0]].sides
+        turned = tuple(layer.reshape(inputs, outputs).T for layer in kernel)
+        return variable.replace(OutputMajor(PerLayer(turned), matrices[path[0]].shape))
+
+    layers = nnx.to_flat_state(weights["layers"])
+    return nnx.State(
+        {**weights, "layers": nnx.from_flat_state((path, of_layers(path, variable)) for path, variable in layers)}
+    )
 
 
 def _is_per_layer(value: object) -> bool:
@@ -139,6 +180,5 @@ def _is_per_layer(value: object) -> bool:
 
 def scores(table: Float[Array, "vocab hidden"], hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
     """Logits in float32."""
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    products = jnp.matmul(rows, table.T, preferred_element_type=jnp.float32)
+    products = output_major_product(hidden.reshape(-1, hidden.shape[-1]), table)
     return products.reshape(*hidden.shape[:-1], -1)

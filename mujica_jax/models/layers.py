@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import constrain
 
+FEW_ROWS = 64  # from there on packing the matrix costs little beside the product
 LayerIndex = int | Int[Array, ""]
 # attend(layer_index, query, key, value) -> mixed values: [batch, time, heads or kv_heads, head_dim], rotation already
 # applied.
@@ -74,6 +75,19 @@ class IntegerProduct:
         matrix = self.kernel.qvalue.reshape(math.prod(self.shape[:inputs]), -1)
         sums = jax.lax.dot_general(rounded.qvalue, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
         return (sums * rounded.scale * self.kernel.scale.reshape(1, -1)).astype(rows.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OutputMajor:
+    """A kernel for a CPU that decodes, as [outputs, inputs]: see `output_major_product`."""
+
+    matrix: Any  # Float[Array, "outputs inputs"], or what holds it for each layer
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # of the kernel
+
+    def product(self, rows: Float[Array, "rows inputs"], inputs: int) -> Float[Array, "rows outputs"]:
+        del inputs
+        return output_major_product(rows, self.matrix.astype(rows.dtype)).astype(rows.dtype)
 
 
 def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
@@ -143,9 +157,7 @@ def matrix_product(
     rows: Float[Array, "rows inputs"], matrix: Float[Array, "inputs outputs"]
 ) -> Float[Array, "rows outputs"]:
     """rows @ matrix, in their type."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    on_cpu = (device.platform if device else jax.default_backend()) == "cpu"
-    return _wide_product(rows, matrix) if on_cpu and rows.dtype == jnp.bfloat16 else rows @ matrix
+    return _wide_product(rows, matrix) if on_cpu() and rows.dtype == jnp.bfloat16 else rows @ matrix
 
 
 @jax.custom_vjp
@@ -165,6 +177,28 @@ _wide_product.defvjp(
     lambda rows, matrix: (_rounded_sums(rows, matrix, 1, 0), (rows, matrix)),
     lambda saved, gradient: (_rounded_sums(gradient, saved[1], 1, 1), _rounded_sums(saved[0], gradient, 0, 0)),
 )
+
+
+def output_major_product(
+    rows: Float[Array, "rows inputs"], matrix: Float[Array, "outputs inputs"]
+) -> Float[Array, "rows outputs"]:
+    """rows @ matrix.T, in float32.
+
+    Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes longer than the
+    product, so there the matrix is the first one: with 12 rows the layers of a model take half of the time or less
+    (docs/LOG.md). The barrier keeps XLA from turning the product round again.
+    """
+    both = (((1,), (1,)), ((), ()))
+    if on_cpu() and rows.shape[0] <= FEW_ROWS <= matrix.shape[0]:
+        columns = jax.lax.dot_general(matrix, rows, both, preferred_element_type=jnp.float32)
+        return jax.lax.optimization_barrier(jax.lax.optimization_barrier(columns).T)
+    return jax.lax.dot_general(rows, matrix, both, preferred_element_type=jnp.float32)
+
+
+def on_cpu() -> bool:
+    """Whether what is traced is for a CPU."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device.platform if device else jax.default_backend()) == "cpu"
 
 
 def rms_norm(
@@ -248,7 +282,7 @@ class Block(nnx.Module):
         """Rows times a kernel whose first `inputs` dimensions are contracted, and what `models.lora` adds to that. The
         only place that multiplies with one."""
         kernel = getattr(self, name).get_value()
-        if isinstance(kernel, IntegerProduct):
+        if isinstance(kernel, IntegerProduct | OutputMajor):
             return kernel.product(rows, inputs)
         if not isinstance(kernel, jax.Array):
             qwix = importlib.import_module("qwix")  # which stored it

@@ -93,7 +93,8 @@ class ContiguousEngine(Engine):
     def _use(self, weights: nnx.State) -> None:
         super()._use(weights)
         with self._over_mesh():
-            self._weights = unstacked(self._weights)
+            output_major = jax.default_backend() == "cpu" and self.mesh is None
+            self._weights = unstacked(self._weights, self.config, output_major=output_major)
 
     def reset_cache(self) -> None:
         pages = self._memory.pages

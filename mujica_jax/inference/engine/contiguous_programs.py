@@ -148,15 +148,16 @@ def _attention(
     visible: Bool[Array, "rows prefixes length"],
 ) -> Float[Array, "rows time heads head_dim"]:
     """Softmax attention over a row and, together with it, over the row's prefix. Scores and weights are float32."""
-    keys, values, prefix_keys, prefix_values = (
-        held.astype(query.dtype) for held in (keys, values, prefix_keys, prefix_values)
-    )
     rows, time, heads, head_dim = query.shape
+    computed = max(query.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
+    keys, values, prefix_keys, prefix_values = (
+        held.astype(computed) for held in (keys, values, prefix_keys, prefix_values)
+    )
     kv_heads, width = keys.shape[1], keys.shape[3]
     queries = heads // kv_heads * time  # of one head of keys
-    grouped = query.reshape(rows, time, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    grouped = query.astype(computed).reshape(rows, time, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, kv_heads, queries, head_dim)
-    scores = jnp.einsum("rkqd,rkdw->rkqw", grouped, keys).astype(jnp.float32)
+    scores = _product("rkqd,rkdw->rkqw", grouped, keys)
     by_time = (scores * head_dim**-0.5).reshape(rows, kv_heads, -1, time, width)
     scores = jnp.where(readable[:, None, None], by_time, NEVER).reshape(scores.shape)
     peak = jnp.max(scores, axis=-1, keepdims=True)
@@ -166,24 +167,28 @@ def _attention(
         together = grouped.transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, head_dim)
         flat_keys = prefix_keys.transpose(1, 2, 0, 3).reshape(kv_heads, head_dim, length)
         flat_values = prefix_values.transpose(1, 0, 2, 3).reshape(kv_heads, length, head_dim)
-        prefix_scores = jnp.einsum("kqd,kds->kqs", together, flat_keys).astype(jnp.float32) * head_dim**-0.5
+        prefix_scores = _product("kqd,kds->kqs", together, flat_keys) * head_dim**-0.5
         prefix_scores = prefix_scores.reshape(kv_heads, rows, queries, length).transpose(1, 0, 2, 3)
         prefix_scores = jnp.where(visible.reshape(rows, 1, 1, length), prefix_scores, NEVER)
         peak = jnp.maximum(peak, jnp.max(prefix_scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = jnp.einsum("rkqw,rkwd->rkqd", weights.astype(values.dtype), values)
+    mixed = _product("rkqw,rkwd->rkqd", weights.astype(values.dtype), values)
     if length:
         prefix_weights = jnp.exp(prefix_scores - peak)
         total = total + jnp.sum(prefix_weights, axis=-1, keepdims=True)
         flat_weights = (
             prefix_weights.astype(values.dtype).transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, length)
         )
-        prefix_mixed = jnp.einsum("kqs,ksd->kqd", flat_weights, flat_values)
+        prefix_mixed = _product("kqs,ksd->kqd", flat_weights, flat_values)
         mixed = mixed + prefix_mixed.reshape(kv_heads, rows, queries, head_dim).transpose(1, 0, 2, 3)
-    mixed = (mixed.astype(jnp.float32) / total).astype(query.dtype)
+    mixed = (mixed / total).astype(query.dtype)
     mixed = mixed.reshape(rows, kv_heads, -1, time, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, time, heads, head_dim)
+
+
+# Sums in float32: more exact, and XLA on a CPU multiplies bfloat16 fast only so.
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @functools.partial(jax.jit, donate_argnames=("pages",))

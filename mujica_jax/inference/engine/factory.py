@@ -92,7 +92,10 @@ def _num_pages(model: DecoderConfig, engine: EngineConfig, positions: int, dtype
 
 
 def _cache_dtype(compute: DTypeLike, engine: EngineConfig) -> DTypeLike:
-    return compute if engine.cache_dtype == "compute" else CACHE_DTYPES[engine.cache_dtype]
+    """Of keys and values. On a CPU float32 in place of bfloat16: to write one bfloat16 XLA copies all of them there."""
+    if engine.cache_dtype != "compute":
+        return CACHE_DTYPES[engine.cache_dtype]
+    return jnp.promote_types(compute, jnp.float32) if jax.default_backend() == "cpu" else compute
 
 
 def _free_bytes() -> float:
