@@ -103,7 +103,9 @@ _TEXT = {
     "decex": "--warmup.steps 40 --sampling.questions-per-round 12 --sampling.shard-questions 12",
 }
 for _name, _flags in _TEXT.items():
-    _flags = f"--init smollm2 {_flags} --trainer.dtype bfloat16 --engine.slots 24 --eval.split test --eval.questions 100"
+    _flags = (
+        f"--init smollm2 {_flags} --trainer.dtype bfloat16 --engine.slots 24 --eval.split test --eval.questions 100"
+    )
     EXPERIMENTS[f"text-{_name.replace('_', '-')}"] = Experiment(f"two_wiki_text_smollm2_{_name}", _flags, text=True)
 ALONE = ("tune-", "text-")  # experiments that run by name
 # Rates to choose among, on dev with seed 0: `run --only tune-mygo-0.001 ... --seeds 0`. GRPO's are compared after
@@ -164,8 +166,8 @@ SECTIONS = {  # of each table: its heading, and what stands before it
         "Real text, with SmolLM2",
         "Each method over 2WikiMultihopQA's passages, its configuration's run shortened to what a core does in less\n"
         "than an hour (Commands), one seed, on 100 questions of test, with 95% intervals. Nothing was chosen by it.\n"
-        "Tokens are those that a phase's trajectories took through the model, minutes all of the phase, its evaluation\n"
-        "among them.",
+        "Tokens are those that a phase's trajectories took through the model, minutes all of the phase, with its\n"
+        "evaluation.",
     ),
 }
 

@@ -8,6 +8,7 @@ cache in place.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +33,7 @@ from mujica_jax.models.layers import (
 )
 from mujica_jax.models.sharding import constrain
 
+LARGE_KERNEL = 300_000  # numbers: a smaller one lies in the caches, and XLA packs it in no time
 Remat = Literal["none", "dots", "full"]
 Memory = TypeVar("Memory")
 
@@ -157,8 +159,9 @@ _looked_up.defvjp(
 def unstacked(weights: nnx.State, config: DecoderConfig, *, output_major: bool) -> nnx.State:
     """A decoder's weights for calls without scan, in arrays a layer. In a loop XLA on CPU copies what it slices from
     a stacked array, in every step of the loop: as many bytes as the model has. `output_major` has kernels in the order
-    that a CPU multiplies few rows with (`layers.output_major_product`)."""
-    matrices = {weight.name: weight for weight in projections(config)} if output_major else {}
+    that a CPU multiplies few rows with (`layers.output_major_product`), where they are large."""
+    large = (weight for weight in projections(config) if math.prod(weight.shape) >= LARGE_KERNEL)
+    matrices = {weight.name: weight for weight in large} if output_major else {}
 
     def of_layers(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         kernel = variable.get_value()

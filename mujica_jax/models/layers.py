@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import constrain
 
-FEW_ROWS = 64  # from there on packing the matrix costs little beside the product
+FEW_ROWS = {"bfloat16": 64, "float32": 16}  # with more, packing the matrix costs little beside the product
 LayerIndex = int | Int[Array, ""]
 # attend(layer_index, query, key, value) -> mixed values: [batch, time, heads or kv_heads, head_dim], rotation already
 # applied.
@@ -189,7 +189,8 @@ def output_major_product(
     (docs/LOG.md). The barrier keeps XLA from turning the product round again.
     """
     both = (((1,), (1,)), ((), ()))
-    if on_cpu() and rows.shape[0] <= FEW_ROWS <= matrix.shape[0]:
+    few = FEW_ROWS[rows.dtype.name]
+    if on_cpu() and rows.shape[0] <= few <= matrix.shape[0]:
         columns = jax.lax.dot_general(matrix, rows, both, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(jax.lax.optimization_barrier(columns).T)
     return jax.lax.dot_general(rows, matrix, both, preferred_element_type=jnp.float32)
