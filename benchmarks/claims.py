@@ -99,8 +99,8 @@ _TEXT = {
     "--sampling.questions-per-round 12 --sampling.shard-questions 12 --method.group-attempts 4",
     "dapo_staged": "--warmup.steps 40 --method.rounds 4 --method.rounds-per-phase 2 --staged.stage-two-round 3 "
     "--sampling.questions-per-round 8 --sampling.shard-questions 8 --method.group-attempts 4",
-    "evipath": "--sampling.questions-per-round 80 --sampling.shard-questions 80",
-    "decex": "--warmup.steps 40 --sampling.questions-per-round 12 --sampling.shard-questions 12",
+    "evipath": "--sampling.questions-per-round 60 --sampling.shard-questions 60",
+    "decex": "--warmup.steps 40 --sampling.questions-per-round 10 --sampling.shard-questions 10",
 }
 for _name, _flags in _TEXT.items():
     _flags = (
