@@ -12,7 +12,7 @@ from tiny_models import filled_decoder
 from mujica_jax.models.attention import causal_self_attention, segment_attention
 from mujica_jax.models.decoder import Decoder, _looked_up, unstacked
 from mujica_jax.models.families import DecoderConfig, Llama3RopeScaling, to_hugging_face
-from mujica_jax.models.layers import matrix_product, output_major_product
+from mujica_jax.models.layers import OutputMajor, matrix_product, output_major_product
 
 CONFIG = DecoderConfig(
     family="llama",
@@ -121,10 +121,13 @@ def test_scan_and_loop_give_the_same_logits(decoder):
     np.testing.assert_allclose(looped, scanned, atol=2e-5)
 
 
-@pytest.mark.parametrize(("output_major", "tolerance"), [(False, 0.0), (True, 2e-5)])
-def test_arrays_a_layer_give_the_loops_logits(decoder, output_major, tolerance):
+@pytest.mark.parametrize(("least", "turned", "tolerance"), [(None, 0, 0.0), (1, 7, 2e-5)])
+def test_arrays_a_layer_give_the_loops_logits(decoder, least, turned, tolerance):
     graph, weights = nnx.split(decoder)
-    apart = nnx.merge(graph, unstacked(weights, decoder.config, output_major=output_major))
+    layers = unstacked(weights, decoder.config, output_major_from=least)
+    kernels = jax.tree.leaves(layers, is_leaf=lambda held: isinstance(held, OutputMajor))
+    assert sum(isinstance(held, OutputMajor) for held in kernels) == turned
+    apart = nnx.merge(graph, layers)
     looped, found = (_compiled_logits(model, scan=False) for model in (decoder, apart))
     np.testing.assert_allclose(looped, found, rtol=0, atol=tolerance)
 

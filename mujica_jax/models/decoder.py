@@ -155,13 +155,13 @@ _looked_up.defvjp(
 )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "output_major"))
-def unstacked(weights: nnx.State, config: DecoderConfig, *, output_major: bool) -> nnx.State:
+@functools.partial(jax.jit, static_argnames=("config", "output_major_from"))
+def unstacked(weights: nnx.State, config: DecoderConfig, *, output_major_from: int | None) -> nnx.State:
     """A decoder's weights for calls without scan, in arrays a layer. In a loop XLA on CPU copies what it slices from
-    a stacked array, in every step of the loop: as many bytes as the model has. `output_major` has kernels in the order
-    that a CPU multiplies few rows with (`layers.output_major_product`), where they are large."""
-    large = (weight for weight in projections(config) if math.prod(weight.shape) >= LARGE_KERNEL)
-    matrices = {weight.name: weight for weight in large} if output_major else {}
+    a stacked array, in every step of the loop: as many bytes as the model has. Kernels of `output_major_from` numbers
+    and more are turned into the order that a CPU multiplies few rows with (`layers.output_major_product`)."""
+    least = math.inf if output_major_from is None else output_major_from
+    matrices = {weight.name: weight for weight in projections(config) if math.prod(weight.shape) >= least}
 
     def of_layers(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         kernel = variable.get_value()

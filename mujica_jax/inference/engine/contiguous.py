@@ -39,7 +39,7 @@ from mujica_jax.inference.engine.base import (
     filtered,
     lots,
 )
-from mujica_jax.models.decoder import Decoder, unstacked
+from mujica_jax.models.decoder import LARGE_KERNEL, Decoder, unstacked
 
 MIN_WIDTH_TOKENS = 256
 MAX_PREFIXES = 2  # planner and worker have one beginning each
@@ -93,8 +93,9 @@ class ContiguousEngine(Engine):
     def _use(self, weights: nnx.State) -> None:
         super()._use(weights)
         with self._over_mesh():
-            output_major = jax.default_backend() == "cpu" and self.mesh is None
-            self._weights = unstacked(self._weights, self.config, output_major=output_major)
+            turned = jax.default_backend() == "cpu" and self.mesh is None
+            least = LARGE_KERNEL if turned else None
+            self._weights = unstacked(self._weights, self.config, output_major_from=least)
 
     def reset_cache(self) -> None:
         pages = self._memory.pages
