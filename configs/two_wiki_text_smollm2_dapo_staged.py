@@ -28,7 +28,7 @@ def get_config() -> Config:
             max_trajectory_tokens=1536,
             max_observation_tokens=256,
         ),
-        trainer=dataclasses.replace(base.trainer, row_tokens=1536, rows_per_step=2),
+        trainer=dataclasses.replace(base.trainer, row_tokens=1536, rows_per_step=2, accumulation_steps=2),
         sampling=dataclasses.replace(base.sampling, questions_per_round=16, shard_questions=8, temperature=1.0),
         method=DapoConfig(
             rounds=8,
@@ -37,7 +37,7 @@ def get_config() -> Config:
             learning_rate=1e-4,
             end_learning_rate=1e-5,
             epochs=1,
-            rows_per_update=8,
+            rows_per_update=4,
             max_sampled_batches=3,
         ),
         reward="staged",
