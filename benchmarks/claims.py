@@ -100,7 +100,7 @@ _TEXT = {
     "dapo_staged": "--warmup.steps 40 --method.rounds 4 --method.rounds-per-phase 2 --staged.stage-two-round 3 "
     "--sampling.questions-per-round 8 --sampling.shard-questions 8 --method.group-attempts 4",
     "evipath": "--sampling.questions-per-round 60 --sampling.shard-questions 60",
-    "decex": "--warmup.steps 40 --sampling.questions-per-round 10 --sampling.shard-questions 10",
+    "decex": "--warmup.steps 30 --sampling.questions-per-round 8 --sampling.shard-questions 8",
 }
 for _name, _flags in _TEXT.items():
     _flags = (
