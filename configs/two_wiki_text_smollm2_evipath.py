@@ -1,5 +1,5 @@
 """2WikiMultihopQA over passages with EviPath and SmolLM2-135M: the script writes from the gold evidence, MiniLM chooses
-the passages that a worker must name.
+the passages that a worker must name. docs/claims.md has a shortened run.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_evipath.py --task.data-dir DIR --init smollm2
 

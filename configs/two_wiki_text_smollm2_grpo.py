@@ -1,4 +1,5 @@
-"""2WikiMultihopQA over passages, with SmolLM2-135M and GRPO in MyGO's place. No score of it is measured yet.
+"""2WikiMultihopQA over passages, with SmolLM2-135M and GRPO in MyGO's place. docs/claims.md scores a
+shortened run.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_grpo.py --task.data-dir DIR --init smollm2
 
