@@ -95,7 +95,7 @@ def _cache_dtype(compute: DTypeLike, engine: EngineConfig) -> DTypeLike:
     """Of keys and values. On a CPU float32 in place of bfloat16: to write one bfloat16 XLA copies all of them there."""
     if engine.cache_dtype != "compute":
         return CACHE_DTYPES[engine.cache_dtype]
-    return jnp.promote_types(compute, jnp.float32) if jax.default_backend() == "cpu" else compute
+    return jnp.float32 if jax.default_backend() == "cpu" else compute
 
 
 def _free_bytes() -> float:
