@@ -185,9 +185,9 @@ def output_major_product(
     """rows @ matrix.T, in float32.
 
     Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes longer than the
-    product, so there the matrix is the first one: with 12 rows in bfloat16 the products of SmolLM2's layers take half of
-    the time (docs/LOG.md). One barrier keeps XLA from turning the product round again, the other one lets what follows
-    read the result row by row.
+    product, so there the matrix is the first one: with 12 rows in bfloat16 the products of SmolLM2's layers take half
+    of the time (docs/LOG.md). One barrier keeps XLA from turning the product round again, the other one lets what
+    follows read the result row by row.
     """
     both = (((1,), (1,)), ((), ()))
     few = FEW_ROWS[rows.dtype.name]
