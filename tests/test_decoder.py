@@ -141,6 +141,10 @@ def test_a_product_by_output_major_weights_is_the_same_with_few_rows_and_many(ro
         expected = np.asarray(few, np.float64) @ np.asarray(matrix, np.float64).T
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, expected, atol=tolerance)
+        gradients = jax.grad(lambda few, matrix: output_major_product(few, matrix).sum(), argnums=(0, 1))(few, matrix)
+        wide = (np.asarray(matrix, np.float64).sum(0), np.asarray(few, np.float64).sum(0))
+        for gradient, row in zip(gradients, wide, strict=True):
+            np.testing.assert_allclose(gradient, np.broadcast_to(row, gradient.shape), rtol=0.01, atol=0.05)
 
 
 def test_rows_looked_up_in_a_bfloat16_table_and_their_gradient_are_those_of_indexing():

@@ -11,9 +11,11 @@ from flax import nnx
 from packed_rows import conversation
 from tiny_engine import (
     DECODE_STEPS,
+    NO_STOP,
     PAGE_TOKENS,
     PAGES_A_SLOT,
     POSITIONS,
+    PREFILL_TOKENS,
     SLOTS,
     decoded,
     decoder,
@@ -24,7 +26,9 @@ from tiny_engine import (
     random_tokens,
 )
 
+from mujica_jax.config.schema import EngineConfig
 from mujica_jax.inference.engine import contiguous_programs as resident_programs
+from mujica_jax.inference.engine import factory
 from mujica_jax.inference.engine.base import Engine, FlushRow, PrefillRow, SlotState, advance, bucket, narrowed
 from mujica_jax.inference.engine.contiguous_programs import Places, Tiles
 from mujica_jax.inference.engine.contiguous_programs import decode as decode_program
@@ -352,6 +356,21 @@ def test_a_narrow_cache_is_smaller_and_a_little_less_exact(cache_dtype, least, m
     ((found_tokens, found),) = decoded(engine, started(engine, {0: prompt}, 1)).values()
     difference = np.abs(np.subtract(found, expected)).max()
     assert found_tokens == tokens and least < difference < most
+
+
+def test_in_bfloat16_a_cpu_keeps_float32_keys_and_values_and_gives_the_same_token():
+    """Seen: its log-probability differs by 0.0007."""
+    narrow = nnx.clone(decoder())
+    narrow.dtype = narrow.layers.dtype = jnp.bfloat16
+    config = EngineConfig(
+        slots=SLOTS, decode_steps_per_call=DECODE_STEPS, prefill_tokens=PREFILL_TOKENS, page_tokens=PAGE_TOKENS
+    )
+    engine = factory.make_engine(narrow, config, positions=POSITIONS, stop_token_ids=[NO_STOP])
+    assert {array.dtype for array in engine._memory.pages.keys} == {jnp.dtype(jnp.float32)}
+    found, expected = (decoded(each, started(each, {0: SEQUENCE}, 1))[0] for each in (engine, make_engine()))
+    assert found[0] == expected[0]
+    difference = np.abs(np.subtract(found[1], expected[1])).max()
+    assert 0 < difference < 0.02, difference
 
 
 def test_int8_follows_the_policy_and_is_more_exact_than_fp8():
