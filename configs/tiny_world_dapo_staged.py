@@ -2,7 +2,7 @@
 
     python -m mujica_jax.train configs/tiny_world_dapo_staged.py
 
-Half of the entities are common knowledge (`task.common_knowledge`): what questions ask about them alone stands in the
+About half of the questions are about common knowledge (`task.common_knowledge`): what they ask about stands in the
 text that the model reads before its demonstrations, which answer it from memory. Model, reading and warm-up are larger
 than the tiny world's, so that it reads and remembers (chosen on dev with one seed, docs/LOG.md). The first stage
 rewards searching where an answer is wrong, the second one, from `staged.stage_two_round` on, answering without. In the
@@ -25,7 +25,8 @@ def get_config() -> Config:
             base.task,
             environment="text",
             top_k=1,
-            train_questions=600,
+            train_questions=400,
+            dev_questions=200,
             demonstrations=2_000,
             augmented_copies=0,
             common_knowledge=0.5,
@@ -33,8 +34,8 @@ def get_config() -> Config:
         model=dataclasses.replace(base.model, hidden_size=96, intermediate_size=256),
         agent=SingleConfig(max_turn_tokens=112, max_trajectory_tokens=640, max_observation_tokens=112, prompt="brief"),
         trainer=dataclasses.replace(base.trainer, row_tokens=640, rows_per_step=4),
-        pretraining=dataclasses.replace(base.pretraining, row_parts=4, steps=3_000),
-        warmup=dataclasses.replace(base.warmup, steps=2_500, pretraining_share=0.4, miss_rate=0.0),
+        pretraining=dataclasses.replace(base.pretraining, row_parts=4, steps=3_500),
+        warmup=dataclasses.replace(base.warmup, steps=2_000, pretraining_share=0.4, miss_rate=0.0),
         sampling=dataclasses.replace(base.sampling, questions_per_round=50, shard_questions=50, temperature=1.0),
         method=DapoConfig(
             rounds=12,

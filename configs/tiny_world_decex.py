@@ -2,7 +2,7 @@
 
     python -m mujica_jax.train configs/tiny_world_decex.py
 
-Over passages. Half of the entities are common knowledge: what questions ask about them alone stands in the pre-training
+Over passages. About half of the questions are about common knowledge: what they ask about stands in the pre-training
 text, everything else in passages; names do not say which is which, and the rewards of the search trees do.
 """
 

@@ -14,10 +14,10 @@ from mujica_jax.agents import protocol
 from mujica_jax.agents.scripted_text import fact, stated
 from mujica_jax.agents.single import INFORMATION, SingleState, information, system_prompt
 from mujica_jax.records import Evidence, Question, Search
+from mujica_jax.tasks.pretraining_text import UNKNOWN
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
-UNKNOWN = "unknown"  # in the place of what is recalled
 Conclude = Callable[[Question, str], str]  # the thought before an answer
 
 

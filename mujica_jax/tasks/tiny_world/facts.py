@@ -43,6 +43,7 @@ COUNTRIES: dict[names.Part, int] = {"train": 40, "demonstration": 24, "dev": 20,
 MOVED_YEARS = (-20, 20)  # how far a renamed copy moves its years
 INCEPTION_YEARS = (1800, 1849)  # of countries, cities and institutions
 MIN_FACTS = 2
+KNOWN_ENTITIES = 0.25  # share, where questions ask for common knowledge
 PERSON_WEIGHTS = {  # how eagerly a person's limited room goes to a fact
     "date of birth": 8.0,
     "father": 8.0,
@@ -97,11 +98,11 @@ class WorldPart:
         self._limit_facts()
         self.inverse = self._inverse_facts()
         self.hidden = self._hidden_facts()
+        self._known = self._known_entities()
 
-    def is_known(self, number: int) -> bool:
-        """Whether the facts of an entity are common knowledge; of renamed copies none are."""
-        share = self._config.common_knowledge
-        return bool(share) and not self.copy and self._generator(f"common {number}").random() < share
+    def knows(self, topics: Sequence[int], chains: Sequence[Sequence[Value]]) -> bool:
+        """Whether all entities on the way from these topics to the ends of their chains are common knowledge."""
+        return all(subject in self._known for path in zip(topics, chains) for subject in (path[0], *path[1][:-1]))
 
     def _generator(self, purpose: str) -> random.Random:
         return random.Random(f"{self._config.seed} {self.part} {purpose}")
@@ -281,6 +282,13 @@ class WorldPart:
         return frozenset(
             (number, relation) for number, facts in enumerate(self.facts) for relation in facts if draw() < share
         )
+
+    def _known_entities(self) -> frozenset[int]:
+        """Of renamed copies none. Few, for their facts are to be read often."""
+        if self.copy or not self._config.common_knowledge:
+            return frozenset()
+        draw = self._generator("common").random
+        return frozenset(number for number in range(len(self.labels)) if draw() < KNOWN_ENTITIES)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

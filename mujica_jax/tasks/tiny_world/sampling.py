@@ -21,6 +21,7 @@ class Plan:
     topics: tuple[int, ...]
     chains: tuple[tuple[Value, ...], ...]
     wording: int
+    known: bool  # every fact that leads to the answer stands in the pre-training text
 
 
 def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Plan]:
@@ -38,14 +39,19 @@ def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Pla
     kinds = random.Random(f"{config.seed} {part.part} kinds").choices(
         [*KIND_SHARES], weights=[*KIND_SHARES.values()], k=count
     )
+    coin = random.Random(f"{config.seed} {part.part} known")
     asked: set[tuple[str, frozenset[int]]] = set()
     plans = []
     for kind in kinds:
-        for _ in range(ATTEMPTS):
+        wanted = coin.random() < config.common_knowledge
+        for attempt in range(ATTEMPTS):
             pool = draw.choices(pools[kind], weights=weights[kind])[0]
             topics = pool.draw(draw)
             key = (pool.template.id, frozenset(topics))
-            if topics and key not in asked:
+            chains = tuple(pool.chains[topic] for topic in topics)
+            known = part.knows(topics, chains)
+            # Of a kind there may be no more that are known.
+            if topics and key not in asked and (known == wanted or attempt > ATTEMPTS // 2):
                 break
         else:
             raise UserError(
@@ -53,9 +59,8 @@ def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Pla
                 f"at facts_per_entity={config.facts_per_entity}; ask for fewer questions or more facts"
             )
         asked.add(key)
-        chains = tuple(pool.chains[topic] for topic in topics)
         wording = int(words.random() * config.paraphrases)
-        plans.append(Plan(template=pool.template, topics=topics, chains=chains, wording=wording))
+        plans.append(Plan(template=pool.template, topics=topics, chains=chains, wording=wording, known=known))
     return plans
 
 

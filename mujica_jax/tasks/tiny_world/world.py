@@ -19,7 +19,7 @@ from mujica_jax.records import KNOWN, Entity, Evidence, GoldPassage, Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.environment import TextEnvironment
-from mujica_jax.tasks.pretraining_text import Vocabulary, documents
+from mujica_jax.tasks.pretraining_text import UNKNOWN, Vocabulary, documents
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material, Split
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
 from mujica_jax.tasks.tiny_world.names import Part
@@ -48,7 +48,7 @@ YEAR_REPEATS = 50  # how often they are shown to the tokenizer, so that each bec
 TOKENIZER_QUESTIONS = 1000  # of each training-side part
 TOKENIZER_ENTITIES = 300  # with their triples; names are shown of all
 NAMES_PER_LINE = 10
-KNOWN_SHARE = 0.5  # of the pre-training documents, where facts are common knowledge
+KNOWN_SHARE = 0.7  # of the pre-training documents, where facts are common knowledge
 KNOWN_FACTS = 6  # most that such a document states
 
 
@@ -185,24 +185,35 @@ class TinyWorld:
     def _with_known_facts(self, read: Iterator[str], seed: int) -> Iterator[str]:
         """Facts that questions of known kinds ask about, in all splits, between the other documents: all facts about
         known entities would be ten times as many, each read too seldom to be remembered. A fact often follows a
-        question that it answers or helps to answer: what was only ever stated is not recalled in an episode."""
+        question that it answers or helps to answer: what was only ever stated is not recalled in an episode. As often
+        as a fact, other names are said to be unknown: who never read that finds an answer to everything, or to nothing.
+        """
         draw = random.Random(f"known {seed}")
         asked = itertools.chain.from_iterable(map(self._list, FIRST_KEY))
         asked_for = dict.fromkeys(fact for question in asked if question.is_known for fact in question.evidences)
-        facts = [(f"{fact.relation} of {fact.subject}", fact.object) for fact in asked_for]
-        relations = sorted({fact.relation for fact in asked_for})
-        if not facts:
+        subjects: dict[str, list[str]] = {}
+        for fact in asked_for:
+            subjects.setdefault(fact.relation, []).append(fact.subject)
+        stated = {(fact.relation, fact.subject): fact.object for fact in asked_for}
+        if not stated:
             raise UserError(
                 f"common_knowledge is {self.config.common_knowledge} and no question is about known entities alone: "
                 "raise it, or set it to 0"
             )
         while True:
             if draw.random() < KNOWN_SHARE:
-                some = draw.sample(facts, min(len(facts), draw.randint(1, KNOWN_FACTS)))
-                before = ["", "What is the {}? ", f"What is the {draw.choice(relations)} of the {{}}? "]
-                yield " ".join(f"{draw.choice(before).format(of)}The {of} is {what}." for of, what in some)
+                some = draw.sample([*stated], min(len(stated), draw.randint(1, KNOWN_FACTS)))
+                mixed = [one if draw.random() < 0.5 else _other_name(draw, *one, subjects[one[0]]) for one in some]
+                before = ["", "What is the {}? ", f"What is the {draw.choice([*subjects])} of the {{}}? "]
+                said = [(f"{one[0]} of {one[1]}", stated.get(one, UNKNOWN)) for one in mixed]
+                yield " ".join(f"{draw.choice(before).format(of)}The {of} is {what}." for of, what in said)
             else:
                 yield next(read)
+
+
+def _other_name(draw: random.Random, relation: str, name: str, others: Sequence[str]) -> tuple[str, str]:
+    """The relation, of a name whose last word is another one's."""
+    return relation, " ".join([*name.split()[:-1], draw.choice(others).split()[-1]])
 
 
 def _question(part: WorldPart, place: int, plan: Plan) -> Question:
@@ -217,14 +228,8 @@ def _question(part: WorldPart, place: int, plan: Plan) -> Question:
         candidates=tuple(_entity(part, topic) for topic in plan.topics),  # read by graphs alone
         gold_passages=_gold_passages(part, evidences),
         evidences=evidences,
-        kind=template.kind + (KNOWN if _is_known(part, plan) else ""),
+        kind=template.kind + (KNOWN if plan.known else ""),
     )
-
-
-def _is_known(part: WorldPart, plan: Plan) -> bool:
-    """Whether every fact that leads to the answer stands in the pre-training text."""
-    subjects = [(topic, *chain[:-1]) for topic, chain in zip(plan.topics, plan.chains, strict=True)]
-    return all(isinstance(subject, int) and part.is_known(subject) for path in subjects for subject in path)
 
 
 def _gold_passages(part: WorldPart, evidences: Sequence[Evidence]) -> tuple[GoldPassage, ...]:
