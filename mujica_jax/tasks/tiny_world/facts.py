@@ -102,7 +102,8 @@ class WorldPart:
 
     def knows(self, topics: Sequence[int], chains: Sequence[Sequence[Value]]) -> bool:
         """Whether all entities on the way from these topics to the ends of their chains are common knowledge."""
-        return all(subject in self._known for path in zip(topics, chains) for subject in (path[0], *path[1][:-1]))
+        paths = zip(topics, chains, strict=True)
+        return all(subject in self._known for topic, chain in paths for subject in (topic, *chain[:-1]))
 
     def _generator(self, purpose: str) -> random.Random:
         return random.Random(f"{self._config.seed} {self.part} {purpose}")
