@@ -161,9 +161,10 @@ def test_before_anything_began_the_end_comes_at_once(preemption, ends, capsys, n
 def test_where_nobody_polls_the_process_ends_after_the_grace_time(ends, capsys):
     with Preemption(end=ends.append, grace_seconds=0.05) as preemption:
         preemption.enter("warm-up: learning", kept="step 7 is kept")
+        preemption.keeps("step 9 is kept")
         signal.raise_signal(signal.SIGTERM)
         assert until(lambda: bool(ends)) and ends == [0]
-    assert "preempted in warm-up: learning; step 7 is kept" in capsys.readouterr().err
+    assert "preempted in warm-up: learning; step 9 is kept" in capsys.readouterr().err
 
 
 def test_whoever_was_told_is_not_ended_in_the_middle(ends):

@@ -92,6 +92,7 @@ def train_phase(
                     run.metrics.flush()  # a resumed run does not repeat these steps
                     checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
                 last_save, saved = time.monotonic(), done
+                run.preemption.keeps(f"step {saved} of {steps} is kept")
             if result.stopped:
                 checkpoints.finish()
                 raise run.preemption.ended(f"step {saved} of {steps} is saved")

@@ -86,6 +86,10 @@ class Preemption:
         self.phase, self._kept = phase, self._default if kept is None else kept
         self.check()
 
+    def keeps(self, kept: str) -> None:
+        """What an end in the middle of the phase leaves from now on."""
+        self._kept = kept
+
     def check(self) -> None:
         """Raises Preempted if the program was asked to end."""
         if self.requested:
