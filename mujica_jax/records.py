@@ -54,6 +54,7 @@ class GoldPassage:
 
 
 KNOWN = ", known"  # ends the kind of a question whose facts are common knowledge
+UNKNOWN = "unknown"  # said of a fact in the place of what would be recalled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

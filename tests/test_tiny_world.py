@@ -128,9 +128,13 @@ def test_training_size_leaves_the_held_out_questions_alone(world: TinyWorld) -> 
         assert list(larger.questions(split)) == list(world.questions(split))
 
 
-def test_fewer_questions_are_a_beginning_of_more(world: TinyWorld) -> None:
-    longer = build(dataclasses.replace(CONFIG, test_questions=400))
-    assert longer.questions("test")[:150] == list(world.questions("test"))
+@pytest.mark.parametrize("common_knowledge", [0.0, 0.5])
+def test_fewer_questions_are_a_beginning_of_more(common_knowledge: float) -> None:
+    shorter, longer = (
+        build(dataclasses.replace(CONFIG, common_knowledge=common_knowledge, test_questions=count)).questions("test")
+        for count in (150, 400)
+    )
+    assert longer[:150] == list(shorter)
 
 
 def test_names_are_unique_and_no_part_shares_one(world: TinyWorld) -> None:
@@ -438,30 +442,31 @@ def test_any_world_is_answerable_and_disjoint(
 
 
 def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(world):
-    common = build(dataclasses.replace(CONFIG, common_knowledge=0.5))
-    known: dict[str, bool] = {}
-    for split in ("train", "dev", "test"):
-        asked = common.questions(split)
-        assert labels(common, split) == labels(world, split), "the world is the same, and asked about otherwise"
-        kinds = Counter(question.kind.endswith(", known") for question in asked)
-        assert 0.35 < kinds[True] / len(asked) < 0.65, "one in two questions, as far as a kind has them"
-        for question in asked:
-            if question.kind.endswith(", known"):
-                known |= dict.fromkeys((evidence.subject for evidence in question.evidences), True)
-            elif len({evidence.subject for evidence in question.evidences}) == 1:
-                known[question.evidences[0].subject] = False
+    common = build(dataclasses.replace(CONFIG, common_knowledge=0.5, augmented_copies=1))
+    demonstrations = [question for question, _ in common.demonstrations()]
+    originals, copies = demonstrations[: CONFIG.demonstrations], demonstrations[CONFIG.demonstrations :]
+    assert copies and not any(question.is_known for question in copies), "no document states their facts"
+    asked = {split: list(common.questions(split)) for split in ("train", "dev", "test")} | {"demonstration": originals}
+    for part, questions in asked.items():
+        assert labels(common, part) == labels(world, part), "the same world is asked about otherwise"
+        share = sum(question.is_known for question in questions) / len(questions)
+        assert 0.35 < share < 0.65, "one in two, as far as a kind has them"
     documents = [next(reading) for reading in [common.pretraining_documents(0)] for _ in range(20_000)]
-    read = " ".join(text for text in documents if ":" not in text)
-    said = {tuple(fact) for fact in re.findall(r"The ([a-z ]+) of ([^.]+?) is ([^.]+)\.", read)}
-    facts = {fact for fact in said if fact[2] != "unknown"}
-    stated = {subject for _, subject, _ in facts}
-    assert sum(subject in stated for subject, is_known in known.items() if is_known) > 0.9 * sum(known.values())
-    assert not [subject for subject, is_known in known.items() if not is_known and subject in stated]
-    unknown = {fact[:2] for fact in said - facts}
-    assert len(unknown) > len(facts) == len({fact[:2] for fact in facts})
-    assert not unknown & {fact[:2] for fact in facts}, "nothing is said to be unknown that is stated elsewhere"
+    read = [text for text in documents if ":" not in text]
+    said = [fact for text in read for fact in re.findall(r"The ([a-z ]+) of ([^.]+?) is ([^.]+)\.", text)]
+    unknown = [fact[:2] for fact in said if fact[2] == "unknown"]
+    assert 0.4 < len(unknown) / len(said) < 0.5, "half of the names are recombined, and some of those are known"
+    known = {
+        (fact.relation, fact.subject, fact.object)
+        for questions in asked.values()
+        for question in questions
+        if question.is_known
+        for fact in question.evidences
+    }
+    assert {fact for fact in said if fact[2] != "unknown"} == known
+    assert not set(unknown) & {fact[:2] for fact in known}
     answers = re.compile(r"What is the (?:[a-z ]+ of )?the ([^?]+)\? The \1 is|What is the ([^?]+)\? The \2 is")
-    assert sum(bool(answers.search(text)) for text in documents if ":" not in text) > 0.5 * len(documents) / 2
+    assert sum(bool(answers.search(text)) for text in read) > 0.8 * len(read)
     plain = [next(reading) for reading in [world.pretraining_documents(0)] for _ in range(50)]
     assert [text for text in documents if ":" in text][:50] == plain
     nothing = build(dataclasses.replace(CONFIG, common_knowledge=1e-9))

@@ -21,7 +21,7 @@ from mujica_jax.agents.decex import (
 )
 from mujica_jax.agents.scripted_text import fact, first_statement, queries_of
 from mujica_jax.agents.single import information
-from mujica_jax.records import Evidence, Question
+from mujica_jax.records import UNKNOWN, Evidence, Question
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
@@ -63,7 +63,7 @@ def sample_text() -> Iterator[str]:
     yield f"{system_prompt('brief')}\n{SOLVE}\n{GO_ON}"
     yield write_decision("The of is. I need the of .", Decision(question="Who is the of ?"))
     yield write_decision("yes", Decision(answer="no"))
-    yield write_solution(Solution(recalled="The of is."))
+    yield write_solution(Solution(recalled=f"The of is {UNKNOWN}."))
     yield write_solution(Solution(query="of"))
     yield information((Material(text=""),))
 

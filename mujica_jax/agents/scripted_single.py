@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from mujica_jax.agents import protocol
 from mujica_jax.agents.scripted_text import fact, stated
 from mujica_jax.agents.single import INFORMATION, SingleState, information, system_prompt
-from mujica_jax.records import Evidence, Question, Search
-from mujica_jax.tasks.pretraining_text import UNKNOWN
+from mujica_jax.records import UNKNOWN, Evidence, Question, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 

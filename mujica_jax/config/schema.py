@@ -59,9 +59,9 @@ class TinyWorldConfig:
     distractor_names: float  # share of entities that borrow part of their name from another one (0 to 1)
     augmented_copies: int = 0  # renamed copies of every demonstration: the same facts under other names
     missing_facts: float = 0.0  # share of facts the graph lacks, so that a search finds nothing (0 to 1)
-    # Share of questions, of every split, about common knowledge alone (0 to 1), as far as there are so many. They are
-    # of a kind of their own, as in "compositional, known", and the facts they ask about stand in the pre-training text:
-    # whether to search for one or to answer from memory is then a decision.
+    # Share of questions, of every split, about common knowledge alone (0 to 1); fewer where a kind runs out of them.
+    # They are of a kind of their own, as in "compositional, known", and the facts they ask about stand in the
+    # pre-training text: whether to search for one or to answer from memory is then a decision.
     common_knowledge: float = 0.0
     paraphrases: int = 3  # wordings a question kind is asked in
     seed: int = 0  # seed of the world itself; `--seed` seeds the run

@@ -91,8 +91,8 @@ def train_phase(
                 with run.clock.stage("saving"):
                     run.metrics.flush()  # a resumed run does not repeat these steps
                     checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
+                run.preemption.keeps(f"step {saved} of {steps} is kept")  # the new one goes on being written
                 last_save, saved = time.monotonic(), done
-                run.preemption.keeps(f"step {saved} of {steps} is kept")
             if result.stopped:
                 checkpoints.finish()
                 raise run.preemption.ended(f"step {saved} of {steps} is saved")

@@ -19,7 +19,6 @@ YEARS_SHARE = 0.15  # of the documents
 ABSENT_SHARE = 0.3  # of the documents read a relation that is not there
 REVERSED_SHARE = 0.2  # of the lines name the entity as their object
 MAX_YEARS = 6
-UNKNOWN = "unknown"  # in the place of what is recalled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -285,7 +285,7 @@ class WorldPart:
         )
 
     def _known_entities(self) -> frozenset[int]:
-        """Of renamed copies none. Few, for their facts are to be read often."""
+        """Empty for renamed copies. Few, so that each fact is read often."""
         if self.copy or not self._config.common_knowledge:
             return frozenset()
         draw = self._generator("common").random

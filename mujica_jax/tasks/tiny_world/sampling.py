@@ -10,7 +10,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
 from mujica_jax.tasks.tiny_world.questions import KIND_SHARES, TEMPLATES, Template
 
-ATTEMPTS = 500  # draws in a row that were asked before: the kind is used up
+ATTEMPTS = 500  # draws in a row that were asked before, in the first half also known and not wanted or the reverse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Pla
             key = (pool.template.id, frozenset(topics))
             chains = tuple(pool.chains[topic] for topic in topics)
             known = part.knows(topics, chains)
-            # Of a kind there may be no more that are known.
+            # Where a kind runs out of known questions, others take their place.
             if topics and key not in asked and (known == wanted or attempt > ATTEMPTS // 2):
                 break
         else:

@@ -15,11 +15,11 @@ from typing import cast
 from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
-from mujica_jax.records import KNOWN, Entity, Evidence, GoldPassage, Question
+from mujica_jax.records import KNOWN, UNKNOWN, Entity, Evidence, GoldPassage, Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.environment import TextEnvironment
-from mujica_jax.tasks.pretraining_text import UNKNOWN, Vocabulary, documents
+from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material, Split
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
 from mujica_jax.tasks.tiny_world.names import Part
@@ -167,7 +167,8 @@ class TinyWorld:
                 yield from (material.text for material in self.graph.materials(_key(owner, number)))
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
-        """Facts combined from the labels and values of the train part, see `pretraining_text.py`."""
+        """Facts combined from the labels and values of the train part, see `pretraining_text.py`, and what is common
+        knowledge."""
         owner = self._part("train")
         labels: dict[str, list[str]] = {}
         values: dict[str, dict[str, list[str]]] = {}
@@ -185,8 +186,9 @@ class TinyWorld:
     def _with_known_facts(self, read: Iterator[str], seed: int) -> Iterator[str]:
         """Facts that questions of known kinds ask about, in all splits, between the other documents: all facts about
         known entities would be ten times as many, each read too seldom to be remembered. A fact often follows a
-        question that it answers or helps to answer: what was only ever stated is not recalled in an episode. As often
-        as a fact, other names are said to be unknown: who never read that finds an answer to everything, or to nothing.
+        question that it answers or helps to answer: what was only ever stated is not recalled in an episode. About half
+        of the sentences say "unknown" of a recombined name; a model that never read that answers everything, or
+        nothing.
         """
         draw = random.Random(f"known {seed}")
         asked = itertools.chain.from_iterable(map(self._list, FIRST_KEY))
@@ -198,7 +200,7 @@ class TinyWorld:
         if not stated:
             raise UserError(
                 f"common_knowledge is {self.config.common_knowledge} and no question is about known entities alone: "
-                "raise it, or set it to 0"
+                "raise it or ask more questions, or set it to 0"
             )
         while True:
             if draw.random() < KNOWN_SHARE:
@@ -212,7 +214,7 @@ class TinyWorld:
 
 
 def _other_name(draw: random.Random, relation: str, name: str, others: Sequence[str]) -> tuple[str, str]:
-    """The relation, of a name whose last word is another one's."""
+    """The same relation of a name with another subject's last word. It may be one that is stated."""
     return relation, " ".join([*name.split()[:-1], draw.choice(others).split()[-1]])
 
 
@@ -228,7 +230,7 @@ def _question(part: WorldPart, place: int, plan: Plan) -> Question:
         candidates=tuple(_entity(part, topic) for topic in plan.topics),  # read by graphs alone
         gold_passages=_gold_passages(part, evidences),
         evidences=evidences,
-        kind=template.kind + (KNOWN if plan.known else ""),
+        kind=template.kind + (KNOWN if plan.known and not part.copy else ""),
     )
 
 
