@@ -168,8 +168,8 @@ SECTIONS = {  # of each table: its heading, and what stands before it
     "decex": (TREES, "The paper: SFT and DPO beat either alone. SFT learns a chain a question, DPO pairs."),
     "text": (
         "Real text, with SmolLM2",
-        "Methods over 2WikiMultihopQA's passages, each configuration's run shortened to what a core does in less\n"
-        "than an hour (Commands), one seed, on 100 questions of test, with 95% intervals. Nothing was chosen by it.\n"
+        "Methods over 2WikiMultihopQA's passages, each configuration's run shortened to what a core does in about\n"
+        "an hour (Commands), one seed, on 100 questions of test, with 95% intervals. Nothing was chosen by it.\n"
         "Tokens are those that a phase's trajectories took through the model, minutes all of the phase, with its\n"
         "evaluation.",
     ),
