@@ -334,7 +334,7 @@ def lowered_prefill(engine: Engine) -> Any:
 def test_no_copy_of_the_memory_is_made_by_a_step():
     """The memory goes in and comes out in the same place: a step allocates less than a quarter of it."""
     engine = make_engine(slots=8, pages=40 * PAGES_A_SLOT)
-    engine._widen(POSITIONS)
+    engine._fit_rows(POSITIONS)
     held = sum(array.nbytes for array in jax.tree.leaves(engine._memory))
     for analysis in (lowered_decode(engine), lowered_prefill(engine)):
         assert analysis.alias_size_in_bytes >= held

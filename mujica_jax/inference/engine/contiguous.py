@@ -107,7 +107,8 @@ class ContiguousEngine(Engine):
         """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of one that was never
         killed.
         """
-        rows = self._empty(self._row_levels[0], min(self._smallest_width, self._largest_width))
+        self._width = min(self._smallest_width, self._largest_width)  # that the rows are to have
+        rows = self._empty(self._row_levels[0], self._width)
         self._memory = programs.Memory(pages, rows, self._empty(1, 0))
         self._slot_caches = [_SlotCache() for _ in range(self.slots)]
         self._slot_of_row = [-1] * self._row_levels[0]
@@ -135,7 +136,6 @@ class ContiguousEngine(Engine):
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
         self._clock += 1
         self._load(rows)
-        self._widen(max(row.start + len(row.tokens) - self._slot_caches[row.slot].offset for row in rows))
         tiles = [tile for row in rows for tile in self._tiles(row)]
         while tiles:
             size = _call_tiles(len(tiles))
@@ -156,7 +156,7 @@ class ContiguousEngine(Engine):
         for all_rows, all_slots in zip(in_rows, state, strict=True):
             all_rows[rows] = all_slots[slots]
         written = in_rows.position + np.minimum(in_rows.remaining, self.decode_steps) - places.offset
-        self._widen(int(written[rows].max(initial=1)))
+        self._fit_rows(int(written[rows].max(initial=1)))
         self._count("decode", filtered(state))
         with self._over_mesh():
             self._memory, after, found = programs.decode(
@@ -241,9 +241,7 @@ class ContiguousEngine(Engine):
                 held.offset = self._prefixes[held.prefix].tokens  # pyright: ignore[reportOptionalMemberAccess]
             first, last = held.offset // self.page_tokens, -(-row.start // self.page_tokens)
             moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]
-        if not moves:
-            return
-        self._widen((1 + max(index for _, index, _ in moves)) * self.page_tokens)
+        self._fit_rows(max(row.start + len(row.tokens) - self._slot_caches[row.slot].offset for row in rows))
         for places, indices, pages in lots(moves):
             self._count_for_rows("load")
             loaded = programs.load_pages(self._memory.rows, self._memory.pages, places, indices, pages)
@@ -262,7 +260,6 @@ class ContiguousEngine(Engine):
         needed = sum(held.active for held in self._slot_caches)
         if needed > self._num_rows:
             count = next(level for level in self._row_levels if level >= needed)
-            self._resize_rows(count, self._memory.rows.shape[1])
             self._slot_of_row += [-1] * (count - self._num_rows)
         without = [row.slot for row in rows if self._slot_caches[row.slot].row < 0]
         free = [place for place, slot in enumerate(self._slot_of_row) if slot < 0]
@@ -334,16 +331,13 @@ class ContiguousEngine(Engine):
         self._prefixes[place] = prefix
         longest = max(one.tokens for one in self._prefixes if one is not None)
         length = bucket(longest, max(MIN_PREFIX_TOKENS, 2 * self.page_tokens), self._largest_width)
-        count, held = self._memory.prefixes.shape
-        if len(self._prefixes) > count or length > held:
-            self._programs.add(("larger prefixes", len(self._prefixes), length, self._memory.prefixes.shape))
-            prefixes = programs.resized(self._memory.prefixes, max(len(self._prefixes), count), max(length, held))
-            self._memory = self._memory._replace(prefixes=prefixes)
+        before = self._memory.prefixes.shape
+        shape = max(len(self._prefixes), before[0]), max(length, before[1])
         # Filled up with its last page, which lies beyond its length there: one program whatever the prefix.
-        pages = np.full(self._memory.prefixes.shape[1] // self.page_tokens, prefix.pages[-1][0], np.int32)
+        pages = np.full(shape[1] // self.page_tokens, prefix.pages[-1][0], np.int32)
         pages[: len(prefix.pages)] = [page for page, _ in prefix.pages]
-        self._programs.add(("prefix", self._memory.prefixes.shape))
-        prefixes = programs.store_prefix(self._memory.prefixes, self._memory.pages, np.int32(place), pages)
+        self._programs.add(("prefix", before, shape))
+        prefixes = programs.store_prefix(self._memory.prefixes, self._memory.pages, np.int32(place), pages, shape)
         self._memory = self._memory._replace(prefixes=prefixes)
 
     def _longest_prefix(self, pages: Sequence[tuple[int, int]], start: int) -> int:
@@ -381,25 +375,21 @@ class ContiguousEngine(Engine):
                 self._graph, self._weights, self._scales, self._memory, call, self._prefix_lengths()
             )
 
-    def _widen(self, tokens: int) -> None:
-        if tokens > self._memory.rows.shape[1]:
-            width = bucket(tokens, self._smallest_width, self._largest_width)
-            self._resize_rows(self._num_rows, width)
+    def _fit_rows(self, tokens: int) -> None:
+        """As many rows as there are to be, with room for so many tokens, in one move of the memory."""
+        self._width = max(self._width, bucket(tokens, self._smallest_width, self._largest_width))
+        if self._memory.rows.shape != (self._num_rows, self._width):
+            self._count_for_rows("resize rows", self._num_rows, self._width)
+            rows = programs.resized(self._memory.rows, self._num_rows, self._width)
+            self._memory = self._memory._replace(rows=rows)
 
     def _narrow(self, active: Sequence[_SlotCache]) -> None:
         """Give up width that no active row needs."""
         needed = max((held.tokens - held.offset for held in active), default=1)
-        width = bucket(needed, self._smallest_width, self._largest_width)
-        if width >= self._memory.rows.shape[1]:
-            return
-        self._resize_rows(self._num_rows, width)
+        self._width = min(self._width, bucket(needed, self._smallest_width, self._largest_width))
         for held in self._slot_caches:
-            if held.tokens - held.offset > width:
+            if held.tokens - held.offset > self._width:
                 self._evict(held)
-
-    def _resize_rows(self, count: int, width: int) -> None:
-        self._count_for_rows("resize rows", count, width)
-        self._memory = self._memory._replace(rows=programs.resized(self._memory.rows, count, width))
 
     def _empty(self, rows: int, tokens: int) -> programs.KeysValues:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim

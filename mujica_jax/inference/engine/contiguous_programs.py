@@ -226,16 +226,22 @@ def store_pages(
     return _both(store, held, rows)
 
 
-@functools.partial(jax.jit, donate_argnames=("prefixes",))
+@functools.partial(jax.jit, static_argnames=("shape",))
 def store_prefix(
-    prefixes: KeysValues, held: KeysValues, place: Int[Array, ""], pages: Int[Array, " pages"]
+    prefixes: KeysValues,
+    held: KeysValues,
+    place: Int[Array, ""],
+    pages: Int[Array, " pages"],
+    shape: tuple[int, int],
 ) -> KeysValues:
+    """`prefixes` in this shape, with what the pages hold at a place."""
+
     def hold(axis: int, prefixes: Array, layer: Array) -> Array:
         found = jnp.moveaxis(layer[pages], 0, axis - 1)  # the pages beside the tokens of each
         found = found.reshape(1, *found.shape[: axis - 1], -1, *found.shape[axis + 1 :])
         return jax.lax.dynamic_update_slice(prefixes, found, (place, 0, 0, 0))
 
-    return _both(hold, prefixes, held)
+    return _both(hold, resized(prefixes, *shape), held)
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
