@@ -152,6 +152,10 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     monkeypatch.setattr(start, "build_task", lambda config: bare)
     message = refused(train, SMOKE, "--run", "run")
     assert "task bare has no demonstrations for a model from scratch: start from a checkpoint with --init" in message
+    none = ("--pretraining.steps", "0", "--init", "nowhere", "--warmup.steps", "0")
+    assert "task bare has no demonstrations" in refused(train, SMOKE, "--run", "run", *none)  # which a control learns
+    none = (*none, "--eval.control", "False")
+    assert "there is no directory nowhere" in refused(train, SMOKE, "--run", "run", *none)
     assert written(tmp_path) == []
 
 

@@ -337,8 +337,9 @@ def test_a_control_without_demonstrations_is_refused():
     config = load_config(SMOKE)
     bare = dataclasses.replace(config.warmup, steps=0, source="few_shot")
     assert config.eval.control
-    with pytest.raises(UserError, match=r"eval.control is True and warmup.steps 0"):
-        check(dataclasses.replace(config, init="checkpoint", warmup=bare, method=DAPO_METHOD))
+    for method in (DAPO_METHOD, config.method):
+        with pytest.raises(UserError, match=r"eval.control is True and warmup.steps 0"):
+            check(dataclasses.replace(config, init="checkpoint", warmup=bare, method=method))
 
 
 def test_a_group_of_one_is_one_sentence_and_status_2(capsys):

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mujica_jax.config.agents import DecexConfig, MujicaConfig, PromptedAgent, SingleConfig
+from mujica_jax.config.agents import PromptedAgent
 from mujica_jax.config.fields import check_least, field_value, flag_of, require
-from mujica_jax.config.method_checks import check_method
+from mujica_jax.config.method_checks import check_method, has_script
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TaskConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
@@ -136,8 +136,7 @@ def check_agent(config: Config) -> None:
 def check_demonstrations(config: Config) -> None:
     """For a run that begins: the warm-up has something to show this agent."""
     kind, warmup = config.agent.kind, config.warmup
-    scripted = MujicaConfig | SingleConfig | DecexConfig
-    if warmup.steps and warmup.source == "scripted" and not isinstance(config.agent, scripted):
+    if warmup.steps and warmup.source == "scripted" and not has_script(config):
         raise UserError(
             f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica, single and decex for "
             f"{warmup.steps} steps: give --warmup.steps 0 with a checkpoint that knows the format, or choose one of "

@@ -1,6 +1,6 @@
 """Whether a method's section agrees with the rest of the configuration. Called by `checks.check`."""
 
-from mujica_jax.config.agents import DecexConfig, MujicaConfig
+from mujica_jax.config.agents import DecexConfig, MujicaConfig, SingleConfig
 from mujica_jax.config.fields import check_remote, require
 from mujica_jax.config.methods import DecexTreeConfig, EviPathConfig, MygoConfig, PolicyGradientConfig
 from mujica_jax.config.schema import Config
@@ -15,7 +15,7 @@ def check_method(config: Config) -> None:
             f"sampling.workers is external and method.kind {kind}: workers sample for mygo alone, so give "
             "--sampling.workers internal"
         )
-    if not isinstance(config.method, MygoConfig) and control and not config.warmup.steps:
+    if control and not config.warmup.steps and not (isinstance(config.method, MygoConfig) and has_script(config)):
         raise UserError(
             "eval.control is True and warmup.steps 0: the control learns the warm-up's demonstrations, so give "
             "warmup.steps, or --eval.control False"
@@ -25,6 +25,11 @@ def check_method(config: Config) -> None:
     _check_evipath(config)
     _check_trees(config)
     _check_reward(config)
+
+
+def has_script(config: Config) -> bool:
+    """Whether demonstrations of the agent are played by a script."""
+    return config.warmup.source == "scripted" and isinstance(config.agent, MujicaConfig | SingleConfig | DecexConfig)
 
 
 def _check_policy_gradient(config: Config) -> None:

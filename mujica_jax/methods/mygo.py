@@ -47,7 +47,7 @@ from mujica_jax.methods.mygo_rounds import config_of, plan_round, sample_round
 from mujica_jax.methods.phases import Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
 from mujica_jax.methods.run import Run
-from mujica_jax.methods.supervised import warm_up, with_control
+from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Conversation, Trajectory
 from mujica_jax.trajectories.packing import PackedRows, pack, too_long
 from mujica_jax.trajectories.select import select, training_rows
@@ -57,7 +57,7 @@ LAG_ROUNDS = {"online": 0, "asynchronous": 1}  # rounds that are sampled before 
 
 def mygo(run: Run) -> list[PhaseResult]:
     """The warm-up, all rounds, and the control if asked for. Finished phases are read from the run directory."""
-    state, warmed, demonstrations = warm_up(run)
+    state, warmed, demonstrations = begin(run, replayed=True)
     rounds = _run_rounds(run, state, demonstrations.rewarded)
     return with_control(run, state, demonstrations, warmed, rounds)
 

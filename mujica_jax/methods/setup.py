@@ -152,7 +152,8 @@ def _check_memory(config: Config, size: DecoderConfig) -> int:
 
 def _check_start(config: Config, task: Task) -> None:
     """The configuration is made for what the run starts from."""
-    if config.warmup.source == "scripted" or not config.init:
+    scripted = config.warmup.source == "scripted" and (config.warmup.steps or config.eval.control)
+    if scripted or not config.init:
         from_scratch(task)
     if config.warmup.source == "few_shot" and not config.init:
         raise UserError(

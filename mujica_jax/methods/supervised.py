@@ -21,6 +21,7 @@ from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.agents.dialogue import with_system
 from mujica_jax.agents.scripted import ScriptedPolicy
+from mujica_jax.config.method_checks import has_script
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
 from mujica_jax.methods.evaluation import right_ones
@@ -87,9 +88,11 @@ def warm_up(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     return state, result, Demonstrations(rows=conversations, rewarded=rows)
 
 
-def begin(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
-    """The warm-up, or where it has no steps what the run starts from, evaluated; then nothing is demonstrated."""
-    if run.config.warmup.steps:
+def begin(run: Run, *, replayed: bool = False) -> tuple[PhaseState, PhaseResult, Demonstrations]:
+    """The warm-up, or where it has no steps what the run starts from, evaluated. Then nothing is demonstrated, unless
+    the method replays demonstrations and a script plays some."""
+    played = replayed and has_script(run.config) and isinstance(run.task, FromScratchTask)
+    if run.config.warmup.steps or played:
         return warm_up(run)
     began = time.monotonic()
     state = PhaseState(run.initial_state if run.config.init else lambda: _pretrain(run))
@@ -145,7 +148,8 @@ def from_scratch(task: Task) -> FromScratchTask:
     """The task's demonstrations and texts. Raises UserError if it has none."""
     if not isinstance(task, FromScratchTask):
         raise UserError(
-            f"task {task.name} has no demonstrations for a model from scratch: start from a checkpoint with --init"
+            f"task {task.name} has no demonstrations for a model from scratch: start from a checkpoint with --init and "
+            "--warmup.steps 0 or --warmup.source few_shot"
         )
     return task
 

@@ -124,6 +124,17 @@ def test_eval_repeats_what_the_run_found(copy):
 
 
 @pytest.mark.slow
+def test_without_demonstrations_the_rounds_begin_with_the_checkpoint(undisturbed, tmp_path):
+    """Nothing is played by a script and nothing is sampled with worked examples, as for a task that has neither."""
+    model, directory = undisturbed.directory / "policies" / "000002" / "model", tmp_path / "run"
+    flags = "--warmup.source few_shot --warmup.steps 0 --pretraining.steps 0 --eval.control False --method.rounds 1"
+    finished([*TRAIN, "--init", str(model), "--run", str(directory), *flags.split()])
+    assert outcome(directory)["evaluations"].keys() == {"warm-up", "round-1"}
+    rows = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "mygo"]
+    assert rows[0]["accepted"] > 0
+
+
+@pytest.mark.slow
 def test_a_policy_that_was_trained_on_a_graph_is_evaluated_on_passages(undisturbed, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
