@@ -372,6 +372,20 @@ def test_help_texts_stand_where_they_are_looked_for():
     assert wrapped == []
 
 
+def test_help_says_what_every_field_is():
+    """A field without a comment of its own is shown with that of the one above it, or with none. A section's meaning is
+    its docstring; an ablation's stands above both of its switches."""
+    bare = []
+    for file in Path(config_module.__file__).parent.glob("*.py"):
+        lines = file.read_text().splitlines()
+        for name in [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)]:
+            for field in [node for node in name.body if isinstance(node, ast.AnnAssign)]:
+                said = "#" in lines[field.lineno - 1] or lines[field.lineno - 2].lstrip().startswith("#")
+                if not said and not re.search(r"kind|ClassVar|Config", lines[field.lineno - 1]):
+                    bare.append(f"{name.name}.{ast.unparse(field.target)}")
+    assert bare == ["MujicaConfig.parallel"]
+
+
 @functools.cache
 def program(**fields: Any) -> str:
     """The step as it is lowered with these fields of the trainer."""

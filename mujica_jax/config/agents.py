@@ -33,7 +33,7 @@ class MujicaConfig(PromptedAgent):
     kind: Literal["mujica"] = "mujica"
     implementation: ClassVar[str] = "mujica_jax.agents.mujica:Mujica"
     max_iterations: int  # planner turns before the episode ends without an answer
-    max_searches_per_turn: int
+    max_searches_per_turn: int  # sub-questions a planner may ask at once; a turn with more ends the episode
     # Ablations of the paper: without split the planner reads what a search found itself; without parallel it asks one
     # sub-question a turn.
     split: bool = True
@@ -99,30 +99,30 @@ class SkrConfig(BaselineConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IterRetGenConfig(BaselineConfig):
     kind: Literal["iter_retgen"] = "iter_retgen"
-    max_searches: int = 2
+    max_searches: int = 2  # rounds of searching and answering, the first one included
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IrcotConfig(BaselineConfig):
     kind: Literal["ircot"] = "ircot"
-    max_searches: int = 4
+    max_searches: int = 4  # at most; then it answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchO1Config(BaselineConfig):
     kind: Literal["search_o1"] = "search_o1"
-    max_searches: int = 4
+    max_searches: int = 4  # at most; then it answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReactConfig(BaselineConfig):
     kind: Literal["react"] = "react"
-    max_searches: int = 5
+    max_searches: int = 5  # at most; then it answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlareConfig(BaselineConfig):
     kind: Literal["flare"] = "flare"
-    max_searches: int = 4
-    max_sentences: int = 8
+    max_searches: int = 4  # at most; then sentences stay as they are
+    max_sentences: int = 8  # of an answer with its reasons
     min_probability: float = 0.4  # of a token; a sentence with a less likely one is searched for

@@ -14,11 +14,11 @@ class MygoConfig:
 
     kind: Literal["mygo"] = "mygo"
     implementation: ClassVar[str] = "mujica_jax.methods.mygo:mygo"
-    rounds: int
+    rounds: int  # of sampling and learning after the warm-up
     max_attempts: int  # attempts a question (16 in the paper)
     keep_per_question: int  # m, trajectories kept a question (3 in the paper)
-    learning_rate: float
-    end_learning_rate: float
+    learning_rate: float  # at first; one cosine over all rounds
+    end_learning_rate: float  # where it ends
     epochs: int  # passes over a round's selected trajectories
     # Which policy samples a round: the newest one, the one before it (so that sampling and learning can go on at once),
     # or the warm-up's for all rounds.
@@ -46,8 +46,8 @@ class EviPathConfig:
     # a folder, minilm, or a Hugging Face name.
     embedder: str = "minilm"
     threshold: float = 0.9  # cosine above which evidence counts as that of an answer (tau)
-    learning_rate: float
-    end_learning_rate: float
+    learning_rate: float  # the highest
+    end_learning_rate: float  # where it ends
     epochs: int  # passes over the trajectories
     warmup_ratio: float = 0.1  # share of the steps in which the learning rate rises
 
@@ -61,8 +61,8 @@ class PolicyGradientConfig:
     rounds: int  # batches of sampling.questions_per_round questions, each sampled from the policy of the one before
     rounds_per_phase: int  # rounds between two evaluations, each with a policy that is kept
     group_attempts: int  # attempts a question
-    learning_rate: float
-    end_learning_rate: float
+    learning_rate: float  # at first; one cosine over all rounds
+    end_learning_rate: float  # where it ends
     epochs: int  # passes over a round's rows
     rows_per_update: int = 0  # of them in one update, so that a round makes several; 0: trainer.rows_per_step
     clip_low: float = 0.2  # how far below 1 the ratio to the policy that sampled may count
@@ -91,8 +91,8 @@ class DapoConfig(PolicyGradientConfig):
     """DAPO: every token counts the same, the upper clip is wider, groups that teach nothing are replaced."""
 
     kind: Literal["dapo"] = "dapo"
-    clip_high: float = 0.28
-    dynamic_sampling: bool = True
+    clip_high: float = 0.28  # how far above 1 the ratio to the policy that sampled may count
+    dynamic_sampling: bool = True  # groups whose rewards are all equal are left out, and other questions sampled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,12 +113,12 @@ class DecexTreeConfig:
     sft: bool = True  # learn the best chains
     retrievals: Literal["most", "least"] = "most"  # of the chains with a tree's best reward, the one that is learnt
     min_reward: float = 0.5  # a best chain below it is not learnt
-    learning_rate: float
-    end_learning_rate: float
-    epochs: int
+    learning_rate: float  # of maximum likelihood, at first
+    end_learning_rate: float  # where it ends
+    epochs: int  # passes over the best chains
     dpo: bool = True  # learn the preference pairs
     decision_pairs: bool = True  # stop or go on, memory or search
     execution_pairs: bool = True  # sub-questions, sub-answers, sub-queries, final answers
-    beta: float = 0.1
+    beta: float = 0.1  # of DPO: how much the distance to the policy before it counts
     dpo_learning_rate: float = 5e-7  # at first; it falls to 0
-    dpo_epochs: int = 1
+    dpo_epochs: int = 1  # passes over the pairs

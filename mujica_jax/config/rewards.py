@@ -12,8 +12,8 @@ class StagedRewardConfig:
     # What says how alike two queries are: counts of their words, or an embedder (a folder, minilm, a Hugging Face name)
     embedder: str = "words"
     max_query_words: int = 10  # of a concise query
-    format: bool = True
-    search: bool = True
-    answer: bool = True
+    format: bool = True  # without: a malformed episode earns as a well-formed one
+    search: bool = True  # without: how searches are written earns nothing
+    answer: bool = True  # without: answers earn nothing
     stage_one: bool = True  # without: searches do not soften a wrong answer in the first stage
     stage_two: bool = True  # without: searches do not lessen a right answer in the second stage

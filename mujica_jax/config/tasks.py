@@ -33,7 +33,7 @@ class OpenDomainConfig(PassageSearch):
     environment: ClassVar[Literal["text"]] = "text"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.task:build"
     data_dir: str  # folder with the official files, plain or .gz
-    dev_percent: int = 30
+    dev_percent: int = 30  # share of the questions held out that are dev; the rest is test
     max_questions: int | None = None  # of each split, the first by the hash of their ids
 
 
@@ -94,4 +94,4 @@ class QaldConfig:
     queries_per_second: float = 10.0  # what a SPARQL endpoint is asked at most
     language: Literal["en", "de", "zh", "ru"] = "en"  # of the questions
     dev_percent: int = 30  # the rest, by the hash of the ids, is test
-    max_questions: int | None = None
+    max_questions: int | None = None  # of each split, the first by the hash of their ids
