@@ -13,7 +13,7 @@ import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from packed_rows import MODEL
 from tiny_models import filled_decoder
-from whole_runs import ENVIRONMENT
+from whole_runs import ENVIRONMENT, ROOT
 
 from mujica_jax import serve
 from mujica_jax.models.tokenizer import Tokenizer
@@ -68,3 +68,17 @@ def test_what_cannot_be_served_is_said_in_a_sentence(capsys, words, sentence):
     assert serve.main(words) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and sentence in message
+
+
+def test_the_programs_of_the_library_page_run(checkpoint, tmp_path):
+    """As they stand there, with this checkpoint; what the second one saves is used by the first."""
+    page = (ROOT / "docs" / "library.md").read_text()
+    generate, tune = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program = tune.replace("HF_DIR", str(checkpoint)) + generate.replace("HF_DIR", str(tmp_path / "tuned"))
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    losses = [float(line.split()[1]) for line in lines[:20]]
+    assert losses[-1] < losses[0]
+    assert len(lines) == 22

@@ -8,8 +8,8 @@ is to be shared. A row remembers which pages it holds, so a conversation that co
 What several rows begin with (a system prompt, worked examples) is held once, as a prefix: its scores are one matrix
 product for all rows instead of a read for each, and the rows hold only what follows. With a shared prompt of 384 tokens
 this reads a third of the memory (prefix sharing as in Hydragen, arXiv 2402.05099, section 3). Rows are as wide as the
-longest of them needs, in steps of 1, 1.5, 2, 3, ..., and there are as many as run: all slots or a quarter of them.
-Every shape of the rows is a program of its own (docs/LOG.md has what that costs).
+longest of them needs, in steps of 1, 1.5, 2, 3, ..., and there are as many as run: all slots, a half or a quarter of
+them. Every shape of the rows is a program of its own (docs/LOG.md has what that costs).
 
 Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim], where n counts
 pages, rows or prefixes: both products then run along what lies together (on CPU a fifth to a half faster with 48 rows
