@@ -87,10 +87,7 @@ def serve(given: ServeArguments) -> None:
     tokenizer, decoder = policy.load(given.dtype)
     engine = make_engine(decoder, given.engine, positions=given.max_tokens, stop_token_ids=tokenizer.stop_token_ids)
     generator = BatchedGenerator(
-        engine,
-        prefix_reuse=given.engine.prefix_reuse,
-        queue_size=given.queue_size,
-        token_bytes=tokenizer.token_bytes,
+        engine, prefix_reuse=given.engine.prefix_reuse, queue_size=given.queue_size, token_bytes=tokenizer.token_bytes
     )
     sampling = SamplingParams(max_new_tokens=given.max_new_tokens, temperature=given.temperature, seed=given.seed)
     server = Server(generator, sampling, tokenizer=tokenizer, host=given.host, port=given.port)

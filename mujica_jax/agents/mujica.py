@@ -111,12 +111,7 @@ class _Episode(Episode):
         )
         stops = protocol.stop_strings(PLANNER, self.environment.kind)
         written = await self.write(
-            self._planner,
-            f"{iteration}",
-            state=state,
-            stop_strings=stops,
-            continues=True,
-            cut_at=protocol.OBSERVATION,
+            self._planner, f"{iteration}", state=state, stop_strings=stops, continues=True, cut_at=protocol.OBSERVATION
         )
         if written.cut is not None:
             return protocol.PlannerAction(refused=written.cut)
@@ -154,10 +149,18 @@ class _Episode(Episode):
         """One sub-question: retrieve, let the worker read, and name the entities its selection makes searchable."""
         entity = None if call.candidate is None else self._candidates[call.candidate]
         materials = self.fit(await self.environment.search(call.query, entity))
-        if not self._config.split:
-            return self._unread(call, entity, materials, iteration), None, _entities(materials)
-        worker = Dialogue(self.tokenizer, WORKER, self._agent.system_prompt(WORKER, self.environment.kind))
         shown = [material.parts for material in materials]
+        search = Search(
+            iteration=iteration,
+            query=call.query,
+            entity="" if entity is None else entity.label,
+            materials=tuple(protocol.one_line(material.text) for material in materials),
+        )
+        if not self._config.split:  # the planner reads itself
+            lines = protocol.numbered(shown, self._config.prompt)
+            read = dataclasses.replace(search, sentence=" ".join(lines) or protocol.NOTHING_FOUND, found=bool(lines))
+            return read, None, _entities(materials)
+        worker = Dialogue(self.tokenizer, WORKER, self._agent.system_prompt(WORKER, self.environment.kind))
         worker.add_user(protocol.worker_opening(call.query, shown, self.environment.kind, self._config.prompt))
         state = WorkerState(query=call.query, entity=entity, materials=materials)
         stops = protocol.stop_strings(WORKER, self.environment.kind)
@@ -166,32 +169,10 @@ class _Episode(Episode):
         )
         reply = protocol.parse_worker(written.text if written.cut is None else "", materials=len(materials))
         self._malformed_workers += not reply.well_formed
-        search = Search(
-            iteration=iteration,
-            query=call.query,
-            entity="" if entity is None else entity.label,
-            materials=tuple(protocol.one_line(material.text) for material in materials),
-            selected=reply.selected,
-            sentence=reply.sentence,
-            found=reply.found,
-        )
+        search = dataclasses.replace(search, selected=reply.selected, sentence=reply.sentence, found=reply.found)
         entities = _entities([materials[index] for index in reply.selected])
         conversation = worker.record()
         return search, conversation if conversation.turns[-1].role == "model" else None, entities
-
-    def _unread(
-        self, call: protocol.SearchCall, entity: Entity | None, materials: Sequence[Material], iteration: int
-    ) -> Search:
-        """What was found, as the planner is shown it where it reads itself."""
-        lines = protocol.numbered([material.parts for material in materials], self._config.prompt)
-        return Search(
-            iteration=iteration,
-            query=call.query,
-            entity="" if entity is None else entity.label,
-            materials=tuple(protocol.one_line(material.text) for material in materials),
-            sentence=" ".join(lines) or protocol.NOTHING_FOUND,
-            found=bool(lines),
-        )
 
 
 def _entities(materials: Sequence[Material]) -> list[Entity]:

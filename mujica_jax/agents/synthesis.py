@@ -232,7 +232,7 @@ class _Writer:
             dialogue,
             stops,
             state,
-            lambda reply: self._grounded(synthesis_prompts.parse_sentence(reply), state),
+            lambda reply: self._grounded(protocol.field("sentence", reply) or "", state),
         )
         system = self._system(WORKER) + synthesis_prompts.WORKER_ADDITION
         dialogue = self._lesson.open(WORKER, system, f"{opening}\n{synthesis_prompts.worker_hint(answer, places)}")

@@ -81,11 +81,6 @@ def parse_plan(text: str) -> list[str]:
     return [protocol.one_line(line) for line in _PLANNED.findall(text)]
 
 
-def parse_sentence(text: str) -> str:
-    """Empty where there is none."""
-    return protocol.field("sentence", text) or ""
-
-
 def parse_thought(text: str) -> str:
     """The first one; empty where there is none."""
     found = _THOUGHT.search(text)

@@ -13,11 +13,6 @@ class AgentLimits:
     max_trajectory_tokens: int  # tokens a conversation may hold, context included
     max_observation_tokens: int  # tokens of materials shown to a model at once; further materials are left out
 
-    @property
-    def max_turns_at_once(self) -> int:
-        """Turns of one episode that a model may be asked for at the same time."""
-        return 1
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptedAgent(AgentLimits):
@@ -38,10 +33,6 @@ class MujicaConfig(PromptedAgent):
     # sub-question a turn.
     split: bool = True
     parallel: bool = True
-
-    @property
-    def max_turns_at_once(self) -> int:
-        return self.max_searches_per_turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

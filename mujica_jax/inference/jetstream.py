@@ -74,13 +74,7 @@ class JetStreamEngine(engine_api.Engine):
     them gets; its seed is that of the first one, and each has the next.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        sampling: SamplingParams,
-        *,
-        tokenizer: Tokenizer | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, sampling: SamplingParams, *, tokenizer: Tokenizer | None = None) -> None:
         """`engine` has one slot more than requests decode at a time. Without a tokenizer prompts are token ids."""
         check_params(sampling)
         _check(engine, sampling)

@@ -105,11 +105,7 @@ def _target_scores(
     walk: Any = functools.partial(_chunked_scores, normalized=normalized, parts=parts)
     rows, head = PartitionSpec(split), PartitionSpec(None, parts)
     return jax.shard_map(
-        walk,
-        in_specs=(head, rows, rows, rows),
-        out_specs=(rows, rows),
-        axis_names=set(split),
-        check_vma=False,
+        walk, in_specs=(head, rows, rows, rows), out_specs=(rows, rows), axis_names=set(split), check_vma=False
     )(table, hidden, targets, wanted)
 
 

@@ -49,12 +49,7 @@ class Schedule(NamedTuple):
 
 
 def schedule(
-    *,
-    peak: float,
-    end_value: float,
-    total_steps: int,
-    warmup_steps: int = 0,
-    stretch: tuple[float, float] = (0.0, 1.0),
+    *, peak: float, end_value: float, total_steps: int, warmup_steps: int = 0, stretch: tuple[float, float] = (0.0, 1.0)
 ) -> Schedule:
     """A checked schedule for one phase of training; `stretch` is its part of a cosine that several phases share."""
     if not 0 <= end_value <= peak:

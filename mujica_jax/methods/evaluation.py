@@ -217,10 +217,7 @@ def held_out_questions(task: Task, config: Config) -> Sequence[Question]:
 
 
 def summarise(
-    questions: Sequence[Question],
-    trajectories: Sequence[Trajectory],
-    rule: Rule,
-    environment: EnvironmentKind = "text",
+    questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule, environment: EnvironmentKind = "text"
 ) -> Evaluation:
     """Scores of one trajectory a question, in the same order. An episode that did not answer scores zero."""
     scores = [

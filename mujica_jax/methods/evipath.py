@@ -94,7 +94,9 @@ def evipath(run: Run) -> list[PhaseResult]:
         began=began,
         trajectories=len(trajectories),
         accepted=len(kept),
-        forward_tokens=round(counts[TEACHER_TOKENS] + counts[TEACHER_PROMPT_TOKENS]) if _own_teacher(config) else 0,
+        forward_tokens=round(counts[TEACHER_TOKENS] + counts[TEACHER_PROMPT_TOKENS])
+        if config.teacher == "policy"
+        else 0,
         trained_slots=steps * slots,
     )
     _write_metrics(run, trajectories, kept, conversations, rows, steps)
@@ -104,10 +106,6 @@ def evipath(run: Run) -> list[PhaseResult]:
 def _config(run: Run) -> EviPathConfig:
     assert isinstance(run.config.method, EviPathConfig), f"method {run.config.method.kind} is not run by this file"
     return run.config.method
-
-
-def _own_teacher(config: EviPathConfig) -> bool:
-    return config.teacher == "policy"
 
 
 def _synthesizer(run: Run) -> Synthesizer:
@@ -163,7 +161,7 @@ def _synthesize(
         ids = [[question.id for question in shard] for shard in shards]
         run.store.write_plan(number, {"policy_version": 0, "shards": ids, "mode": config.mode})
     run.preemption.enter(name, kept=KEPT_SHARDS)
-    if _own_teacher(config):
+    if config.teacher == "policy":
         run.use_policy(state, 0)
 
     def unit(index: int, on_episode: Callable[[Trajectory], None]) -> tuple[ShardEntry, list[Trajectory]]:

@@ -77,7 +77,7 @@ def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer, reser
     return BatchedGenerator(
         engine,
         prefix_reuse=config.engine.prefix_reuse,
-        queue_size=config.engine.slots * (1 + config.agent.max_turns_at_once),  # all that its episodes can ask at once
+        queue_size=0,  # of streams: episodes have none
         token_bytes=tokenizer.token_bytes,
     )
 

@@ -44,7 +44,6 @@ from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.runtime import distributed
-from mujica_jax.trajectories.groups import questions_to_sample
 from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.store import ShardEntry
 
@@ -222,7 +221,7 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
             episodes += 1
             stage.update(teaching, episodes=episodes)
 
-        while more := questions_to_sample(wanted=wanted, teaching=teaching, sampled=asked, most=most):
+        while more := max(0, min(wanted - teaching, most - asked)):
             chosen = [questions[(first + place) % len(questions)] for place in range(asked, asked + more)]
             shards = [chosen[at : at + size] for at in range(0, more, size)]
             units = [

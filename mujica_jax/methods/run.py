@@ -27,14 +27,7 @@ from mujica_jax.learning.trainer import Trainer, TrainState
 from mujica_jax.methods.evaluation import Scores, held_out_questions, right_ones, score_policy
 from mujica_jax.methods.learning_phase import train_phase
 from mujica_jax.methods.mismatch import compared
-from mujica_jax.methods.parts import (
-    make_agent,
-    make_generator,
-    make_reward,
-    open_adapter,
-    statistics_of,
-    use_weights,
-)
+from mujica_jax.methods.parts import make_agent, make_generator, make_reward, open_adapter, statistics_of, use_weights
 from mujica_jax.methods.phases import (
     EVALUATING,
     LEARNING,

@@ -360,9 +360,6 @@ def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
     """The run's tokenizer: trained once on the task's training text and the words that our prompts and scripts use."""
     if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
         words = tuple(sample_text(config.agent.kind))
-        texts = itertools.chain(
-            from_scratch(task).tokenizer_text(),
-            *itertools.repeat(words, SCRIPT_REPEATS),
-        )
+        texts = itertools.chain(from_scratch(task).tokenizer_text(), *itertools.repeat(words, SCRIPT_REPEATS))
         store.commit_folder(TOKENIZER, Tokenizer.train(texts, config.model.vocab_tokens).save, {})
     return Tokenizer.load(store.folder(TOKENIZER))

@@ -153,10 +153,7 @@ class Tensors:
 
 
 def _placed(
-    shape: tuple[int, ...],
-    logical_axes: tuple[str | None, ...],
-    mesh: Mesh | None,
-    part: Callable[[Index], np.ndarray],
+    shape: tuple[int, ...], logical_axes: tuple[str | None, ...], mesh: Mesh | None, part: Callable[[Index], np.ndarray]
 ) -> jax.Array:
     """Reads each distinct part once and waits until its devices have it, so that it is gone before the next one is
     read."""

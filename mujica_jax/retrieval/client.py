@@ -14,12 +14,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.http.client import HttpClient, PayloadTooLarge, TransientError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
 from mujica_jax.retrieval.batching import Batcher
-from mujica_jax.retrieval.errors import (
-    RetrievalError,
-    RetrieverRefused,
-    RetrieverUnavailable,
-    as_retrieval_errors,
-)
+from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable, as_retrieval_errors
 from mujica_jax.retrieval.retriever import Health
 from mujica_jax.retrieval.service import MAX_ANSWER_BYTES
 from mujica_jax.retrieval.statistics import Counted
@@ -33,13 +28,7 @@ POLICY = RetryPolicy()
 class RemoteRetriever(Counted):
     """A retrieval service. Use from one event loop at a time."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        concurrency: int = 8,
-        policy: RetryPolicy = POLICY,
-    ) -> None:
+    def __init__(self, url: str, *, concurrency: int = 8, policy: RetryPolicy = POLICY) -> None:
         super().__init__()
         self.url = url.rstrip("/")
         # Of the index, as the first answer says it. Another one later is refused: results would change in a run.

@@ -19,12 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.errors import (
-    RetrievalError,
-    RetrieverOverloaded,
-    RetrieverRefused,
-    RetrieverTimeout,
-)
+from mujica_jax.retrieval.errors import RetrievalError, RetrieverOverloaded, RetrieverRefused, RetrieverTimeout
 from mujica_jax.retrieval.retriever import Health, IndexRetriever
 from mujica_jax.retrieval.text.corpus import Hits
 from mujica_jax.retrieval.text.index import Index

@@ -11,11 +11,7 @@ import threading
 import jax
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # once a program, also where the cache on disk has it
-STAGES = (
-    COMPILED,
-    "/jax/core/compile/jaxpr_trace_duration",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration",
-)
+STAGES = (COMPILED, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
 REMEMBERED_SPANS = 256  # what a span may contain has ended shortly before it
 
 

@@ -112,18 +112,8 @@ class Leases:
             return None  # nothing that this program wrote: over
 
     def _bytes(self, until: float) -> bytes:
-        return json_bytes(
-            dataclasses.asdict(
-                Holder(
-                    owner=self.owner,
-                    host=self._host,
-                    space=self._space,
-                    process=self._process,
-                    until=until,
-                    revision=self._revision,
-                )
-            )
-        )
+        said = {"owner": self.owner, "host": self._host, "space": self._space, "process": self._process}
+        return json_bytes(said | {"until": until, "revision": self._revision})
 
     def _write(self, name: str, number: int, until: float) -> None:
         with self._directory.io_statistics.timed("write"):

@@ -40,8 +40,3 @@ def groups_of(trajectories: Sequence[Trajectory], reward: Callable[[Trajectory],
 def overlong_punishment(tokens: int, *, limit_tokens: int, cache_tokens: int) -> float:
     begins = limit_tokens - cache_tokens
     return max(-1.0, min(0.0, (begins - tokens) / cache_tokens))
-
-
-def questions_to_sample(*, wanted: int, teaching: int, sampled: int, most: int) -> int:
-    """How many more questions dynamic sampling asks: as many as groups are missing, as far as the bound allows."""
-    return max(0, min(wanted - teaching, most - sampled))

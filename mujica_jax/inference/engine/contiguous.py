@@ -29,16 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mujica_jax.inference.engine import contiguous_programs as programs
-from mujica_jax.inference.engine.base import (
-    Decoded,
-    Engine,
-    FlushRow,
-    PrefillRow,
-    SlotState,
-    bucket,
-    filtered,
-    lots,
-)
+from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState, bucket, filtered, lots
 from mujica_jax.models.decoder import LARGE_KERNEL, Decoder, unstacked
 
 MIN_WIDTH_TOKENS = 256

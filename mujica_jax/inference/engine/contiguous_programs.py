@@ -228,11 +228,7 @@ def store_pages(
 
 @functools.partial(jax.jit, static_argnames=("shape",))
 def store_prefix(
-    prefixes: KeysValues,
-    held: KeysValues,
-    place: Int[Array, ""],
-    pages: Int[Array, " pages"],
-    shape: tuple[int, int],
+    prefixes: KeysValues, held: KeysValues, place: Int[Array, ""], pages: Int[Array, " pages"], shape: tuple[int, int]
 ) -> KeysValues:
     """`prefixes` in this shape, with what the pages hold at a place."""
 

@@ -24,12 +24,7 @@ CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.
 
 
 def make_engine(
-    decoder: Decoder,
-    engine: EngineConfig,
-    *,
-    positions: int,
-    stop_token_ids: Sequence[int],
-    reserved_bytes: int = 0,
+    decoder: Decoder, engine: EngineConfig, *, positions: int, stop_token_ids: Sequence[int], reserved_bytes: int = 0
 ) -> Engine:
     """An engine for requests of up to `positions` tokens, on this platform and over `engine.tensor` devices. Where
     `engine.cache_gigabytes` does not say what its memory may take, `reserved_bytes` of each device stay free for what

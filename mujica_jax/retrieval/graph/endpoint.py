@@ -22,12 +22,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.http.client import HttpClient, TransientError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
 from mujica_jax.retrieval.batching import Batcher
-from mujica_jax.retrieval.errors import (
-    RetrievalError,
-    RetrieverRefused,
-    RetrieverUnavailable,
-    as_retrieval_errors,
-)
+from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable, as_retrieval_errors
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph, Read
 from mujica_jax.retrieval.search_cache import SearchCache

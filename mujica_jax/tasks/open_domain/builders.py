@@ -40,14 +40,8 @@ DOWNLOADS: Mapping[str, Mapping[str, tuple[str, str]]] = {  # by kind and split:
         "train": (f"{_HOTPOT}/hotpot_train_v1.1.json", ""),
         "validation": (f"{_HOTPOT}/hotpot_dev_distractor_v1.json", ""),
     },
-    "nq": {
-        "train": (f"{_NQ}/NQ-open.train.jsonl", ""),
-        "validation": (f"{_NQ}/NQ-open.dev.jsonl", ""),
-    },
-    "triviaqa": {
-        "train": (_TRIVIA, "unfiltered-web-train.json"),
-        "validation": (_TRIVIA, "unfiltered-web-dev.json"),
-    },
+    "nq": {"train": (f"{_NQ}/NQ-open.train.jsonl", ""), "validation": (f"{_NQ}/NQ-open.dev.jsonl", "")},
+    "triviaqa": {"train": (_TRIVIA, "unfiltered-web-train.json"), "validation": (_TRIVIA, "unfiltered-web-dev.json")},
     "ambigqa": {"train": (_AMBIG, "train_light.json"), "validation": (_AMBIG, "dev_light.json")},
 }
 

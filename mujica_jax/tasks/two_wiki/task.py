@@ -251,11 +251,7 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     demonstrated = [_question(record, {}) for record in first]
     elsewhere |= {question.id: searched for question in demonstrated}
     return TwoWiki(
-        config,
-        TextEnvironment(retriever, config.top_k),
-        questions,
-        elsewhere=elsewhere,
-        demonstrated=demonstrated,
+        config, TextEnvironment(retriever, config.top_k), questions, elsewhere=elsewhere, demonstrated=demonstrated
     )
 
 
