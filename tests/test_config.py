@@ -674,7 +674,9 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
 
 
 def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke, monkeypatch):
-    async def played(agent, attempts, *_, **options):
+    async def played(agent, attempts, *_, on_episode, **options):
+        for attempt in attempts:
+            on_episode(types.SimpleNamespace(question_id=attempt.question.id, final_answer=""))
         return [(attempt.question.id, attempt.temperature) for attempt in attempts]
 
     monkeypatch.setattr(scoring, "run_episodes", played)
@@ -700,6 +702,9 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
 class RecordedProgress:
     def stage(self, name: str, **options: Any):
         return self
+
+    def update(self, done: int, **figures: Any) -> None:
+        pass
 
     def __enter__(self):
         return self

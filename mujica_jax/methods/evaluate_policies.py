@@ -12,7 +12,7 @@ from mujica_jax.config.schema import Config, SingleConfig, TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.scheduler import BatchedGenerator
-from mujica_jax.methods.evaluation import Play, ScoredGenerator, score_policy
+from mujica_jax.methods.evaluation import Play, ScoredGenerator, Scores, score_policy
 from mujica_jax.methods.judge import Judge
 from mujica_jax.methods.parts import check_prompts, make_agent, make_reward, statistics_of
 from mujica_jax.methods.policies import Checkpoint
@@ -142,15 +142,7 @@ def _evaluate_one(
     )
     summary = scores.summary()
     if judge is not None and distributed.is_primary():
-        progress.line(f"{judge.name} at {judge.place} judges {len(scores.questions)} answers")
-        judged = Judge(judge.generator, judge.tokenizer, f"{judge.place} {judge.name}")
-        judgement = judged.judge(scores.questions, scores.greedy.trajectories, task.rule).summary()
-        summary["greedy"] |= judgement | {"judged_by": judge.name}
-        progress.line(
-            f"{judge.name} says yes to {judgement['judge']}% and fails {judgement['judge_failures']} times; yes "
-            f"without an exact match {judgement['judge_yes_not_exact']} times and no with one "
-            f"{judgement['judge_no_but_exact']} times"
-        )
+        summary["greedy"] |= _judged(judge, scores, progress)
     compared = Compared(
         task=f"{task.name} {task.environment_kind}",
         agent=config.agent.kind,
@@ -160,19 +152,7 @@ def _evaluate_one(
     if not distributed.is_primary():
         return compared
     file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
-    about = {
-        "task": task.name,
-        "environment": task.environment_kind,
-        "split": config.eval.split,
-        "agent": config.agent.kind,
-        "left_out": getattr(task, "left_out", 0),  # questions that the task could not ask
-        "settings": {"task": dataclasses.asdict(config.task), "agent": dataclasses.asdict(config.agent)},
-        **policy.about(),
-        **({} if worker is None else {"worker": worker.place}),
-        "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
-        "seed": config.seed,
-        "temperature": config.eval.temperature,
-    }
+    about = _about(config, task) | policy.about() | ({} if worker is None else {"worker": worker.place})
     atomic_write(file.with_suffix(".predictions.jsonl"), scores.predictions())
     atomic_write(file.with_suffix(".parquet"), shards.encode(scores.greedy.trajectories))
     atomic_write(file, (json.dumps(about | summary, indent=2, allow_nan=False) + "\n").encode())
@@ -183,6 +163,33 @@ def _evaluate_one(
     progress.line(f"retrieval: {statistics_of(task, scores.questions).sentence()}")
     progress.line(f"results and predictions: {file}")
     return compared
+
+
+def _judged(judge: Endpoint, scores: Scores, progress: Progress) -> dict[str, Any]:
+    """What another model says of the greedy answers."""
+    progress.line(f"{judge.name} at {judge.place} judges {len(scores.questions)} answers")
+    judged = Judge(judge.generator, judge.tokenizer, f"{judge.place} {judge.name}")
+    found = judged.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
+    progress.line(
+        f"{judge.name} says yes to {found['judge']}% and fails {found['judge_failures']} times; yes without an exact "
+        f"match {found['judge_yes_not_exact']} times and no with one {found['judge_no_but_exact']} times"
+    )
+    return found | {"judged_by": judge.name}
+
+
+def _about(config: Config, task: Task) -> dict[str, Any]:
+    """What a result was made with, beside the policy."""
+    return {
+        "task": task.name,
+        "environment": task.environment_kind,
+        "split": config.eval.split,
+        "agent": config.agent.kind,
+        "left_out": getattr(task, "left_out", 0),  # questions that the task could not ask
+        "settings": {"task": dataclasses.asdict(config.task), "agent": dataclasses.asdict(config.agent)},
+        "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
+        "seed": config.seed,
+        "temperature": config.eval.temperature,
+    }
 
 
 def _worker(worker: Checkpoint, config: Config, tokenizer: Tokenizer) -> ScoredGenerator:

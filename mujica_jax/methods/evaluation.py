@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -150,6 +151,24 @@ def score_policy(
             f"{name}: all {len(questions)} held-out questions are evaluated; eval.questions is {config.eval.questions}"
         )
 
+    def play(part: Sequence[Attempt], on_episode: Callable[[Trajectory], None]) -> Sequence[Trajectory]:
+        policy: Policy = EnginePolicy(generator)
+        if worker is not None:
+            policy = TwoPolicies(policy, EnginePolicy(worker))
+            worker.reset_cache()
+        generator.reset_cache()  # so that a score does not depend on what was decoded before
+        episodes = run_episodes(
+            agent,
+            part,
+            task.environment,
+            policy,
+            reward=reward,
+            concurrency=concurrency,
+            on_episode=on_episode,
+            poll=preemption.check,
+        )
+        return asyncio.run(episodes)
+
     def evaluated(temperature: float) -> Evaluation:
         kind = "greedy" if temperature == 0 else "sampled"
         preemption.enter(f"{name}: evaluating, {kind}")
@@ -167,32 +186,11 @@ def score_policy(
             played: Sequence[Trajectory] = []
             for start in range(0, len(own), part_questions or len(own)):
                 part = attempts[start : start + (part_questions or len(own))]
-
-                played_now = False
-
-                def play(part: Sequence[Attempt] = part) -> Sequence[Trajectory]:
-                    nonlocal played_now
-                    played_now = True
-                    policy: Policy = EnginePolicy(generator)
-                    if worker is not None:
-                        policy = TwoPolicies(policy, EnginePolicy(worker))
-                        worker.reset_cache()
-                    generator.reset_cache()  # so that a score does not depend on what was decoded before
-                    episodes = run_episodes(
-                        agent,
-                        part,
-                        task.environment,
-                        policy,
-                        reward=reward,
-                        concurrency=concurrency,
-                        on_episode=on_episode,
-                        poll=preemption.check,
-                    )
-                    return asyncio.run(episodes)
-
-                found = keep(f"{kind}-{distributed.process()}-of-{distributed.processes()}-{start}-{len(part)}", play)
-                for trajectory in () if played_now else found:  # an earlier start has played them
-                    on_episode(trajectory)
+                of_part = f"{kind}-{distributed.process()}-of-{distributed.processes()}-{start}-{len(part)}"
+                found = keep(of_part, functools.partial(play, part, on_episode))
+                if done == start:  # an earlier start has played them
+                    for trajectory in found:
+                        on_episode(trajectory)
                 played = [*played, *found]
         if distributed.processes() > 1:
             played = gather(kind, played)
