@@ -74,7 +74,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     _check_start(config, task)
     opened = open_model(config.init, config.trainer.dtype) if config.init else None
     if opened:
-        few_shot = ("few_shot",) if config.warmup.source == "few_shot" else ()
+        few_shot = ("few_shot",) if config.warmup.source == "few_shot" and config.warmup.steps else ()
         check_prompts(config.agent, opened[0], task.environment_kind, *few_shot)
         if config.adapter:
             open_adapter(config, opened[2](None))

@@ -129,9 +129,9 @@ def test_without_demonstrations_the_rounds_begin_with_the_checkpoint(undisturbed
     model, directory = undisturbed.directory / "policies" / "000002" / "model", tmp_path / "run"
     flags = "--warmup.source few_shot --warmup.steps 0 --pretraining.steps 0 --eval.control False --method.rounds 1"
     finished([*TRAIN, "--init", str(model), "--run", str(directory), *flags.split()])
-    assert outcome(directory)["evaluations"].keys() == {"warm-up", "round-1"}
-    rows = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "mygo"]
-    assert rows[0]["accepted"] > 0
+    assert outcome(directory)["evaluations"].keys() == {"warm-up.parquet", "round-1.parquet"}
+    phases = json.loads((directory / "summary.json").read_text())["phases"]
+    assert [phase["trajectories"] > 0 for phase in phases] == [False, True]
 
 
 @pytest.mark.slow
