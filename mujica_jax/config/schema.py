@@ -114,7 +114,7 @@ class ModelConfig:
     intermediate_size: int  # width of the MLP
     num_layers: int  # decoder layers
     num_heads: int  # query heads
-    num_kv_heads: int  # key and value heads, which divides num_heads
+    num_kv_heads: int  # key and value heads; divides num_heads
     head_dim: int  # numbers in a head
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     # Standard deviation of a fresh embedding. Adam moves every row by the learning rate a step, most of them into the
