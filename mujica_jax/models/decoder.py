@@ -18,6 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from mujica_jax.models.cpu_calls import on_cpu
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import (
     Attend,
@@ -25,7 +26,6 @@ from mujica_jax.models.layers import (
     LayerIndex,
     OutputMajor,
     model_weights,
-    on_cpu,
     output_major_product,
     projections,
     rms_norm,
@@ -33,7 +33,6 @@ from mujica_jax.models.layers import (
 )
 from mujica_jax.models.sharding import constrain
 
-LARGE_KERNEL = 300_000  # numbers: a smaller one lies in the caches, and XLA packs it in no time
 Remat = Literal["none", "dots", "full"]
 Memory = TypeVar("Memory")
 

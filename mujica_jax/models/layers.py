@@ -17,6 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from mujica_jax.models import cpu_calls
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import constrain
 
@@ -157,7 +158,7 @@ def matrix_product(
     rows: Float[Array, "rows inputs"], matrix: Float[Array, "inputs outputs"]
 ) -> Float[Array, "rows outputs"]:
     """rows @ matrix, in their type."""
-    return _wide_product(rows, matrix) if on_cpu() and rows.dtype == jnp.bfloat16 else rows @ matrix
+    return _wide_product(rows, matrix) if cpu_calls.on_cpu() and rows.dtype == jnp.bfloat16 else rows @ matrix
 
 
 @jax.custom_vjp
@@ -190,17 +191,13 @@ def output_major_product(
     follows read the result row by row.
     """
     both = (((1,), (1,)), ((), ()))
+    if cpu_calls.can_multiply(rows, matrix):
+        return cpu_calls.product(rows, matrix)
     few = FEW_ROWS[rows.dtype.name]
-    if on_cpu() and rows.shape[0] <= few <= matrix.shape[0]:
+    if cpu_calls.on_cpu() and rows.shape[0] <= few <= matrix.shape[0]:
         columns = jax.lax.dot_general(matrix, rows, both, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(jax.lax.optimization_barrier(columns).T)
     return jax.lax.dot_general(rows, matrix, both, preferred_element_type=jnp.float32)
-
-
-def on_cpu() -> bool:
-    """Whether what is traced is for a CPU."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device.platform if device else jax.default_backend()) == "cpu"
 
 
 def rms_norm(

@@ -30,15 +30,18 @@ from jaxtyping import Array
 
 from mujica_jax.inference.engine import contiguous_programs as programs
 from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState, bucket, filtered, lots
-from mujica_jax.models.decoder import LARGE_KERNEL, Decoder, unstacked
+from mujica_jax.models.cpu_calls import LARGE_MATRIX
+from mujica_jax.models.decoder import Decoder, unstacked
 
 MIN_WIDTH_TOKENS = 256
 MAX_PREFIXES = 2  # planner and worker have one beginning each
 MIN_PREFIX_TOKENS, MIN_PREFIX_ROWS = 64, 4  # below, a product of its own costs more than it saves
 # A prefill call is cut into tiles of one request each: the padding is less than one tile a request.
-TILE_TOKENS = {"cpu": 16}
+TILE_TOKENS = {"cpu": 8}
 OTHER_TILE_TOKENS = 64
-CALL_TILES = (8, 64)  # tiles in one prefill call: every size is a program for each shape of the rows
+# Tiles in one prefill call: every size is a program for each shape of the rows.
+CALL_TILES = {"cpu": (16, 64)}
+OTHER_CALL_TILES = (8, 64)
 ROW_LEVELS = (1, 2, 4)  # rows there may be: slots divided by one of these
 CALLS_BEFORE_FEWER_ROWS = 2  # few requests in this many decode calls: not only between a turn and the next
 
@@ -69,7 +72,8 @@ class ContiguousEngine(Engine):
     def __init__(self, decoder: Decoder, **settings: Any) -> None:
         super().__init__(decoder, **settings)
         self.tile_tokens = TILE_TOKENS.get(jax.default_backend(), OTHER_TILE_TOKENS)
-        self.min_call_tokens = CALL_TILES[0] * self.tile_tokens
+        self.call_tiles = CALL_TILES.get(jax.default_backend(), OTHER_CALL_TILES)
+        self.min_call_tokens = self.call_tiles[0] * self.tile_tokens
         self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
         self._smallest_width = max(MIN_WIDTH_TOKENS, 2 * self.page_tokens)
         if self._largest_width < 1.5 * self._smallest_width:  # a second width is not worth its programs
@@ -85,7 +89,7 @@ class ContiguousEngine(Engine):
         super()._use(weights)
         with self._over_mesh():
             turned = jax.default_backend() == "cpu" and self.mesh is None
-            least = LARGE_KERNEL if turned else None
+            least = LARGE_MATRIX if turned else None
             self._weights = unstacked(self._weights, self.config, output_major_from=least)
 
     def reset_cache(self) -> None:
@@ -129,7 +133,7 @@ class ContiguousEngine(Engine):
         self._load(rows)
         tiles = [tile for row in rows for tile in self._tiles(row)]
         while tiles:
-            size = _call_tiles(len(tiles))
+            size = _call_tiles(len(tiles), self.call_tiles)
             self._prefill_tiles(tiles[:size], size)
             tiles = tiles[size:]
         for row in rows:
@@ -415,9 +419,9 @@ def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]], rows: int)
         common.append(page)
 
 
-def _call_tiles(waiting: int) -> int:
+def _call_tiles(waiting: int, sizes: Sequence[int]) -> int:
     """Tiles of the next call: all that wait, if they fill most of it, or as many as fill one."""
-    for size in CALL_TILES:
+    for smaller, size in zip((sizes[0], *sizes), sizes, strict=False):
         if waiting <= size:
-            return size if 4 * waiting >= 3 * size or size == CALL_TILES[0] else CALL_TILES[CALL_TILES.index(size) - 1]
-    return CALL_TILES[-1]
+            return size if 4 * waiting >= 3 * size else smaller
+    return sizes[-1]

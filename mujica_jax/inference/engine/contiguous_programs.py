@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from mujica_jax.inference import sampling
 from mujica_jax.inference.engine.base import Decoded, SlotState, advance, narrowed
 from mujica_jax.inference.engine.kv_quantization import KVScales, scaled
+from mujica_jax.models import cpu_calls
 
 NEVER = -1e30  # finite, so that a fully masked row gives numbers and no NaN
 
@@ -71,16 +72,15 @@ def prefill(
     in_row = positions - tiles.places.offset[:, None]
     # Padding is written out of bounds, that is nowhere.
     targets = jnp.where(offsets < tiles.length[:, None], in_row, width)
-    readable = jnp.arange(width)[None, None, :] <= in_row[:, :, None]
-    visible = _visible(tiles.places.prefix, prefix_lengths, memory.prefixes)
+    seen = jnp.where(tiles.length > 0, in_row[:, 0] + 1, 0)
     mine = jnp.minimum(tiles.row, rows - 1)
+    read = _reader(memory, tiles.places.prefix, prefix_lengths, seen, tiles.tokens.shape[1], mine)
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
         row = tiles.row[:, None]
         keys[layer] = keys[layer].at[row, :, :, targets].set(narrowed(key, keys[layer].dtype), mode="drop")
         values[layer] = values[layer].at[row, :, targets].set(narrowed(value, values[layer].dtype), mode="drop")
-        prefixes = memory.prefixes.keys[layer], memory.prefixes.values[layer]
-        return _attention(query, keys[layer][mine], values[layer][mine], readable, *prefixes, visible)
+        return read(layer, query, keys[layer], values[layer])
 
     decoder(tiles.tokens, positions, scaled(attend, scales), scan=False)
     return memory._replace(rows=KeysValues(tuple(keys), tuple(values)))
@@ -103,7 +103,6 @@ def decode(
     decoder = nnx.merge(graph, weights)
     rows, width = memory.rows.shape
     every = jnp.arange(rows)
-    visible = _visible(places.prefix, prefix_lengths, memory.prefixes)
     filters = sampling.Filters(state.top_k, state.top_p, state.min_p) if filtered else None
 
     def step(carry: tuple[KeysValues, SlotState], _: None) -> tuple:
@@ -112,15 +111,14 @@ def decode(
         running = state.remaining > 0
         in_row = state.position - places.offset
         write_at = jnp.where(running, in_row, width)  # a slot that does not run writes nowhere
-        readable = jnp.arange(width)[None, None, :] <= in_row[:, None, None]
+        read = _reader(memory, places.prefix, prefix_lengths, jnp.where(running, in_row + 1, 0), 1)
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
             keys[layer] = keys[layer].at[every, :, :, write_at].set(narrowed(key[:, 0], keys[layer].dtype), mode="drop")
             values[layer] = (
                 values[layer].at[every, :, write_at].set(narrowed(value[:, 0], values[layer].dtype), mode="drop")
             )
-            prefixes = memory.prefixes.keys[layer], memory.prefixes.values[layer]
-            return _attention(query, keys[layer], values[layer], readable, *prefixes, visible)
+            return read(layer, query, keys[layer], values[layer])
 
         hidden = decoder(state.token[:, None], state.position[:, None], scaled(attend, scales), scan=False)
         state, decoded = advance(decoder.logits(hidden[:, 0]), state, stops, filters)
@@ -128,6 +126,34 @@ def decode(
 
     (rows, state), decoded = jax.lax.scan(step, (memory.rows, state), None, length=steps)
     return memory._replace(rows=rows), state, decoded
+
+
+def _reader(
+    memory: Memory,
+    prefix: Int[np.ndarray | Array, " rows"],
+    lengths: Int[Array, " prefixes"],
+    seen: Int[Array, " rows"],
+    time: int,
+    places: Int[Array, " rows"] | None = None,
+) -> Callable[[int, Array, Array, Array], Array]:
+    """`read(layer, query, keys, values)`: attention of rows over a prefix and over what they hold, of which the first
+    query sees `seen` tokens and each of the `time` queries one more. `places`: where the rows lie, None: in order."""
+    rows, width = len(seen), memory.rows.shape[1]
+    lying = jnp.arange(rows) if places is None else places
+    shared = jnp.where(prefix < 0, 0, lengths[prefix])
+    of_rows = jnp.stack([lying, seen, jnp.maximum(prefix, 0), shared], axis=1)
+    readable = jnp.arange(width) < (seen[:, None] + jnp.arange(time))[:, :, None]
+    visible = _visible(prefix, lengths, memory.prefixes)
+
+    def read(layer: int, query: Array, keys: Array, values: Array) -> Array:
+        prefixes = memory.prefixes.keys[layer], memory.prefixes.values[layer]
+        if cpu_calls.can_attend(keys):
+            return cpu_calls.attention(query, keys, values, *prefixes, of_rows)
+        if places is not None:
+            keys, values = keys[places], values[places]
+        return _attention(query, keys, values, readable, *prefixes, visible)
+
+    return read
 
 
 def _visible(

@@ -1,0 +1,75 @@
+"""Kernels of our own for decoding on a CPU, as functions of JAX (`cpu_kernels`). On a mesh and in other types what they
+do is left to XLA, with the same numbers but for rounding."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+STEP = 8  # channels that the kernels take at a time
+FEW_ROWS = range(6, 33)  # with less or more, XLA multiplies as fast
+LARGE_MATRIX = 300_000  # numbers: a smaller one lies in the caches, and XLA packs it in no time
+
+
+def on_cpu() -> bool:
+    """Whether what is traced is for a CPU."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device.platform if device else jax.default_backend()) == "cpu"
+
+
+def can_attend(keys: Array) -> bool:
+    """Whether `attention` takes keys [places, kv_heads, head_dim, width] of this kind, where they are."""
+    return _alone() and keys.dtype == jnp.float32 and keys.shape[2] % STEP == 0
+
+
+def can_multiply(rows: Array, matrix: Array) -> bool:
+    """Whether `product` takes these, and is faster."""
+    both_wide = rows.dtype == matrix.dtype == jnp.float32
+    large = matrix.size >= LARGE_MATRIX and matrix.shape[1] % STEP == 0
+    return _alone() and both_wide and large and rows.shape[0] in FEW_ROWS
+
+
+def attention(
+    query: Float[Array, "rows time heads head_dim"],
+    keys: Float[Array, "places kv_heads head_dim width"],
+    values: Float[Array, "places kv_heads width head_dim"],
+    prefix_keys: Float[Array, "prefixes kv_heads head_dim length"],
+    prefix_values: Float[Array, "prefixes kv_heads length head_dim"],
+    of_rows: Int[Array, "rows 4"],
+) -> Float[Array, "rows time heads head_dim"]:
+    """Softmax attention of each row over a prefix and a place of the memory, in float32.
+
+    `of_rows`: the place; how many tokens of it the first query of the row sees (each further query sees one more, a row
+    that sees none becomes 0); the prefix; how many tokens of that.
+    """
+    kernel = jax.ffi.ffi_call(_registered("attend"), jax.ShapeDtypeStruct(query.shape, jnp.float32))
+    mixed = kernel(query.astype(jnp.float32), keys, values, prefix_keys, prefix_values, of_rows)
+    return mixed.astype(query.dtype)
+
+
+@jax.custom_vjp
+def product(rows: Float[Array, "rows inputs"], matrix: Float[Array, "outputs inputs"]) -> Float[Array, "rows outputs"]:
+    """rows @ matrix.T of few rows, float32."""
+    result = jax.ShapeDtypeStruct((rows.shape[0], matrix.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(_registered("multiply"), result)(rows, matrix)
+
+
+product.defvjp(
+    lambda rows, matrix: (product(rows, matrix), (rows, matrix)),
+    lambda saved, gradient: (gradient @ saved[1], gradient.T @ saved[0]),
+)
+
+
+def _alone() -> bool:
+    return jax.sharding.get_abstract_mesh().empty and on_cpu()
+
+
+@functools.cache
+def _registered(kernel: str) -> str:
+    """Its name for XLA. numba compiles at the first use on a machine, in ten seconds, and keeps that on disk."""
+    kernels = importlib.import_module("mujica_jax.models.cpu_kernels")  # numba takes a second to import
+    name, target = f"mujica_jax_{kernel}", getattr(kernels, f"{kernel}_target")
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(target.address), platform="cpu")
+    return name

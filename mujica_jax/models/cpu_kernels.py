@@ -1,0 +1,324 @@
+"""What decoding on a CPU spends its time with, compiled by numba and called by XLA: attention over rows and shared
+prefixes, and products of few rows with a matrix. `cpu_calls` calls it; docs/LOG.md has what it gains.
+
+Attention: XLA multiplies each row's few queries with its keys by a product of its own, which packs more than it
+multiplies. Here a thread takes a few rows of one head of keys: their queries meet the prefix together and each its own
+row, of which no more is read than the row holds.
+
+Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies, and while two of its
+rows are multiplied the next two are fetched.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, get_num_threads, njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+TOGETHER = 12  # queries of one head of keys that a thread takes at a time, if a row has no more
+UNROLLED = 8  # keys, or values, that are added up in one walk along what lies together
+LANES, MATRIX_ROWS, ROWS = 8, 2, 6  # of a product: with AVX2 twelve sums and what they need fill the registers
+PARTS = 64  # of a product, for threads to share
+# Sums in any order, and no more: with "nnan" a broken number could look like a good one.
+FAST = {"reassoc", "contract", "nsz", "arcp"}
+ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
+LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
+LEAST = np.float32(-87)  # e to this is about the least float32 that is not denormal
+TERMS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720))
+EXPONENT_BITS, BIAS = np.int32(23), np.int32(127)
+
+# XLA's foreign function interface, version 0.1 (xla/ffi/api/c_api.h, in jax.ffi.include_dir()): places in structures,
+# counted in words of eight bytes.
+EXTENSION, ARGUMENTS, RESULTS = 1, 9, 14  # of a call frame
+EXTENSION_KIND, METADATA, API_VERSION = 1, 3, 3
+DATA, DIMENSIONS = 3, 5  # of a buffer
+METADATA_KIND, VERSION_0_1 = 1, 1 << 32
+
+
+def compiled(**options) -> Callable[[Callable], Callable]:
+    """numba's decorator, for what stands in the source: a checker of types may have wrapped it."""
+    return lambda function: njit(**options)(inspect.unwrap(function))
+
+
+@intrinsic
+def _float_of_bits(context, bits):
+    del context, bits
+    return types.float32(types.int32), lambda _, builder, __, given: builder.bitcast(given[0], ir.FloatType())
+
+
+@intrinsic
+def _pointer(context, address):
+    del context, address
+    return types.voidptr(types.int64), lambda _, builder, __, given: builder.inttoptr(given[0], cgutils.voidptr_t)
+
+
+@compiled(fastmath=FAST, inline="always")
+def _exp(x):
+    """To 2e-7 of itself: 2^k times the polynomial of what is left, so that a loop over it runs in vectors."""
+    x = LEAST if x < LEAST else x
+    k = np.floor(x * LOG2_E + HALF)
+    r = x - k * LN_2_HIGH - k * LN_2_LOW
+    series = TERMS[0] + r * (TERMS[1] + r * (TERMS[2] + r * (TERMS[3] + r * TERMS[4])))
+    return (ONE + r * (ONE + r * series)) * _float_of_bits((np.int32(k) + BIAS) << EXPONENT_BITS)
+
+
+@compiled(fastmath=FAST)
+def _softmax(scores, count):
+    """exp(scores - their maximum) in place; their sum."""
+    peak = scores[0]
+    for place in range(1, count):
+        peak = max(peak, scores[place])
+    total = ZERO
+    for place in range(count):
+        weight = _exp(scores[place] - peak)
+        scores[place] = weight
+        total += weight
+    return total
+
+
+@compiled(fastmath=FAST)
+def _add_scores(scores, chosen, queries, keys, begin, count):
+    """scores[chosen, begin : begin + count] = queries[chosen] @ keys[:, :count]"""
+    for query in chosen:
+        scores[query, begin : begin + count] = ZERO
+    for dim in range(0, queries.shape[1], UNROLLED):
+        k0, k1, k2, k3 = keys[dim][:count], keys[dim + 1][:count], keys[dim + 2][:count], keys[dim + 3][:count]
+        k4, k5, k6, k7 = keys[dim + 4][:count], keys[dim + 5][:count], keys[dim + 6][:count], keys[dim + 7][:count]
+        for query in chosen:
+            of = queries[query]
+            q0, q1, q2, q3 = of[dim], of[dim + 1], of[dim + 2], of[dim + 3]
+            q4, q5, q6, q7 = of[dim + 4], of[dim + 5], of[dim + 6], of[dim + 7]
+            row = scores[query][begin : begin + count]
+            for at in range(count):
+                first = (q0 * k0[at] + q1 * k1[at]) + (q2 * k2[at] + q3 * k3[at])
+                row[at] += first + ((q4 * k4[at] + q5 * k5[at]) + (q6 * k6[at] + q7 * k7[at]))
+
+
+@compiled(fastmath=FAST)
+def _add_values(mixed, chosen, weights, values, begin, count):
+    """mixed[chosen] += weights[chosen, begin : begin + count] @ values[:count]"""
+    whole = count - count % UNROLLED
+    for at in range(0, whole, UNROLLED):
+        v0, v1, v2, v3 = values[at], values[at + 1], values[at + 2], values[at + 3]
+        v4, v5, v6, v7 = values[at + 4], values[at + 5], values[at + 6], values[at + 7]
+        for query in chosen:
+            of = weights[query][begin + at : begin + at + UNROLLED]
+            w0, w1, w2, w3, w4, w5, w6, w7 = of[0], of[1], of[2], of[3], of[4], of[5], of[6], of[7]
+            row = mixed[query]
+            for dim in range(row.size):
+                first = (w0 * v0[dim] + w1 * v1[dim]) + (w2 * v2[dim] + w3 * v3[dim])
+                row[dim] += first + ((w4 * v4[dim] + w5 * v5[dim]) + (w6 * v6[dim] + w7 * v7[dim]))
+    for at in range(whole, count):
+        for query in chosen:
+            for dim in range(mixed.shape[1]):
+                mixed[query, dim] += weights[query, begin + at] * values[at, dim]
+
+
+@compiled()
+def _queries_of_prefix(places, first, stop, each, prefix):
+    """Numbers of the queries of these rows that read a prefix."""
+    chosen = np.empty((stop - first) * each, np.int64)
+    count = 0
+    for row in range(first, stop):
+        if places[row, 2] == prefix and places[row, 3] > 0 and places[row, 1] > 0:
+            for query in range(each):
+                chosen[count] = (row - first) * each + query
+                count += 1
+    return chosen[:count]
+
+
+@compiled(fastmath=FAST)
+def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed, first, stop, kv_head):
+    time, heads, head_dim = query.shape[1:]
+    sharing = heads // keys.shape[1]
+    from_head, each = kv_head * sharing, time * sharing
+    scores = np.empty(((stop - first) * each, prefix_keys.shape[3] + keys.shape[3]), np.float32)
+    queries = np.empty((scores.shape[0], head_dim), np.float32)
+    totals = np.ones(scores.shape[0], np.float32)
+    scale = ONE / np.sqrt(np.float32(head_dim))
+    for row in range(first, stop):
+        for step in range(time):
+            for head in range(sharing):
+                of = queries[(row - first) * each + step * sharing + head]
+                for dim in range(head_dim):
+                    of[dim] = query[row, step, from_head + head, dim] * scale
+    for prefix in range(prefix_keys.shape[0]):
+        chosen = _queries_of_prefix(places, first, stop, each, prefix)
+        if chosen.size:
+            length = places[first + chosen[0] // each, 3]
+            _add_scores(scores, chosen, queries, prefix_keys[prefix, kv_head], 0, length)
+    results = np.zeros_like(queries)
+    for row in range(first, stop):
+        place, seen, _, length = places[row]
+        if seen <= 0:
+            continue
+        held = min(seen + time - 1, keys.shape[3])  # of the row, seen by the last step
+        chosen = np.arange((row - first) * each, (row - first + 1) * each)
+        _add_scores(scores, chosen, queries, keys[place, kv_head], length, held)
+        for number in chosen:
+            visible = length + min(seen + (number - chosen[0]) // sharing, keys.shape[3])
+            totals[number] = _softmax(scores[number], visible)
+            scores[number, visible : length + held] = ZERO
+        _add_values(results, chosen, scores, values[place, kv_head], length, held)
+    for prefix in range(prefix_keys.shape[0]):
+        chosen = _queries_of_prefix(places, first, stop, each, prefix)
+        if chosen.size:
+            length = places[first + chosen[0] // each, 3]
+            _add_values(results, chosen, scores, prefix_values[prefix, kv_head], 0, length)
+    for number in range(results.shape[0]):
+        row, step = first + number // each, number % each // sharing
+        for dim in range(head_dim):
+            mixed[row, step, from_head + number % sharing, dim] = results[number, dim] / totals[number]
+
+
+# Two engines of a process may decode at once, which numba's own threads, without OpenMP, would end the process for.
+THREADS = importlib.util.find_spec("numba.np.ufunc.omppool") is not None and get_num_threads() > 1  # asking starts them
+
+
+@compiled(cache=True, parallel=THREADS)
+def attend(query, keys, values, prefix_keys, prefix_values, places, mixed):
+    """See `cpu_attention.attention`; all are float32 but places."""
+    rows, kv_heads = query.shape[0], keys.shape[1]
+    together = max(1, TOGETHER // (query.shape[1] * query.shape[2] // kv_heads))
+    groups = -(-rows // together)
+    for part in prange(groups * kv_heads):
+        first = part % groups * together
+        stop, kv_head = min(rows, first + together), part // groups
+        _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed, first, stop, kv_head)
+
+
+@intrinsic
+def _add_dots(context, matrix, rows, sums, count, stride):
+    """sums[m, r] = matrix[m] . rows[r] for MATRIX_ROWS and ROWS vectors of `count` floats, which lie `stride` bytes
+    apart; the others are addresses. Written in vectors: LLVM finds neither the form nor the fetching ahead itself."""
+    del context, matrix, rows, sums, count, stride
+    vector, single, whole = ir.VectorType(ir.FloatType(), LANES), ir.FloatType(), ir.IntType(64)
+
+    def emit(_, builder, __, given):
+        matrix, rows, sums, count, stride = given
+        totals = [cgutils.alloca_once(builder, vector) for _ in range(MATRIX_ROWS * ROWS)]
+        for total in totals:
+            builder.store(ir.Constant(vector, [0.0] * LANES), total)
+
+        def function(name, result, *arguments):
+            return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+        def at(base, number, place):
+            return builder.add(builder.add(base, builder.mul(ir.Constant(whole, number), stride)), place)
+
+        def load(address):
+            found = builder.load(builder.inttoptr(address, vector.as_pointer()))
+            found.align = 4
+            return found
+
+        word = ir.IntType(32)
+        multiply_add = function(f"llvm.fma.v{LANES}f32", vector, vector, vector, vector)
+        fetch = function("llvm.prefetch.p0", ir.VoidType(), cgutils.voidptr_t, word, word, word)
+        zero, step = ir.Constant(whole, 0), ir.Constant(whole, 4 * LANES)
+        stop = builder.mul(count, ir.Constant(whole, 4))
+        with cgutils.for_range_slice(builder, zero, stop, step, inc=True) as (place, _):
+            for number in range(MATRIX_ROWS):  # to be read, kept in all caches, data
+                ahead = builder.inttoptr(at(matrix, MATRIX_ROWS + number, place), cgutils.voidptr_t)
+                builder.call(fetch, [ahead, *(ir.Constant(word, flag) for flag in (0, 3, 1))])
+            held = [load(at(matrix, number, place)) for number in range(MATRIX_ROWS)]
+            for row in range(ROWS):
+                loaded = load(at(rows, row, place))
+                for number in range(MATRIX_ROWS):
+                    total = totals[number * ROWS + row]
+                    builder.store(builder.call(multiply_add, [held[number], loaded, builder.load(total)]), total)
+        add_up = function(f"llvm.vector.reduce.fadd.v{LANES}f32", single, single, vector)
+        for number, total in enumerate(totals):
+            added = builder.call(add_up, [ir.Constant(single, 0.0), builder.load(total)], fastmath=("reassoc",))
+            address = builder.add(sums, ir.Constant(whole, 4 * number))
+            builder.store(added, builder.inttoptr(address, single.as_pointer()))
+
+    return types.void(*[types.int64] * 5), emit
+
+
+@compiled(cache=True, parallel=THREADS)
+def multiply(rows, matrix, products):
+    """products = rows @ matrix.T, float32; the inner length is a multiple of LANES, and the matrix has two rows."""
+    count, inner = rows.shape
+    outputs = matrix.shape[0]
+    filled = np.zeros((-(-count // ROWS) * ROWS, inner), np.float32)
+    filled[:count] = rows
+    pairs = -(-outputs // MATRIX_ROWS)
+    for part in prange(PARTS):
+        sums = np.empty((MATRIX_ROWS, ROWS), np.float32)
+        for pair in range(pairs * part // PARTS, pairs * (part + 1) // PARTS):
+            output = min(pair * MATRIX_ROWS, outputs - MATRIX_ROWS)
+            for row in range(0, count, ROWS):
+                _add_dots(matrix[output:].ctypes.data, filled[row:].ctypes.data, sums.ctypes.data, inner, 4 * inner)
+                for number in range(MATRIX_ROWS):
+                    for place in range(min(ROWS, count - row)):
+                        products[row + place, output + number] = sums[number, place]
+
+
+@compiled(inline="always")
+def _words(address, count):
+    return carray(_pointer(address), (count,), np.int64)
+
+
+@compiled(inline="always")
+def _buffer(buffer, rank):
+    """The data of a buffer and its dimensions."""
+    of = _words(buffer, DIMENSIONS + 1)
+    return _pointer(of[DATA]), _words(of[DIMENSIONS], rank)
+
+
+@compiled()
+def _matrix(buffer):
+    data, dims = _buffer(buffer, 2)
+    return carray(data, (dims[0], dims[1]), np.float32)
+
+
+@compiled()
+def _four_dimensions(buffer):
+    data, dims = _buffer(buffer, 4)
+    return carray(data, (dims[0], dims[1], dims[2], dims[3]), np.float32)
+
+
+@compiled()
+def _asked_for_version(frame):
+    """XLA asks once, in place of a call."""
+    if not frame[EXTENSION]:
+        return False
+    extension = _words(frame[EXTENSION], METADATA + 1)
+    if extension[EXTENSION_KIND] & 0xFFFFFFFF != METADATA_KIND:
+        return False
+    _words(extension[METADATA], API_VERSION + 1)[API_VERSION] = VERSION_0_1
+    return True
+
+
+def _for_xla(function: Callable) -> Any:
+    return cfunc(types.int64(types.int64), cache=True)(inspect.unwrap(function))
+
+
+@_for_xla
+def attend_target(frame_address):
+    """`attend` as XLA calls it: 0 is no error."""
+    frame = _words(frame_address, RESULTS + 1)
+    if not _asked_for_version(frame):
+        given = _words(frame[ARGUMENTS], 6)
+        data, dims = _buffer(given[5], 2)
+        places = carray(data, (dims[0], dims[1]), np.int32)
+        query, keys, values = _four_dimensions(given[0]), _four_dimensions(given[1]), _four_dimensions(given[2])
+        prefix_keys, prefix_values = _four_dimensions(given[3]), _four_dimensions(given[4])
+        mixed = _four_dimensions(_words(frame[RESULTS], 1)[0])
+        attend(query, keys, values, prefix_keys, prefix_values, places, mixed)
+    return 0
+
+
+@_for_xla
+def multiply_target(frame_address):
+    """`multiply` as XLA calls it: 0 is no error."""
+    frame = _words(frame_address, RESULTS + 1)
+    if not _asked_for_version(frame):
+        given = _words(frame[ARGUMENTS], 2)
+        multiply(_matrix(given[0]), _matrix(given[1]), _matrix(_words(frame[RESULTS], 1)[0]))
+    return 0

@@ -1,0 +1,113 @@
+"""The kernels that decode on a CPU, beside XLA's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_engine import decoder, make_engine
+
+from mujica_jax.inference.engine import contiguous_programs as programs
+from mujica_jax.models import cpu_calls
+
+EXACT = 2e-6  # float32, the same sums in another order
+
+
+def drawn(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def memory(places: int, kv_heads: int, head_dim: int, width: int, prefixes: int, length: int) -> list[np.ndarray]:
+    """Keys and values of places, then of prefixes."""
+    shapes = [(places, kv_heads, head_dim, width), (places, kv_heads, width, head_dim)]
+    shapes += [(prefixes, kv_heads, head_dim, length), (prefixes, kv_heads, length, head_dim)]
+    return [drawn(seed, *shape) for seed, shape in enumerate(shapes)]
+
+
+def by_xla(query: np.ndarray, held: list[np.ndarray], of_rows: np.ndarray) -> np.ndarray:
+    keys, values, prefix_keys, prefix_values = map(jnp.asarray, held)
+    place, seen, prefix, shared = of_rows.T
+    readable = np.arange(keys.shape[3]) < (seen[:, None] + np.arange(query.shape[1]))[:, :, None]
+    inside = np.arange(prefix_keys.shape[3]) < shared[:, None, None]
+    visible = inside & (prefix[:, None, None] == np.arange(prefix_keys.shape[0])[None, :, None])
+    mixed = programs._attention(
+        jnp.asarray(query),
+        keys[place],
+        values[place],
+        jnp.asarray(readable),
+        prefix_keys,
+        prefix_values,
+        jnp.asarray(visible),
+    )
+    return np.asarray(mixed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "time", "heads", "kv_heads", "head_dim", "width", "prefixes", "length"),
+    [(13, 1, 9, 3, 64, 96, 2, 64), (7, 16, 4, 4, 8, 64, 1, 0), (6, 3, 8, 1, 16, 40, 2, 32)],
+)
+def test_rows_anywhere_over_several_prefixes_get_the_numbers_of_xla(
+    rows: int, time: int, heads: int, kv_heads: int, head_dim: int, width: int, prefixes: int, length: int
+):
+    random = np.random.default_rng(0)
+    held = memory(rows + 1, kv_heads, head_dim, width, prefixes, length)
+    shared = random.integers(0, length + 1, prefixes)
+    prefix = random.integers(0, prefixes, rows)
+    places, seen = random.permutation(rows + 1)[:rows], random.integers(1, width - time + 2, rows)
+    of_rows = np.stack([places, seen, prefix, shared[prefix]], axis=1).astype(np.int32)
+    query = drawn(9, rows, time, heads, head_dim)
+    mixed = jax.jit(cpu_calls.attention)(query, *held, of_rows)
+    np.testing.assert_allclose(mixed, by_xla(query, held, of_rows), atol=EXACT)
+
+
+def test_a_row_that_sees_nothing_is_zero_and_what_is_broken_stays_in_its_row():
+    """A number that is not finite reaches the row that reads it, to be found there, and no other one; what nobody may
+    see is not read."""
+    held = memory(4, 1, 8, 16, 1, 16)
+    held[0][1, :, :, 5:] = np.nan  # beyond what is seen
+    held[1][1, :, 5:] = np.nan
+    held[0][2, 0, 3, 1] = np.nan
+    held[1][3, 0, 0, 0] = np.inf
+    of_rows = np.asarray([[0, 0, 0, 16], [1, 5, 0, 16], [2, 5, 0, 16], [3, 5, 0, 16]], np.int32)
+    mixed = np.asarray(jax.jit(cpu_calls.attention)(drawn(9, 4, 1, 2, 8), *held, of_rows))
+    assert not mixed[0].any()
+    assert np.isfinite(mixed[1]).all() and mixed[1].any()
+    assert np.isnan(mixed[2]).all() and not np.isfinite(mixed[3]).all()
+
+
+def test_scores_far_apart_weigh_as_they_should():
+    held = memory(1, 1, 8, 24, 1, 0)
+    held[0] *= 100
+    of_rows = np.asarray([[0, 24, 0, 0]], np.int32)
+    query = drawn(9, 1, 1, 1, 8)
+    mixed = jax.jit(cpu_calls.attention)(query, *held, of_rows)
+    np.testing.assert_allclose(mixed, by_xla(query, held, of_rows), atol=1e-4)  # scores of hundreds
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 7, 64), (6, 576, 1536), (13, 1001, 40), (32, 2, 8)])
+def test_products_of_few_rows_are_exact(rows: int, outputs: int, inputs: int):
+    left, right = drawn(0, rows, inputs), drawn(1, outputs, inputs)
+    found = jax.jit(cpu_calls.product)(left, right)
+    np.testing.assert_allclose(found, left.astype(np.float64) @ right.T, atol=1e-4)
+
+
+def test_the_gradient_of_a_product():
+    def loss(product, left, right):
+        return jnp.sum(jnp.sin(product(left, right)))
+
+    left, right = jnp.asarray(drawn(0, 6, 16)), jnp.asarray(drawn(1, 10, 16))
+    ours = jax.grad(loss, (1, 2))(cpu_calls.product, left, right)
+    theirs = jax.grad(loss, (1, 2))(lambda left, right: left @ right.T, left, right)
+    for found, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_they_are_used_by_a_cpu_alone_in_float32_where_they_are_faster():
+    engine: object = make_engine(decoder())
+    assert cpu_calls.can_attend(engine._memory.rows.keys[0])  # pyright: ignore[reportAttributeAccessIssue]
+    assert not cpu_calls.can_attend(jnp.zeros((1, 1, 64, 1), jnp.bfloat16))
+    assert not cpu_calls.can_attend(jnp.zeros((1, 1, 12, 1)))
+    rows, matrix = jnp.zeros((12, 576)), jnp.zeros((1536, 576))
+    assert cpu_calls.can_multiply(rows, matrix)
+    assert not cpu_calls.can_multiply(rows[:1], matrix) and not cpu_calls.can_multiply(rows, matrix[:64])
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        assert not cpu_calls.can_multiply(rows, matrix)
