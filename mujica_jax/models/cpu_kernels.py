@@ -9,16 +9,16 @@ Products: XLA packs the matrix in every call. Here it is read once, in the order
 rows are multiplied the next two are fetched.
 """
 
-import importlib.util
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, get_num_threads, njit, prange, types
+from numba import carray, cfunc, get_num_threads, njit, prange, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic as _intrinsic
 
 TOGETHER = 12  # queries of one head of keys that a thread takes at a time, if a row has no more
 UNROLLED = 8  # keys, or values, that are added up in one walk along what lies together
@@ -38,6 +38,8 @@ EXTENSION, ARGUMENTS, RESULTS = 1, 9, 14  # of a call frame
 EXTENSION_KIND, METADATA, API_VERSION = 1, 3, 3
 DATA, DIMENSIONS = 3, 5  # of a buffer
 METADATA_KIND, VERSION_0_1 = 1, 1 << 32
+
+intrinsic: Any = _intrinsic  # who calls one leaves out the context that it gets from numba
 
 
 def compiled(**options) -> Callable[[Callable], Callable]:
@@ -176,8 +178,16 @@ def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed,
             mixed[row, step, from_head + number % sharing, dim] = results[number, dim] / totals[number]
 
 
-# Two engines of a process may decode at once, which numba's own threads, without OpenMP, would end the process for.
-THREADS = importlib.util.find_spec("numba.np.ufunc.omppool") is not None and get_num_threads() > 1  # asking starts them
+def _has_threads() -> bool:
+    """Two engines of a process may decode at once, which numba's threads stand with OpenMP alone."""
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError:
+        return False
+    return get_num_threads() > 1  # asking starts them, which what comes from numba's cache relies on
+
+
+THREADS = _has_threads()
 
 
 @compiled(cache=True, parallel=THREADS)
