@@ -29,7 +29,7 @@ from mujica_jax.agents.agent import EnginePolicy, gather_polled
 from mujica_jax.agents.decex import Decex
 from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.errors import UserError
-from mujica_jax.learning.losses import find_loss
+from mujica_jax.learning.losses import preference
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.rollouts import score_once
@@ -212,7 +212,7 @@ def _learn_pairs(run: Run, state: PhaseState, pairs: Sequence[Conversation], **p
         steps=steps,
         peak=config.dpo_learning_rate,
         end_value=0.0,
-        loss=find_loss("dpo", beta=config.beta),
+        loss=preference.DPO(beta=config.beta),
     )
     phase["forward_tokens"] += sum(len(side.token_ids) for side in pairs)
     return _finish(run, DPO, learnt, steps, accepted=len(pairs) // 2, **phase)
