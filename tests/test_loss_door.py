@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,7 +30,7 @@ from mujica_jax.trajectories.packing import PackedRows, pack
 MODEL = dataclasses.replace(TINY, vocab_size=tokenizer().vocab_size, max_position_embeddings=1024)
 GROUPS = 8
 SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=8)
-CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
 LOSSES = {"grpo": GRPO(**CLIP, kl_coefficient=0.01), "dapo": DAPO(**CLIP), "dpo": DPO(beta=0.5)}
 
 

@@ -308,7 +308,7 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
                 loss_and_gradient, trained, _parts(batch, config.accumulation_steps, mesh)
             )
         # So that the second moment and the directions are float32.
-        gradient, wide = optax.tree.cast((gradient, trained), jnp.float32)
+        gradient, wide = (optax.tree.cast(tree, jnp.float32) for tree in (gradient, trained))
         direction, opt_state = optimizer.update(gradient, state.opt_state, wide)
         rate = learning_rate(schedule, state.step)
         after, spikes = apply_updates(trained, direction, rate, state.step), state.spikes
