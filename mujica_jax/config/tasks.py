@@ -1,4 +1,4 @@
-"""Sections of tasks over passages; each joins the union in `schema.py`."""
+"""Sections of tasks over passages, and their union, which is part of the one in `schema.py`."""
 
 import dataclasses
 from typing import ClassVar, Literal
