@@ -45,7 +45,7 @@ from mujica_jax.methods.policies import WANTED, Checkpoint, find_policy, init_as
 from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
-from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.runtime.standard_output import run_program
 from mujica_jax.storage.run_directory import run_path
 
@@ -85,36 +85,27 @@ class EvalArguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, or ended by SIGTERM, its parts kept; 2 a mistake of the user's; 130 interrupted."""
-    with Preemption(kept="what was evaluated is kept") as preemption:
-        preemption.then = "the same command goes on"
-        try:
-            given, config = command_line(sys.argv[1:] if arguments is None else arguments)
-            distributed.start(given.distributed, preemption.on_notice)
-            find = find_checkpoint if given.remote.base_url is None else find_endpoint
-            configs = all_configs(given, config)
-            policy = distributed.primary_first("the policy", lambda: find(given))
-            worker = None
-            if given.worker is not None:
-                named = dataclasses.replace(given, checkpoint=given.worker, policy=None, adapter=None)
-                worker = distributed.primary_first("the worker's policy", lambda: find_checkpoint(named))
-            judge = None if given.judge.base_url is None else open_endpoint(given.judge, policy.out)
-            # A mistake in the arguments is answered before JAX has started.
-            from mujica_jax.methods.evaluate_policies import evaluate
+    preemption = Preemption(kept="what was evaluated is kept")
+    preemption.then = "the same command goes on"
 
-            evaluate(configs, policy, preemption, worker=worker, judge=judge, sampled=given.sampled, plot=given.plot)
-            distributed.finish()
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            distributed.abort(str(error), 2)
-            return 2
-        except Preempted as ended:
-            print(f"\n{ended}", file=sys.stderr)
-            distributed.abort(str(ended), preemption.status)
-            return preemption.status
-        except Exception:
-            distributed.abort_with_traceback()
-            raise
-    return 0
+    def program() -> None:
+        given, config = command_line(sys.argv[1:] if arguments is None else arguments)
+        distributed.start(given.distributed, preemption.on_notice)
+        find = find_checkpoint if given.remote.base_url is None else find_endpoint
+        configs = all_configs(given, config)
+        policy = distributed.primary_first("the policy", lambda: find(given))
+        worker = None
+        if given.worker is not None:
+            named = dataclasses.replace(given, checkpoint=given.worker, policy=None, adapter=None)
+            worker = distributed.primary_first("the worker's policy", lambda: find_checkpoint(named))
+        judge = None if given.judge.base_url is None else open_endpoint(given.judge, policy.out)
+        # A mistake in the arguments is answered before JAX has started.
+        from mujica_jax.methods.evaluate_policies import evaluate
+
+        evaluate(configs, policy, preemption, worker=worker, judge=judge, sampled=given.sampled, plot=given.plot)
+        distributed.finish()
+
+    return preemption.exit_status(program)
 
 
 def all_configs(given: EvalArguments, config: Config) -> list[Config]:
@@ -158,11 +149,9 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
         config = _config_left_in(run_path(checkpoint), "--checkpoint", wanted=WANTED, lacking=lacking)
     else:
         config = load_config(name or HELP_CONFIG)
-    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
-    sections = {field.name for field in dataclasses.fields(EvalArguments)} & set(shared)
-    defaults = {section: shared[section] for section in sections}
-    defaults["remote"] = RemoteConfig()
-    defaults["judge"] = RemoteConfig()
+    sections = {field.name for field in dataclasses.fields(EvalArguments)} & vars(config).keys()
+    defaults = {section: getattr(config, section) for section in sections}
+    defaults |= {"remote": RemoteConfig(), "judge": RemoteConfig()}
     defaults["distributed"] = DistributedConfig()  # a run's own says which machines trained it
     defaults["checkpoint"] = tyro.MISSING if remote is None and checkpoint is None else checkpoint
     given = override(EvalArguments(**defaults), words, prog="python -m mujica_jax.eval")

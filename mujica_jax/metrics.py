@@ -51,12 +51,7 @@ def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
     normalise = normalise_triviaqa if rule == "triviaqa" else normalise_squad
     answer = normalise(prediction)
     singles = [_score_one(answer, normalise(gold), rule) for gold in golds]
-    return Score(
-        em=max(single.em for single in singles),
-        f1=max(single.f1 for single in singles),
-        precision=max(single.precision for single in singles),
-        recall=max(single.recall for single in singles),
-    )
+    return Score(**{name: max(getattr(single, name) for single in singles) for name in vars(singles[0])})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

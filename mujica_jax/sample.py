@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from mujica_jax.config.files import override
 from mujica_jax.errors import UserError
 from mujica_jax.runtime.host_memory import keep_freed_memory
-from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.runtime.standard_output import run_program
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mujica_jax.trajectories.store import Store
 
 PROGRAM = "python -m mujica_jax.sample"
-USER_ERROR = 2
 MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 5.0, 86_400.0
 
 
@@ -43,22 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import tyro  # 0.2 s
 
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with Preemption(kept="finished units are kept") as preemption:
-        try:
-            given = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)
-            if not MIN_LEASE_SECONDS <= given.lease_seconds <= MAX_LEASE_SECONDS:
-                raise UserError(
-                    f"--lease-seconds is {given.lease_seconds} and must lie between {MIN_LEASE_SECONDS:g} and "
-                    f"{MAX_LEASE_SECONDS:g}: below, a unit under way would be played twice"
-                )
-            sample(given, preemption)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return USER_ERROR
-        except Preempted as ended:
-            print(f"\n{ended}", file=sys.stderr)
-            return preemption.status
-    return 0
+    preemption = Preemption(kept="finished units are kept")
+
+    def program() -> None:
+        given = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)
+        if not MIN_LEASE_SECONDS <= given.lease_seconds <= MAX_LEASE_SECONDS:
+            raise UserError(
+                f"--lease-seconds is {given.lease_seconds} and must lie between {MIN_LEASE_SECONDS:g} and "
+                f"{MAX_LEASE_SECONDS:g}: below, a unit under way would be played twice"
+            )
+        sample(given, preemption)
+
+    return preemption.exit_status(program)
 
 
 def sample(given: SampleArguments, preemption: Preemption) -> None:
@@ -87,9 +82,8 @@ def sample(given: SampleArguments, preemption: Preemption) -> None:
         sampler.work()
     finally:
         progress.line(sampler.statistics.in_words())
-        store.create(
-            f"samplers/{leases.owner}.json", (json.dumps(dataclasses.asdict(sampler.statistics)) + "\n").encode()
-        )
+        statistics = json.dumps(dataclasses.asdict(sampler.statistics)) + "\n"
+        store.create(f"samplers/{leases.owner}.json", statistics.encode())
 
 
 def _config_of(store: "Store", given: SampleArguments) -> "Config":

@@ -13,42 +13,31 @@ import time
 from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import command_line, take_flag
 from mujica_jax.config.schema import Config
-from mujica_jax.errors import UserError
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
-from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.runtime.standard_output import run_program
 
 DEFAULT_CONFIG = "tiny_world"
-USER_ERROR = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 done or preempted and resumable, 2 a mistake of the user's, 130 interrupted and resumable."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with Preemption() as preemption:
-        try:
-            config = command_line(words, default=DEFAULT_CONFIG)
-            check(config)
-            check_demonstrations(config)
-            distributed.start(config.distributed, preemption.on_notice)
-            directory = config.run or distributed.broadcast("run directory", lambda: _new_directory(config.name))
-            again = words if take_flag([*words], "--run") else [*words, "--run", directory]
-            preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
-            train(config, directory, preemption)
-            distributed.finish()
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            distributed.abort(str(error), USER_ERROR)
-            return USER_ERROR
-        except Preempted as ended:
-            print(f"\n{ended}", file=sys.stderr)
-            distributed.abort(str(ended), preemption.status)
-            return preemption.status
-        except Exception:
-            distributed.abort_with_traceback()
-            raise
-    return 0
+    preemption = Preemption()
+
+    def program() -> None:
+        config = command_line(words, default=DEFAULT_CONFIG)
+        check(config)
+        check_demonstrations(config)
+        distributed.start(config.distributed, preemption.on_notice)
+        directory = config.run or distributed.broadcast("run directory", lambda: _new_directory(config.name))
+        again = words if take_flag([*words], "--run") else [*words, "--run", directory]
+        preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
+        train(config, directory, preemption)
+        distributed.finish()
+
+    return preemption.exit_status(program)
 
 
 def train(config: Config, directory: str, preemption: Preemption) -> None:

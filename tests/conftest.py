@@ -35,6 +35,14 @@ def known_flags() -> list[str]:
         return [flag for flag in XLA_FLAGS if content.find(flag.strip("-").partition("=")[0].encode()) >= 0]
 
 
+@pytest.fixture(scope="module")
+def decoder():
+    """That of `packed_rows`, for modules that have none of their own."""
+    from packed_rows import tiny_decoder
+
+    return tiny_decoder()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no fault
     hypothesis.settings.load_profile("any machine")

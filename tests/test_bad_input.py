@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from packed_rows import MODEL
 from tiny_models import filled_decoder
 
 from mujica_jax import eval as evaluation
@@ -34,7 +35,6 @@ from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
 from mujica_jax.methods.parts import make_agent
 from mujica_jax.methods.run import Run
-from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import MESH_AXES
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
@@ -87,24 +87,8 @@ def refused_by_tyro(capsys, program, *arguments: str) -> str:
 def checkpoint(tmp_path) -> Path:
     """A small Hugging Face directory whose tokenizer and model belong together."""
     tokenizer = Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300)
-    config = DecoderConfig(
-        family="qwen3",
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=16,
-        intermediate_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rope_theta=1e4,
-        rope_scaling=None,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        max_position_embeddings=128,
-        eos_token_ids=tuple(tokenizer.stop_token_ids),
-        bos_token_id=None,
-        initializer_range=0.02,
-    )
+    tokens = {"vocab_size": tokenizer.vocab_size, "eos_token_ids": tokenizer.stop_token_ids}
+    config = dataclasses.replace(MODEL, num_kv_heads=1, **tokens)
     save_checkpoint(filled_decoder(config), tmp_path / "checkpoint", tokenizer=tokenizer)
     return tmp_path / "checkpoint"
 

@@ -5,7 +5,7 @@ from little_agent import CONFIG
 
 from mujica_jax import eval as evaluation
 from mujica_jax import metrics
-from mujica_jax.config.schema import DirectConfig
+from mujica_jax.config.agents import DirectConfig
 from mujica_jax.errors import UserError
 from mujica_jax.report import comparison
 from mujica_jax.report.comparison import Compared

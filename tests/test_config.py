@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from episodes import episode
 from flax import nnx
-from packed_rows import MODEL, TRAINER, tiny_decoder
+from packed_rows import MODEL, TRAINER
 
 from mujica_jax.config import schema as config_module
 from mujica_jax.config.checks import check
@@ -58,7 +59,7 @@ from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
+from mujica_jax.records import Conversation, Trajectory, Turn
 from mujica_jax.report.results import PhaseRow
 from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.rewards import find_reward
@@ -81,12 +82,12 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     PretrainingConfig: ("pretraining", "config"),
     WarmupConfig: ("warmup", "config"),
     SamplingConfig: ("sampling",),
-    MygoConfig: ("method", "config", "config_of(run)"),
+    MygoConfig: ("method", "config", "method_of(run, MygoConfig)"),
     EviPathConfig: ("method", "config"),
-    GrpoConfig: ("config", "method", "_config(run)"),
-    DapoConfig: ("config", "method", "_config(run)"),
+    GrpoConfig: ("config", "method", "method_of(run, PolicyGradientConfig)"),
+    DapoConfig: ("config", "method", "method_of(run, PolicyGradientConfig)"),
     StagedRewardConfig: ("config", "staged"),
-    DecexTreeConfig: ("method", "config", "_config", "_config(run)"),
+    DecexTreeConfig: ("method", "config", "_config", "method_of(run, DecexTreeConfig)"),
     EvalConfig: ("eval",),
     DistributedConfig: ("config",),
     MetricsConfig: ("metrics", "config"),
@@ -127,7 +128,7 @@ def reads() -> Iterator[tuple[str, str]]:
 
 def test_every_section_is_looked_at():
     known = {kind for kind in vars(config_module).values() if dataclasses.is_dataclass(kind)}
-    assert known == set(SECTIONS)
+    assert known | {*AgentConfig.__args__, *TaskConfig.__args__} == set(SECTIONS)
 
 
 def test_every_field_is_read():
@@ -276,11 +277,6 @@ def test_the_embedding_is_drawn_as_wide_as_asked(smoke):
         decoder = start.new_decoder(changed(smoke, "model", embedding_range=width), size)
         assert abs(float(decoder.embedding[...].std()) / width - 1) < 0.05
         assert abs(float(decoder.layers.up_kernel[...].std()) / start.INITIALIZER_RANGE - 1) < 0.05
-
-
-@pytest.fixture(scope="module")
-def decoder() -> Decoder:
-    return tiny_decoder()
 
 
 def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
@@ -519,18 +515,10 @@ class RecordedRun:
 
     def _episode(self, attempt, *, right: bool) -> Trajectory:
         conversation = self.rows[self.done % len(self.rows)]
-        return Trajectory(
-            question_id=attempt.question.id,
-            attempt=attempt.number,
-            policy_version=0,
-            seed=attempt.seed,
-            conversations=tuple(dataclasses.replace(conversation, role=role) for role in ("planner", "worker")),
-            answer=attempt.question.answers[0] if right else "",
-            reward=float(right),
-            stop_reason=StopReason.ANSWERED,
-            searches=(),
-            seconds=0.0,
-        )
+        conversations = (dataclasses.replace(conversation, role=role) for role in ("planner", "worker"))
+        about = {"question_id": attempt.question.id, "attempt": attempt.number, "seed": attempt.seed}
+        answer = attempt.question.answers[0] if right else ""
+        return episode(*conversations, **about, answer=answer, reward=float(right))
 
 
 @pytest.fixture

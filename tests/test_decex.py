@@ -29,7 +29,7 @@ from mujica_jax.config.files import load_config
 from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
-from mujica_jax.learning.losses import find_loss
+from mujica_jax.learning.losses.preference import DPO
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.methods import decex, run
@@ -321,7 +321,7 @@ def test_dpo_moves_towards_what_was_chosen():
     sides = [side for pair in grow(Table(TURNS)).pairs for side in (pair.chosen, pair.rejected)]
     model = dataclasses.replace(TINY, vocab_size=tokenizer().vocab_size, max_position_embeddings=1024)
     config = dataclasses.replace(SHORT, row_tokens=512, rows_per_step=2)
-    trainer = Trainer(model, config, find_loss("dpo", beta=0.1))
+    trainer = Trainer(model, config, DPO(beta=0.1))
     state = trainer.initial_state(tiny_decoder(model))
     packed = pack(sides, row_tokens=512, seed=0, pairs=True)
     reference = trainer.score(state, packed)

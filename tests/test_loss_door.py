@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,12 +17,10 @@ from packed_rows import tiny_decoder
 
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.schema import TinyWorldConfig
-from mujica_jax.errors import UserError
 from mujica_jax.learning.checkpoints import Checkpoints
-from mujica_jax.learning.losses import find_loss
 from mujica_jax.learning.losses.loss import Loss
-from mujica_jax.learning.losses.mle import MLE
-from mujica_jax.learning.losses.policy import GRPO, group_advantages
+from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages
+from mujica_jax.learning.losses.preference import DPO
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.records import Conversation
@@ -31,12 +30,8 @@ from mujica_jax.trajectories.packing import PackedRows, pack
 MODEL = dataclasses.replace(TINY, vocab_size=tokenizer().vocab_size, max_position_embeddings=1024)
 GROUPS = 8
 SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=8)
-CLIP = {"clip_low": 0.2, "clip_high": 0.3}
-LOSSES = {
-    "grpo": find_loss("grpo", **CLIP, kl_coefficient=0.01),
-    "dapo": find_loss("dapo", **CLIP),
-    "dpo": find_loss("dpo", beta=0.5),
-}
+CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
+LOSSES = {"grpo": GRPO(**CLIP, kl_coefficient=0.01), "dapo": DAPO(**CLIP), "dpo": DPO(beta=0.5)}
 
 
 @functools.cache
@@ -138,24 +133,6 @@ def test_parts_of_a_batch_add_up_to_the_whole(name, decoder, rows):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), in_parts[0].params, whole[0].params)
     for metric, value in whole[1][1].values().items():
         assert in_parts[1][1].values()[metric] == pytest.approx(value, abs=1e-5), metric
-
-
-def test_losses_are_found_by_name():
-    assert find_loss("grpo", **CLIP) == GRPO(**CLIP, kl_coefficient=0.0)
-    assert find_loss("mle") == MLE()
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "sentence"),
-    [
-        ("grop", {}, r"no loss 'grop': did you mean grpo\?"),
-        ("dpo", {"bta": 0.1}, r"the loss dpo has no parameter 'bta': did you mean beta\?"),
-        ("dapo", {"clip_low": 0.2}, r"the loss dapo is given no clip_high"),
-    ],
-)
-def test_an_unknown_loss_or_parameter_is_answered_with_the_nearest(name, parameters, sentence):
-    with pytest.raises(UserError, match=sentence):
-        find_loss(name, **parameters)
 
 
 def test_rows_without_a_column_that_the_loss_needs_are_refused(decoder):

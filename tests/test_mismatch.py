@@ -8,12 +8,13 @@ import math
 import jax
 import numpy as np
 import pytest
+from episodes import episode
 from packed_rows import MODEL, TRAINER, conversation, random_conversations, tiny_decoder
 
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods.mismatch import compared, differences
-from mujica_jax.records import Conversation, StopReason, Trajectory
+from mujica_jax.records import Conversation
 from mujica_jax.trajectories.packing import pack
 
 
@@ -25,20 +26,6 @@ def sampled(one: Conversation, logprobs: list[float]) -> Conversation:
         for turn in one.turns
     ]
     return dataclasses.replace(one, turns=tuple(turns))
-
-
-def played(*conversations: Conversation) -> Trajectory:
-    return Trajectory(
-        question_id="q",
-        attempt=0,
-        policy_version=0,
-        seed=0,
-        conversations=conversations,
-        answer="",
-        stop_reason=StopReason.ANSWERED,
-        searches=(),
-        seconds=0.0,
-    )
 
 
 def test_differences_are_those_of_the_sampled_tokens():
@@ -80,7 +67,7 @@ def right() -> list[Conversation]:
 
 
 def test_the_same_policy_agrees(trained, right):
-    found = compared(*trained, [played(*right[:5]), played(*right[5:])], conversations=64, seed=3)
+    found = compared(*trained, [episode(*right[:5]), episode(*right[5:])], conversations=64, seed=3)
     assert found["compared_tokens"] == sum(len(t.token_ids) for one in right for t in one.turns if t.logprobs)
     assert found["logprob_difference_max_absolute"] < 1e-5
     assert abs(found["logprob_kl"]) < 1e-6
@@ -91,13 +78,13 @@ def test_one_wrong_number_is_seen(trained, right):
     assert turn.logprobs is not None
     wrong = dataclasses.replace(turn, logprobs=(turn.logprobs[0] + 0.5, *turn.logprobs[1:]))
     changed = dataclasses.replace(right[4], turns=(right[4].turns[0], wrong, *right[4].turns[2:]))
-    found = compared(*trained, [played(*right[:4], changed, *right[5:])], conversations=64, seed=3)
+    found = compared(*trained, [episode(*right[:4], changed, *right[5:])], conversations=64, seed=3)
     assert found["logprob_difference_max_absolute"] == pytest.approx(0.5, abs=1e-4)
 
 
 def test_a_sample_is_bounded_and_drawn_by_the_seed(trained, right):
     def tokens(seed: int) -> tuple[float, ...]:
-        return tuple(compared(*trained, [played(*right)], conversations=3, seed=seed).values())
+        return tuple(compared(*trained, [episode(*right)], conversations=3, seed=seed).values())
 
     assert tokens(1) == tokens(1)
     assert len({tokens(seed) for seed in range(5)}) > 1
@@ -108,6 +95,6 @@ def test_a_sample_is_bounded_and_drawn_by_the_seed(trained, right):
 def test_what_has_no_numbers_or_fits_no_row_is_left_out(trained, right):
     bare = conversation((1, 2), (3,))
     long = sampled(conversation((1,), tuple(range(40))), [-1.0] * 40)
-    assert compared(*trained, [played(bare, long)], conversations=8, seed=0) == {}
-    found = compared(*trained, [played(bare, long, right[0])], conversations=8, seed=0)
+    assert compared(*trained, [episode(bare, long)], conversations=8, seed=0) == {}
+    found = compared(*trained, [episode(bare, long, right[0])], conversations=8, seed=0)
     assert found["compared_tokens"] == sum(len(turn.token_ids) for turn in right[0].turns if turn.logprobs)

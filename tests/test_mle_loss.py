@@ -54,11 +54,6 @@ def bigram_model() -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Decoder:
-    return tiny_decoder()
-
-
-@pytest.fixture(scope="module")
 def batch() -> Batch:
     return pack(CONVERSATIONS, row_tokens=ROW_TOKENS, seed=0).batch(slice(None))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from episodes import episode
 
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig, SamplingConfig
@@ -25,18 +26,8 @@ QUESTIONS = [Question(id=name, text=name, answers=(name,)) for name in ("easy", 
 
 def trajectory(attempt: Attempt, reward: float, said: int) -> Trajectory:
     turn = Turn(role="model", token_ids=(said,), text=str(said), trained=True)
-    return Trajectory(
-        question_id=attempt.question.id,
-        attempt=attempt.number,
-        policy_version=0,
-        seed=attempt.seed,
-        conversations=(Conversation(role="planner", turns=(turn,)),),
-        answer="",
-        reward=reward,
-        stop_reason=StopReason.ANSWERED,
-        searches=(),
-        seconds=0.0,
-    )
+    about = {"question_id": attempt.question.id, "attempt": attempt.number, "seed": attempt.seed}
+    return episode(Conversation(role="planner", turns=(turn,)), **about, reward=reward)
 
 
 class Played:

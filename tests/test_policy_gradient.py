@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from episodes import episode
 
 from mujica_jax import train
 from mujica_jax.agents.agent import Attempt
@@ -20,7 +21,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.losses.policy import DAPO, GRPO, importance_weights
 from mujica_jax.methods import policy_gradient, rollouts
 from mujica_jax.methods.run import Run
-from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
+from mujica_jax.records import Conversation, Question, Trajectory, Turn
 from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.trajectories.groups import overlong_punishment
 from mujica_jax.trajectories.packing import PackedRows
@@ -116,18 +117,15 @@ class Played:
     def sample(self, number: int, shard: int, attempts: Sequence[Attempt], heard: Callable[[Trajectory], None]) -> Any:
         self.asked += [attempt.question.id for attempt in attempts if attempt.number == 0]
         found = [
-            Trajectory(
+            episode(
+                *(conversation(attempt, role) for role in self.roles),
                 question_id=attempt.question.id,
                 attempt=attempt.number,
                 policy_version=number - 1,
                 seed=attempt.seed,
-                conversations=tuple(conversation(attempt, role) for role in self.roles),
                 answer="yes" if self.rewards[attempt.question.id][attempt.number] > 0 else "no",
                 reward=self.rewards[attempt.question.id][attempt.number],
                 rewards_by_part={"f1": self.rewards[attempt.question.id][attempt.number]},
-                stop_reason=StopReason.ANSWERED,
-                searches=(),
-                seconds=0.0,
             )
             for attempt in attempts
         ]

@@ -10,7 +10,7 @@ from little_agent import ToldPolicy, agent, answer, attempt, read, search
 from shared_data import DATA, needs_data
 
 from mujica_jax import index
-from mujica_jax.config.schema import QaldConfig
+from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods.evaluation import summarise
 from mujica_jax.tasks.open_domain.qald import Qald, build, read_qald

@@ -1,5 +1,6 @@
 """Rewards against numbers worked out by hand, from what an episode's record says."""
 
+import episodes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,18 +10,7 @@ from mujica_jax.rewards import REWARDS, find_reward
 
 
 def episode(answer: str, reason: StopReason = StopReason.ANSWERED, **counts: float) -> Trajectory:
-    return Trajectory(
-        question_id="q",
-        attempt=0,
-        policy_version=0,
-        seed=0,
-        conversations=(),
-        answer=answer,
-        counts=counts,
-        stop_reason=reason,
-        searches=(),
-        seconds=0.0,
-    )
+    return episodes.episode(answer=answer, counts=counts, stop_reason=reason)
 
 
 def asked(*answers: str) -> Question:

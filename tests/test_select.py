@@ -1,7 +1,8 @@
 import pytest
+from episodes import episode
 from packed_rows import conversation
 
-from mujica_jax.records import Conversation, StopReason, Trajectory
+from mujica_jax.records import Conversation, Trajectory
 from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, select, threshold, training_rows
 
 
@@ -10,18 +11,8 @@ def trajectory(
 ) -> Trajectory:
     """A planner conversation of its own for every attempt, unless `planner` says which."""
     token = attempt if planner is None else planner
-    return Trajectory(
-        question_id=question,
-        attempt=attempt,
-        policy_version=0,
-        seed=0,
-        conversations=(conversation((1, 2), (token,)), *workers),
-        answer="",
-        reward=reward,
-        stop_reason=StopReason.ANSWERED,
-        searches=(),
-        seconds=0.0,
-    )
+    conversations = conversation((1, 2), (token,)), *workers
+    return episode(*conversations, question_id=question, attempt=attempt, reward=reward)
 
 
 def attempts(selected: list[Trajectory]) -> list[tuple[str, int]]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
+from packed_rows import MODEL, TRAINER, random_conversations
 
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
@@ -17,11 +17,6 @@ from mujica_jax.trajectories.packing import pack
 GUARDED = dataclasses.replace(TRAINER, spike_deviations=6.0, spike_window_steps=4, max_skips_in_a_row=2)
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
 SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=12)
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return tiny_decoder()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import episodes
 import numpy as np
 import pytest
 
@@ -23,18 +24,9 @@ VECTORS = {"a": (1.0, 0.0), "b": (3.0, 4.0), "c": (0.0, 2.0)}
 
 
 def episode(answer: str, *queries: str, malformed: bool = False, reason=StopReason.ANSWERED) -> Trajectory:
-    return Trajectory(
-        question_id="q",
-        attempt=0,
-        policy_version=0,
-        seed=0,
-        conversations=(),
-        answer=answer,
-        counts={"malformed_shape": float(malformed)},
-        stop_reason=reason,
-        searches=tuple(Search(iteration=place, query=query) for place, query in enumerate(queries)),
-        seconds=0.0,
-    )
+    counts = {"malformed_shape": float(malformed)}
+    searches = tuple(Search(iteration=place, query=query) for place, query in enumerate(queries))
+    return episodes.episode(answer=answer, counts=counts, stop_reason=reason, searches=searches)
 
 
 def reward(**changes) -> RewardFunction:

@@ -418,17 +418,9 @@ def test_a_world_without_enough_questions_says_so() -> None:
 def test_any_world_is_answerable_and_disjoint(
     facts_per_entity: int, distractor_names: float, paraphrases: int, seed: int
 ) -> None:
-    config = TinyWorldConfig(
-        train_questions=60,
-        demonstrations=60,
-        dev_questions=60,
-        test_questions=60,
-        facts_per_entity=facts_per_entity,
-        distractor_names=distractor_names,
-        paraphrases=paraphrases,
-        seed=seed,
-    )
-    world = build(config)
+    counts = dict.fromkeys(("train_questions", "demonstrations", "dev_questions", "test_questions"), 60)
+    options = {"distractor_names": distractor_names, "paraphrases": paraphrases, "seed": seed}
+    world = build(TinyWorldConfig(facts_per_entity=facts_per_entity, **counts, **options))
     for question in all_questions(world):
         assert answer_by_reading(question) == question.answers[0]
         for evidence in question.evidences:

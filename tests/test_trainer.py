@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
+from packed_rows import MODEL, TRAINER, random_conversations
 
 from mujica_jax.errors import UserError
 from mujica_jax.learning.checkpoints import Checkpoints
@@ -19,11 +19,6 @@ from mujica_jax.trajectories.packing import pack
 
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
 SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=8, warmup_steps=2)
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return tiny_decoder()
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from mujica_jax.inference.engine import ragged
 from mujica_jax.inference.engine.base import SlotState, page_bytes
 from mujica_jax.inference.engine.factory import CACHE_DTYPES
 from mujica_jax.inference.engine.kv_quantization import calibrate_scales
-from mujica_jax.learning.losses import find_loss
+from mujica_jax.learning.losses.preference import DPO
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods.memory import phases
 from mujica_jax.methods.rollouts import loss_of
@@ -59,7 +59,7 @@ def train(name: str, topology: str, config: str, lora_rank: str = "0", slices: s
     if isinstance(method, GrpoConfig | DapoConfig):
         loss = loss_of(method)
     elif isinstance(method, DecexTreeConfig):
-        loss = find_loss("dpo", beta=method.beta)
+        loss = DPO(beta=method.beta)
     trainer = Trainer(model, configured, loss=loss, devices=devices_of(topology, int(slices)))
     lowered = trainer.lower_step()
     text, compiled = lowered.as_text(), lowered.compile()

@@ -117,3 +117,16 @@ class FlareConfig(BaselineConfig):
     max_searches: int = 4  # at most; then sentences stay as they are
     max_sentences: int = 8  # of an answer with its reasons
     min_probability: float = 0.4  # of a token; a sentence with a less likely one is searched for
+
+
+Baseline = (
+    DirectConfig
+    | ChainOfThoughtConfig
+    | RagConfig
+    | SkrConfig
+    | IterRetGenConfig
+    | IrcotConfig
+    | SearchO1Config
+    | ReactConfig
+    | FlareConfig
+)

@@ -44,24 +44,11 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
     8: "engine.page_tokens",
 }
 MIN: Mapping[str, int | float] = {name: least for least, names in LEAST.items() for name in names.split()}
-ABOVE_ZERO = (
-    "model.rope_theta",
-    "model.embedding_range",
-    "trainer.clip_norm",
-    "trainer.lora_alpha",
-    "sampling.temperature",
-    "method.beta",
-    "method.dpo_learning_rate",
-    "eval.temperature",
-    "task.queries_per_second",
-)
-BELOW_ONE = (
-    "trainer.b1",
-    "trainer.b2",
-    "warmup.miss_rate",
-    "method.warmup_ratio",
-    "method.clip_low",
-)  # also at least 0
+ABOVE_ZERO = """
+    model.rope_theta model.embedding_range trainer.clip_norm trainer.lora_alpha sampling.temperature method.beta
+    method.dpo_learning_rate eval.temperature task.queries_per_second
+""".split()
+BELOW_ONE = "trainer.b1 trainer.b2 warmup.miss_rate method.warmup_ratio method.clip_low".split()  # also at least 0
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 MAX_PORT = 65535
 MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
@@ -235,9 +222,5 @@ def _check_rates(config: Config, section: str) -> None:
     if (peak := field_value(config, f"{section}.learning_rate")) is ...:
         return
     require(config, f"{section}.learning_rate", lambda value: value > 0, "above 0")
-    require(
-        config,
-        f"{section}.end_learning_rate",
-        lambda value: 0 <= value <= peak,
-        f"between 0 and {section}.learning_rate {peak}",
-    )
+    between = f"between 0 and {section}.learning_rate {peak}"
+    require(config, f"{section}.end_learning_rate", lambda value: 0 <= value <= peak, between)

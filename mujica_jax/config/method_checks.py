@@ -9,22 +9,28 @@ from mujica_jax.errors import UserError
 
 def check_method(config: Config) -> None:
     """Raises UserError."""
-    kind, control = config.method.kind, config.eval.control
-    if not isinstance(config.method, MygoConfig) and config.sampling.workers == "external":
+    method, kind, control = config.method, config.method.kind, config.eval.control
+    if not isinstance(method, MygoConfig) and config.sampling.workers == "external":
         raise UserError(
             f"sampling.workers is external and method.kind {kind}: workers sample for mygo alone, so give "
             "--sampling.workers internal"
         )
-    if control and not config.warmup.steps and not (isinstance(config.method, MygoConfig) and has_script(config)):
+    if control and not config.warmup.steps and not (isinstance(method, MygoConfig) and has_script(config)):
         raise UserError(
             "eval.control is True and warmup.steps 0: the control learns the warm-up's demonstrations, so give "
             "warmup.steps, or --eval.control False"
         )
-    _check_mygo(config)
-    _check_policy_gradient(config)
-    _check_evipath(config)
-    _check_trees(config)
-    _check_reward(config)
+    match method:
+        case MygoConfig():
+            _check_mygo(config, method)
+        case PolicyGradientConfig():
+            _check_policy_gradient(config, method)
+        case EviPathConfig():
+            _check_evipath(config, method)
+        case DecexTreeConfig():
+            _check_trees(config, method)
+    if config.reward == "staged" and not (config.staged.answer or config.staged.format):
+        raise UserError("staged.answer and staged.format are both False, and nothing can be earned: leave one on")
 
 
 def has_script(config: Config) -> bool:
@@ -32,11 +38,8 @@ def has_script(config: Config) -> bool:
     return config.warmup.source == "scripted" and isinstance(config.agent, MujicaConfig | SingleConfig | DecexConfig)
 
 
-def _check_policy_gradient(config: Config) -> None:
+def _check_policy_gradient(config: Config, method: PolicyGradientConfig) -> None:
     """What a policy gradient is measured against can be had."""
-    method = config.method
-    if not isinstance(method, PolicyGradientConfig):
-        return
     if method.overlong_tokens and not 0 < method.overlong_cache_tokens <= method.overlong_tokens:
         raise UserError(
             f"method.overlong_cache_tokens is {method.overlong_cache_tokens} and method.overlong_tokens "
@@ -55,17 +58,9 @@ def _check_policy_gradient(config: Config) -> None:
         )
 
 
-def _check_reward(config: Config) -> None:
-    """The staged reward has something that can be earned."""
-    if config.reward == "staged" and not (config.staged.answer or config.staged.format):
-        raise UserError("staged.answer and staged.format are both False, and nothing can be earned: leave one on")
-
-
-def _check_mygo(config: Config) -> None:
+def _check_mygo(config: Config, method: MygoConfig) -> None:
     """MyGO can keep what it is asked to keep."""
-    method, kept = config.method, config.keep_policies
-    if not isinstance(method, MygoConfig):
-        return
+    kept = config.keep_policies
     lags = {"asynchronous": 2, "offline": method.rounds + 1}.get(method.schedule, 1)
     if 0 < kept < lags:
         raise UserError(
@@ -89,11 +84,8 @@ def _check_mygo(config: Config) -> None:
         )
 
 
-def _check_evipath(config: Config) -> None:
+def _check_evipath(config: Config, method: EviPathConfig) -> None:
     """The teacher can write what it is asked for, and the agent is the one that it plays."""
-    method = config.method
-    if not isinstance(method, EviPathConfig):
-        return
     if not isinstance(config.agent, MujicaConfig):
         raise UserError(
             f"method evipath writes for planner and workers, and agent.kind is {config.agent.kind}: choose mujica"
@@ -121,11 +113,8 @@ def _check_evipath(config: Config) -> None:
         )
 
 
-def _check_trees(config: Config) -> None:
+def _check_trees(config: Config, method: DecexTreeConfig) -> None:
     """Of DecEx-RAG: its trees can be grown, end, and are learnt from."""
-    method = config.method
-    if not isinstance(method, DecexTreeConfig):
-        return
     if not isinstance(config.agent, DecexConfig):
         raise UserError(
             f"method.kind is decex, whose trees branch at decex's decisions, and agent.kind is {config.agent.kind}: "

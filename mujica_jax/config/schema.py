@@ -12,34 +12,11 @@ for a method. A new kind is a dataclass, in this file or its own, and its name i
 import dataclasses
 from typing import ClassVar, Literal
 
-from mujica_jax.config.agents import (
-    ChainOfThoughtConfig,
-    DecexConfig,
-    DirectConfig,
-    FlareConfig,
-    IrcotConfig,
-    IterRetGenConfig,
-    MujicaConfig,
-    RagConfig,
-    ReactConfig,
-    SearchO1Config,
-    SingleConfig,
-    SkrConfig,
-)
+from mujica_jax.config.agents import Baseline, DecexConfig, MujicaConfig, SingleConfig
 from mujica_jax.config.methods import DapoConfig, DecexTreeConfig, EviPathConfig, GrpoConfig, MygoConfig
 from mujica_jax.config.remote import RemoteConfig as RemoteConfig
 from mujica_jax.config.rewards import StagedRewardConfig
-from mujica_jax.config.tasks import (
-    AmbigQaConfig,
-    BamboogleConfig,
-    HotpotConfig,
-    MusiqueConfig,
-    NaturalQuestionsConfig,
-    PassageSearch,
-    PopQaConfig,
-    QaldConfig,
-    TriviaQaConfig,
-)
+from mujica_jax.config.tasks import OpenDomain, PassageSearch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,16 +68,6 @@ class TwoWikiConfig(PassageSearch):
     queries_per_second: float = 10.0
 
 
-OpenDomain = (
-    HotpotConfig
-    | MusiqueConfig
-    | NaturalQuestionsConfig
-    | TriviaQaConfig
-    | PopQaConfig
-    | AmbigQaConfig
-    | BamboogleConfig
-    | QaldConfig
-)
 TaskConfig = TinyWorldConfig | TwoWikiConfig | OpenDomain
 
 
@@ -122,17 +89,6 @@ class ModelConfig:
     embedding_range: float = 0.05
 
 
-Baseline = (
-    DirectConfig
-    | ChainOfThoughtConfig
-    | RagConfig
-    | SkrConfig
-    | IterRetGenConfig
-    | IrcotConfig
-    | SearchO1Config
-    | ReactConfig
-    | FlareConfig
-)
 AgentConfig = MujicaConfig | SingleConfig | DecexConfig | Baseline
 
 

@@ -1,4 +1,4 @@
-"""Sections of tasks over passages; each joins the union in `schema.py`."""
+"""Sections of tasks over passages, and their union, which is part of the one in `schema.py`."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -95,3 +95,15 @@ class QaldConfig:
     language: Literal["en", "de", "zh", "ru"] = "en"  # of the questions
     dev_percent: int = 30  # the rest, by the hash of the ids, is test
     max_questions: int | None = None  # of each split, the first by the hash of their ids
+
+
+OpenDomain = (
+    HotpotConfig
+    | MusiqueConfig
+    | NaturalQuestionsConfig
+    | TriviaQaConfig
+    | PopQaConfig
+    | AmbigQaConfig
+    | BamboogleConfig
+    | QaldConfig
+)

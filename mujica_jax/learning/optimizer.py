@@ -118,11 +118,6 @@ def _sized_like_adam(path: jax.tree_util.KeyPath, update: Float[Array, "..."]) -
     return MUON_UPDATE_RMS * math.sqrt(max(inputs, outputs)) * update
 
 
-def in_float32(tree: Any) -> Any:
-    """What the optimiser is given, so that its second moment and its directions are float32."""
-    return jax.tree.map(lambda array: array.astype(jnp.float32), tree)
-
-
 def apply_updates(params: Any, direction: Any, rate: Float[Array, ""], step: Int[Array, ""]) -> Any:
     """The parameters after an update, in the types they have."""
     leaves, structure = jax.tree.flatten(params)

@@ -11,16 +11,15 @@ and the next learning rate come. All of it happens inside the compiled step (`le
 counts with the step's other metrics and ends the run after too many in a row, where not a batch but the run is broken.
 """
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.errors import UserError
 
 MIN_DEVIATION = 0.01  # as a share of the mean
-Tree = TypeVar("Tree")
 
 
 class Spikes(NamedTuple):
@@ -60,12 +59,7 @@ def detect_spike(
         in_a_row=jnp.zeros_like(spikes.in_a_row),
     )
     left = spikes._replace(skipped=spikes.skipped + 1, in_a_row=spikes.in_a_row + 1)
-    return skip, skip_if(skip, left, taken)
-
-
-def skip_if(skip: Bool[Array, ""], old: Tree, new: Tree) -> Tree:
-    """`new`, or `old` where the update is skipped: chosen, not mixed, so that each is what it was."""
-    return jax.tree.map(lambda before, after: jnp.where(skip, before, after), old, new)
+    return skip, optax.tree.where(skip, left, taken)
 
 
 def raise_if_too_many(values: dict[str, Any], *, step: int, most: int) -> None:

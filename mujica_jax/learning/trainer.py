@@ -46,8 +46,8 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.mle import MLE
-from mujica_jax.learning.optimizer import Schedule, apply_updates, in_float32, learning_rate, make_optimizer, schedule
-from mujica_jax.learning.spike_guard import detect_spike, no_spikes, raise_if_too_many, skip_if
+from mujica_jax.learning.optimizer import Schedule, apply_updates, learning_rate, make_optimizer, schedule
+from mujica_jax.learning.spike_guard import detect_spike, no_spikes, raise_if_too_many
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -258,11 +258,6 @@ class _Program:
     score: Callable[[nnx.State, Batch], Array]
 
 
-def _platform(mesh: Mesh) -> str:
-    platform = mesh.devices.flat[0].platform
-    return "gpu" if platform in ("cuda", "rocm") else platform
-
-
 @functools.lru_cache(maxsize=8)
 def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh) -> _Program:
     """Kept for the life of the process, so that a second trainer of the same model compiles nothing."""
@@ -286,13 +281,16 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
     def empty_state(weights: nnx.State, seed: Any) -> TrainState:
         params = nnx.state(with_adapters(nnx.merge(policy_graph, weights), seed))
         spikes = no_spikes() if config.spike_deviations else ()
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(in_float32(split(params)[0])), spikes)
+        opt_state = optimizer.init(optax.tree.cast(split(params)[0], jnp.float32))
+        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, spikes)
 
     def policy(params: nnx.State) -> nnx.State:
         return nnx.state(merged(nnx.merge(graph, params), rank=rank, alpha=alpha))
 
     # By the mesh's platform, which need not be the one that compiles.
-    attention = resolve(config.attention, time=config.row_tokens, platform=_platform(mesh))
+    platform = mesh.devices.flat[0].platform
+    platform = "gpu" if platform in ("cuda", "rocm") else platform
+    attention = resolve(config.attention, time=config.row_tokens, platform=platform)
 
     def train_step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
         trained, frozen = split(state.params)
@@ -309,15 +307,17 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
             (value, metrics), gradient = _accumulated(
                 loss_and_gradient, trained, _parts(batch, config.accumulation_steps, mesh)
             )
-        gradient = in_float32(gradient)
-        direction, opt_state = optimizer.update(gradient, state.opt_state, in_float32(trained))
+        # So that the second moment and the directions are float32.
+        gradient, wide = (optax.tree.cast(tree, jnp.float32) for tree in (gradient, trained))
+        direction, opt_state = optimizer.update(gradient, state.opt_state, wide)
         rate = learning_rate(schedule, state.step)
         after, spikes = apply_updates(trained, direction, rate, state.step), state.spikes
         metrics |= counts | {"loss": value, "grad_norm": optax.global_norm(gradient), "learning_rate": rate}
         if config.spike_deviations:
             limits = {"deviations": config.spike_deviations, "window": config.spike_window_steps}
             skip, spikes = detect_spike(spikes, value, metrics["grad_norm"], **limits)
-            after, opt_state = skip_if(skip, (trained, state.opt_state), (after, opt_state))
+            # Chosen, not mixed, so that each is what it was.
+            after, opt_state = optax.tree.where(skip, (trained, state.opt_state), (after, opt_state))
             metrics |= {"skipped": spikes.skipped, "skipped_in_a_row": spikes.in_a_row}
         return TrainState(state.step + 1, nnx.merge_state(after, frozen), opt_state, spikes), metrics
 
@@ -362,8 +362,8 @@ def _accumulated(
 
     def add_part(total: tuple[Array, nnx.State], part: Batch) -> tuple[tuple[Array, nnx.State], dict[str, Array]]:
         (loss, metrics), gradient = loss_and_gradient(trained, part)
-        return (total[0] + loss, jax.tree.map(jnp.add, total[1], in_float32(gradient))), metrics
+        return (total[0] + loss, optax.tree.add(total[1], optax.tree.cast(gradient, jnp.float32))), metrics
 
-    nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), trained)
+    nothing = optax.tree.zeros_like(trained, dtype=jnp.float32)
     (loss, gradient), metrics = jax.lax.scan(add_part, (jnp.zeros((), jnp.float32), nothing), parts)
     return (loss, jax.tree.map(lambda of_parts: of_parts.sum(axis=0), metrics)), gradient

@@ -24,16 +24,17 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mujica_jax.agents.agent import EnginePolicy, gather_polled
 from mujica_jax.agents.decex import Decex
 from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.errors import UserError
-from mujica_jax.learning.losses import find_loss
+from mujica_jax.learning.losses import preference
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.rollouts import score_once
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, questions_a_round
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.search_tree import Growth, Tree
 from mujica_jax.methods.shares import play_share
@@ -50,7 +51,7 @@ REFERENCE = "phases/dpo-reference.npy"
 
 def decex(run: Run) -> list[PhaseResult]:
     """The warm-up, SFT and DPO, and the control if asked for. Finished phases are read from the run directory."""
-    config = _config(run)
+    config = method_of(run, DecexTreeConfig)
     start, first, demonstrations = begin(run)
     began = time.monotonic()
     records = _expanded(run, start)
@@ -82,11 +83,6 @@ def decex(run: Run) -> list[PhaseResult]:
             f"{run.config.trainer.row_tokens}; the policy stays as it is"
         )
     return with_control(run, start, demonstrations, first, results)
-
-
-def _config(run: Run) -> DecexTreeConfig:
-    assert isinstance(run.config.method, DecexTreeConfig), f"method {run.config.method.kind} is not run by this file"
-    return run.config.method
 
 
 def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
@@ -135,7 +131,7 @@ def _grown(
     run: Run, shard: int, questions: Sequence[Question], on_tree: Callable[[int, float], None]
 ) -> list[Trajectory]:
     """The trees of a shard, which share the engine. Their nodes are written before the shard is."""
-    config, agent, began = _config(run), run.agent, time.monotonic()
+    config, agent, began = method_of(run, DecexTreeConfig), run.agent, time.monotonic()
     assert isinstance(agent, Decex), "checked with the configuration"
 
     async def one(question: Question, gate: asyncio.Semaphore) -> Tree:
@@ -163,7 +159,7 @@ def _grown(
 
 def _pairs(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
     """Chosen, rejected, chosen, rejected, ... of the kinds that are learnt, where both train anything and fit a row."""
-    config, limit = _config(run), run.config.trainer.row_tokens
+    config, limit = method_of(run, DecexTreeConfig), run.config.trainer.row_tokens
     kinds = {"decision": config.decision_pairs, "execution": config.execution_pairs}
     pairs = [record.conversations for record in records if is_pair(record)]
     learnt = [pair for pair in pairs if kinds[pair[0].role] and all(any(side.loss_mask) for side in pair)]
@@ -174,9 +170,9 @@ def _pairs(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
 
 
 def _learn_chains(
-    run: Run, state: PhaseState, trees: Sequence[Trajectory], chains: Sequence[Trajectory], **phase: float
+    run: Run, state: PhaseState, trees: Sequence[Trajectory], chains: Sequence[Trajectory], **phase: Any
 ) -> tuple[PhaseState, PhaseResult]:
-    config, trainer = _config(run), run.config.trainer
+    config, trainer = method_of(run, DecexTreeConfig), run.config.trainer
     best = max(tree.reward for tree in trees)
     if not chains:
         raise UserError(
@@ -199,8 +195,8 @@ def _learn_chains(
     return learnt, _finish(run, SFT, learnt, steps, accepted=len(rows), **phase)
 
 
-def _learn_pairs(run: Run, state: PhaseState, pairs: Sequence[Conversation], **phase: float) -> PhaseResult:
-    config, trainer = _config(run), run.config.trainer
+def _learn_pairs(run: Run, state: PhaseState, pairs: Sequence[Conversation], **phase: Any) -> PhaseResult:
+    config, trainer = method_of(run, DecexTreeConfig), run.config.trainer
     packed = pack(pairs, row_tokens=trainer.row_tokens, seed=run.config.seed + DPO.step, pairs=True)
     steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.dpo_epochs)
     # By the policy that DPO begins with.
@@ -212,22 +208,13 @@ def _learn_pairs(run: Run, state: PhaseState, pairs: Sequence[Conversation], **p
         steps=steps,
         peak=config.dpo_learning_rate,
         end_value=0.0,
-        loss=find_loss("dpo", beta=config.beta),
+        loss=preference.DPO(beta=config.beta),
     )
     phase["forward_tokens"] += sum(len(side.token_ids) for side in pairs)
     return _finish(run, DPO, learnt, steps, accepted=len(pairs) // 2, **phase)
 
 
-def _finish(
-    run: Run, phase: Phase, state: PhaseState, steps: int, *, accepted: int, began: float, **spent: float
-) -> PhaseResult:
+def _finish(run: Run, phase: Phase, state: PhaseState, steps: int, **spent: Any) -> PhaseResult:
     run.commit_policy(state, phase.step)
-    return run.finish_phase(
-        phase,
-        state,
-        began=began,
-        trajectories=int(spent["trajectories"]),
-        accepted=accepted,
-        forward_tokens=int(spent["forward_tokens"]),
-        trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
-    )
+    slots = steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens
+    return run.finish_phase(phase, state, trained_slots=slots, **spent)

@@ -62,7 +62,6 @@ def evaluate(
     for config in configs:
         check_prompts(config.agent, tokenizer, tasks[config.task].environment_kind)
     reader = None if worker is None else _worker(worker, first, tokenizer)
-    live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     if isinstance(policy, Checkpoint) and (otherwise := policy.trained_otherwise(first.agent)):
         progress.line(f"the policy was trained under other settings: {'; '.join(otherwise)}")
@@ -77,7 +76,6 @@ def evaluate(
             generator=generator,
             reader=reader,
             progress=progress,
-            live=live,
             preemption=preemption,
             sampled=sampled,
         )
@@ -113,11 +111,11 @@ def _evaluate_one(
     generator: ScoredGenerator,
     reader: ScoredGenerator | None,
     progress: Progress,
-    live: Any,
     preemption: Preemption,
     sampled: bool,
 ) -> Compared:
     parts = _parts(config, policy, worker)
+    live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
     where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
     progress.line(f"{policy.name} from {policy.place}, {where}")
@@ -143,12 +141,8 @@ def _evaluate_one(
     summary = scores.summary()
     if judge is not None and distributed.is_primary():
         summary["greedy"] |= _judged(judge, scores, progress)
-    compared = Compared(
-        task=f"{task.name} {task.environment_kind}",
-        agent=config.agent.kind,
-        summary=summary["greedy"],
-        em=scores.exact_matches(),
-    )
+    name, em = f"{task.name} {task.environment_kind}", scores.exact_matches()
+    compared = Compared(task=name, agent=config.agent.kind, summary=summary["greedy"], em=em)
     if not distributed.is_primary():
         return compared
     file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"

@@ -196,12 +196,9 @@ def score_policy(
             played = gather(kind, played)
         return summarise(questions, played, task.rule, task.environment_kind)
 
-    return Scores(
-        questions=questions,
-        rule=task.rule,
-        greedy=evaluated(0.0),
-        sampled=evaluated(config.eval.temperature) if sampled else None,
-    )
+    greedy = evaluated(0.0)
+    drawn = evaluated(config.eval.temperature) if sampled else None
+    return Scores(questions=questions, rule=task.rule, greedy=greedy, sampled=drawn)
 
 
 def right_ones(questions: Iterable[Question], trajectories: Iterable[Trajectory], rule: Rule) -> list[Trajectory]:

@@ -37,7 +37,7 @@ from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.evaluation import right_ones
 from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.remote import open_endpoint
-from mujica_jax.methods.rounds import attempt, close_round, finished_round
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
@@ -54,7 +54,7 @@ TUNED = {"both": (PLANNER, WORKER), "planner": (PLANNER,), "executor": (WORKER,)
 
 def evipath(run: Run) -> list[PhaseResult]:
     """The start, the learnt trajectories, and the control if asked for."""
-    config = _config(run)
+    config = method_of(run, EviPathConfig)
     synthesizer = _synthesizer(run)
     state, started, demonstrations = begin(run)
     began = time.monotonic()
@@ -88,29 +88,16 @@ def evipath(run: Run) -> list[PhaseResult]:
     )
     run.commit_policy(learnt, EVIPATH.step)
     counts = _summed(trajectories)
-    result = run.finish_phase(
-        EVIPATH,
-        learnt,
-        began=began,
-        trajectories=len(trajectories),
-        accepted=len(kept),
-        forward_tokens=round(counts[TEACHER_TOKENS] + counts[TEACHER_PROMPT_TOKENS])
-        if config.teacher == "policy"
-        else 0,
-        trained_slots=steps * slots,
-    )
+    forward = counts[TEACHER_TOKENS] + counts[TEACHER_PROMPT_TOKENS] if config.teacher == "policy" else 0
+    spent = {"accepted": len(kept), "forward_tokens": forward, "trained_slots": steps * slots}
+    result = run.finish_phase(EVIPATH, learnt, began=began, trajectories=len(trajectories), **spent)
     _write_metrics(run, trajectories, kept, conversations, rows, steps)
     return with_control(run, state, demonstrations, started, [result])
 
 
-def _config(run: Run) -> EviPathConfig:
-    assert isinstance(run.config.method, EviPathConfig), f"method {run.config.method.kind} is not run by this file"
-    return run.config.method
-
-
 def _synthesizer(run: Run) -> Synthesizer:
     """Teacher and prompts. A policy that was warmed up knows the agent's prompt; others are shown worked examples."""
-    config, agent = _config(run), run.config.agent
+    config, agent = method_of(run, EviPathConfig), run.config.agent
     assert isinstance(agent, MujicaConfig), "the configuration was checked to play mujica"
     if config.teacher == "scripted":
         script = ScriptedPolicy(run.tokenizer, seed=run.config.seed)
@@ -136,7 +123,7 @@ def _synthesizer(run: Run) -> Synthesizer:
 
 def _questions(run: Run) -> list[Question]:
     """The first ones; a script follows triples, and plays questions that have some."""
-    scripted = _config(run).teacher == "scripted"
+    scripted = method_of(run, EviPathConfig).teacher == "scripted"
     questions = [question for question in run.task.questions("train") if question.evidences or not scripted]
     if not questions:
         raise UserError(
@@ -150,7 +137,7 @@ def _synthesize(
     run: Run, state: PhaseState, synthesizer: Synthesizer, questions: Sequence[Question]
 ) -> list[Trajectory]:
     """One trajectory a question, in shards. Raises UserError as soon as all that a teacher wrote is malformed."""
-    number, config = EVIPATH.step, _config(run)
+    number, config = EVIPATH.step, method_of(run, EviPathConfig)
     name = f"{EVIPATH.name}: synthesis"
     earlier = finished_round(run, number)
     if earlier is not None:

@@ -42,10 +42,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mujica_jax.config.methods import MygoConfig
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.mygo_rounds import config_of, plan_round, sample_round
+from mujica_jax.methods.mygo_rounds import plan_round, sample_round
 from mujica_jax.methods.phases import Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
+from mujica_jax.methods.rounds import method_of
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Conversation, Trajectory
@@ -64,7 +66,7 @@ def mygo(run: Run) -> list[PhaseResult]:
 
 def _run_rounds(run: Run, state: PhaseState, rewarded: Sequence[Conversation]) -> list[PhaseResult]:
     """From the warmed-up state. `rewarded`: rows of the warm-up with the best reward, for the replay."""
-    config = config_of(run)
+    config = method_of(run, MygoConfig)
     lag = LAG_ROUNDS.get(config.schedule, config.rounds)
     states = [state]  # by version of their policies
     waiting: collections.deque[tuple[list[Trajectory], float]] = collections.deque()  # sampled and not learnt
@@ -111,35 +113,18 @@ def _run_rounds(run: Run, state: PhaseState, rewarded: Sequence[Conversation]) -
         replay += rows
         states.append(state)
         run.commit_policy(state, number)
-        results.append(
-            run.finish_phase(
-                phase,
-                state,
-                began=began,
-                trajectories=len(trajectories),
-                accepted=len(kept),
-                forward_tokens=tokens_of(trajectories),
-                trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
-            )
-        )
-        run.metrics.write(
-            "mygo",
-            number,
-            {
-                "k": round_k,
-                **found,
-                "policy_lag": behind,
-                "rows": len(rows),
-                "too_long": too_long(selected, run.config.trainer.row_tokens),
-                "steps": steps,
-            },
-        )
+        slots = steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens
+        spent = {"accepted": len(kept), "forward_tokens": tokens_of(trajectories), "trained_slots": slots}
+        results.append(run.finish_phase(phase, state, began=began, trajectories=len(trajectories), **spent))
+        left_out = too_long(selected, run.config.trainer.row_tokens)
+        of_rows = {"policy_lag": behind, "rows": len(rows), "too_long": left_out, "steps": steps}
+        run.metrics.write("mygo", number, {"k": round_k, **found, **of_rows})
     return results
 
 
 def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversation], number: int) -> PackedRows:
     """The round's rows and `replay` times as many older ones, drawn without replacement."""
     draw = np.random.default_rng((run.config.seed, number))
-    count = min(len(replay), round(config_of(run).replay * len(rows)))
+    count = min(len(replay), round(method_of(run, MygoConfig).replay * len(rows)))
     older = [replay[index] for index in sorted(draw.choice(len(replay), count, replace=False))] if count else []
     return pack([*rows, *older], row_tokens=run.config.trainer.row_tokens, seed=run.config.seed + number)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig
 from mujica_jax.methods.phases import SAMPLING, PhaseState
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, questions_a_round
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Question, Trajectory
@@ -21,11 +21,6 @@ from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, s
 from mujica_jax.trajectories.store import SUMMARY, ShardEntry
 
 OnEpisode = Callable[[Trajectory], None]
-
-
-def config_of(run: Run) -> MygoConfig:
-    assert isinstance(run.config.method, MygoConfig), f"method {run.config.method.kind} is not run by this file"
-    return run.config.method
 
 
 def sample_round(
@@ -83,7 +78,7 @@ def sample_round(
 
         play("first attempts", first_attempts(run, number, shards))
         mean_reward = mean_first_attempt_reward(trajectories)
-        k = next_threshold(config_of(run), previous_k, mean_reward, best)
+        k = next_threshold(method_of(run, MygoConfig), previous_k, mean_reward, best)
         firsts = {trajectory.question_id: trajectory for trajectory in trajectories}
         of_shard = [[firsts[question.id] for question in shard] for shard in shards]
         play("later attempts", later_attempts(run, number, shards, of_shard.__getitem__, k))
@@ -119,7 +114,7 @@ def later_attempts(
 
     def wave(index: int, earlier: Sequence[Trajectory]) -> list[Attempt]:
         tried = [*first_attempts_of(index), *earlier]
-        following = next_attempts(config_of(run), shards[index], tried, k=k, best_reward=run.reward.best)
+        following = next_attempts(method_of(run, MygoConfig), shards[index], tried, k=k, best_reward=run.reward.best)
         return [attempt(run, question, place, number) for question, place in following]
 
     def play(index: int, callback: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
@@ -143,9 +138,11 @@ def next_threshold(config: MygoConfig, previous_k: float, mean_reward: float, be
 
 def plan_round(run: Run, number: int, version: int, previous_k: float) -> list[list[Question]]:
     """The round's questions by shard, written down."""
-    config, size = config_of(run), run.config.sampling.shard_questions
-    questions = _questions_of(run, number)
-    shards = [questions[at : at + size] for at in range(0, len(questions), size)]
+    config, size = method_of(run, MygoConfig), run.config.sampling.shard_questions
+    questions, count = run.task.questions("train"), questions_a_round(run, f"round {number}")
+    # The next ones in the task's order, from the beginning again when they are used up.
+    chosen = [questions[index % len(questions)] for index in range((number - 1) * count, number * count)]
+    shards = [chosen[at : at + size] for at in range(0, count, size)]
     plan = {
         "policy_version": version,
         "shards": [[question.id for question in shard] for shard in shards],
@@ -183,11 +180,3 @@ def next_attempts(
         if kept[question.id] < m
         for number in range(tried, min(2 * tried, config.max_attempts))
     ]
-
-
-def _questions_of(run: Run, number: int) -> list[Question]:
-    """The questions of a round: the next ones in the task's order, from the beginning again when they are used up."""
-    questions = run.task.questions("train")
-    per_round = questions_a_round(run, f"round {number}")
-    start = (number - 1) * per_round
-    return [questions[index % len(questions)] for index in range(start, start + per_round)]

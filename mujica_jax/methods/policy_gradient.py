@@ -33,12 +33,12 @@ import time
 from collections.abc import Sequence
 
 from mujica_jax.agents.agent import Attempt
-from mujica_jax.config.methods import DapoConfig, GrpoConfig
+from mujica_jax.config.methods import PolicyGradientConfig
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.rollouts import Reference, Rollout, compared_groups, figures, loss_of, prepare, scored
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, questions_a_round
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
@@ -69,14 +69,8 @@ def policy_gradient(run: Run) -> list[PhaseResult]:
     return with_control(run, state, demonstrations, warmed, _run_rounds(run, state))
 
 
-def _config(run: Run) -> GrpoConfig | DapoConfig:
-    method = run.config.method
-    assert isinstance(method, GrpoConfig | DapoConfig), f"method {method.kind} is not run by this file"
-    return method
-
-
 def _run_rounds(run: Run, state: PhaseState) -> list[PhaseResult]:
-    config = _config(run)
+    config = method_of(run, PolicyGradientConfig)
     reference = functools.cache(lambda: run.committed_state(0))
     results: list[PhaseResult] = []
     since: list[Left] = []  # rounds since the last evaluation
@@ -102,7 +96,7 @@ def _run_rounds(run: Run, state: PhaseState) -> list[PhaseResult]:
 
 def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: Reference) -> tuple[PhaseState, Left]:
     """Questions from the `first` one on. Of a round that is over, nothing is read before its state is called for."""
-    config, file = _config(run), f"rounds/{number:04d}/LEARNT.json"
+    config, file = method_of(run, PolicyGradientConfig), f"rounds/{number:04d}/LEARNT.json"
     is_over = distributed.broadcast(file, lambda: run.store.exists(file))
     left = Left(**run.store.read_json(file)) if is_over else None
 
@@ -116,7 +110,9 @@ def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: 
 
     if left is None:
         run.compare(state, rollout().trajectories, number, number - 1)
-        steps = _steps(run, rollout())
+        teaches = any(group.teaches for group in rollout().groups)  # else nothing would be learnt
+        num_rows, rows_per_step = rollout().rows.num_rows, _trainer(run).rows_per_step
+        steps = steps_of_epochs(num_rows, rows_per_step, config.epochs) if teaches else 0
     else:
         steps = left.steps
     after = state
@@ -149,21 +145,14 @@ def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: 
     return after, left
 
 
-def _steps(run: Run, rollout: Rollout) -> int:
-    """Updates of a round; none where nothing would be learnt."""
-    if not any(group.teaches for group in rollout.groups):
-        return 0
-    return steps_of_epochs(rollout.rows.num_rows, _trainer(run).rows_per_step, _config(run).epochs)
-
-
 def _trainer(run: Run) -> TrainerConfig:
     """With the rows of an update of this method."""
-    trainer = run.config.trainer
-    return dataclasses.replace(trainer, rows_per_step=_config(run).rows_per_update or trainer.rows_per_step)
+    rows, trainer = method_of(run, PolicyGradientConfig).rows_per_update, run.config.trainer
+    return dataclasses.replace(trainer, rows_per_step=rows or trainer.rows_per_step)
 
 
 def _left(run: Run, rollout: Rollout, steps: int) -> Left:
-    config, trainer = _config(run), _trainer(run)
+    config, trainer = method_of(run, PolicyGradientConfig), _trainer(run)
     scores = bool(config.importance_cap) + bool(config.kl_coefficient)
     return Left(
         questions=len(rollout.groups),
@@ -177,7 +166,7 @@ def _left(run: Run, rollout: Rollout, steps: int) -> Left:
 
 def _say(run: Run, rollout: Rollout, number: int) -> None:
     """What went wrong in a round, and what to change."""
-    config, sampled = _config(run), len(rollout.groups)
+    config, sampled = method_of(run, PolicyGradientConfig), len(rollout.groups)
     teaching = sum(group.teaches for group in rollout.groups)
     if not teaching:
         mean = sum(trajectory.reward for trajectory in rollout.trajectories) / len(rollout.trajectories)
@@ -199,8 +188,9 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
     earlier = finished_round(run, number)
     if earlier is not None:
         return earlier[0]
-    config, size = _config(run), run.config.sampling.shard_questions
-    questions, wanted, most = _questions_of(run, number)
+    config, size = method_of(run, PolicyGradientConfig), run.config.sampling.shard_questions
+    questions, wanted = run.task.questions("train"), questions_a_round(run, f"round {number}")
+    most = min(wanted * (config.max_sampled_batches if config.dynamic_sampling else 1), len(questions))
     if distributed.is_primary():
         plan = {"policy_version": number - 1, "first_question": first, "groups": wanted, "max_questions": most}
         run.store.write_plan(number, plan)
@@ -242,14 +232,6 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
     return trajectories
 
 
-def _questions_of(run: Run, number: int) -> tuple[Sequence[Question], int, int]:
-    """All training questions, how many groups a round wants of them, and how many it may sample at most."""
-    config, questions = _config(run), run.task.questions("train")
-    wanted = questions_a_round(run, f"round {number}")
-    batches = config.max_sampled_batches if config.dynamic_sampling else 1
-    return questions, wanted, min(batches * wanted, len(questions))
-
-
 def _attempts(run: Run, questions: Sequence[Question], number: int) -> list[Attempt]:
-    places = range(_config(run).group_attempts)
+    places = range(method_of(run, PolicyGradientConfig).group_attempts)
     return [attempt(run, question, place, number) for question in questions for place in places]

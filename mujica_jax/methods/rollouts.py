@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mujica_jax.config.methods import DapoConfig, GrpoConfig
+from mujica_jax.config.methods import GrpoConfig, PolicyGradientConfig
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages, importance_weights
 from mujica_jax.learning.trainer import TrainState
@@ -22,7 +22,7 @@ from mujica_jax.trajectories.packing import PackedRows, pack, sampled_log_probs,
 from mujica_jax.trajectories.select import training_rows
 
 Reference = Callable[[], TrainState]
-Method = GrpoConfig | DapoConfig
+Method = PolicyGradientConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,13 +76,8 @@ def prepare(run: Run, config: Method, trajectories: list[Trajectory], number: in
                 "sampled_log_probs": sampled_log_probs(conversations),
             },
         )
-    return Rollout(
-        trajectories=trajectories,
-        groups=groups,
-        learnt=learnt,
-        too_long=too_long(selected, run.config.trainer.row_tokens),
-        rows=rows,
-    )
+    left_out = too_long(selected, run.config.trainer.row_tokens)
+    return Rollout(trajectories=trajectories, groups=groups, learnt=learnt, too_long=left_out, rows=rows)
 
 
 def scored(

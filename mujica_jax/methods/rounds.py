@@ -1,12 +1,21 @@
 """Rounds of sampling: what is tried in one, and its end: `DONE.json` lists its shards, and a restart reads them."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.methods.run import Run
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.store import ShardEntry
+
+Section = TypeVar("Section")
+
+
+def method_of(run: Run, kind: type[Section]) -> Section:
+    """The method's section of the configuration, which is of this kind."""
+    assert isinstance(run.config.method, kind), f"method {run.config.method.kind} is not run by this file"
+    return run.config.method
 
 
 def attempt(run: Run, question: Question, number: int, round_number: int) -> Attempt:

@@ -425,9 +425,8 @@ class Run:
                 self._write_scores(name, scores)
                 # Before the phase counts as done: a restart skips a phase that is done.
                 self._write_seconds(f"{phase.prefix}{TIME}", step)
-                self.metrics.write(
-                    f"{phase.prefix}{RETRIEVAL}", step, dataclasses.asdict(statistics_of(self.task, scores.questions))
-                )
+                searched = dataclasses.asdict(statistics_of(self.task, scores.questions))
+                self.metrics.write(f"{phase.prefix}{RETRIEVAL}", step, searched)
                 self.metrics.flush()
                 self.store.write_json_once(file, dataclasses.asdict(result))
             distributed.barrier(f"{name} is written down")

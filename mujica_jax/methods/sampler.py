@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mujica_jax.config.methods import MygoConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods.mygo_rounds import Unit, config_of, first_attempts, later_attempts, next_threshold
+from mujica_jax.methods.mygo_rounds import Unit, first_attempts, later_attempts, next_threshold
 from mujica_jax.methods.phases import PhaseState
+from mujica_jax.methods.rounds import method_of
 from mujica_jax.methods.run import Run
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.storage.leases import Leases
@@ -42,9 +44,8 @@ class SamplerStatistics:
         total = max(self.sampling_seconds + self.idle_seconds, 1e-9)
         return (
             f"{self.units} units ({self.trajectories} trajectories, {self.takeovers} taken over after at most "
-            f"{self.takeover_seconds:.0f} s) in {total:.0f} s, "
-            f"idle {self.idle_seconds / total:.0%}, {self.store_operations / max(1, self.units):.0f} store operations "
-            "a unit"
+            f"{self.takeover_seconds:.0f} s) in {total:.0f} s, idle {self.idle_seconds / total:.0%}, "
+            f"{self.store_operations / max(1, self.units):.0f} store operations a unit"
         )
 
 
@@ -126,7 +127,7 @@ class Sampler:
             if not all(of_shard):
                 return []
             mean_reward = mean_first_attempt_reward([trajectory for shard in of_shard for trajectory in shard])
-            k = next_threshold(config_of(run), plan["previous_threshold"], mean_reward, run.reward.best)
+            k = next_threshold(method_of(run, MygoConfig), plan["previous_threshold"], mean_reward, run.reward.best)
             later = later_attempts(run, number, shards, of_shard.__getitem__, k)
             run.store.write_json_once(name, {"k": k, "units": [unit.index for unit in later if unit.has_work()]})
         found = run.store.read_json(name)

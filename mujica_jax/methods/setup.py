@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config.files import implementation
@@ -68,7 +67,10 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     """
     require_packages(config)
     use_compilation_cache()
-    mesh = _mesh(config)
+    # The machine has the devices and runs the attention kernel: checked before a checkpoint is read.
+    check_platform(config.trainer.attention)
+    check_dtypes(config)
+    mesh = make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
     task = build_task(config)
     make_reward(config, task.rule)
     _check_start(config, task)
@@ -333,13 +335,6 @@ def _product_in(dtype: jnp.dtype) -> jax.Array:
     """A product of values that were stored in this type, as the engine and the trainer make them."""
     wide = jnp.float32 if dtype.itemsize == 1 else dtype
     return jax.jit(lambda matrix: matrix.astype(dtype).astype(wide) @ matrix.astype(wide))(jnp.ones((8, 8)))
-
-
-def _mesh(config: Config) -> Mesh:
-    """The machine has the devices and runs the attention kernel. Checked before a checkpoint is read."""
-    check_platform(config.trainer.attention)
-    check_dtypes(config)
-    return make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
 
 
 def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:

@@ -73,15 +73,10 @@ def warm_up(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     )
     run.commit_policy(state, WARM_UP.step)
     steps = config.steps if run.config.init else config.steps + run.config.pretraining.steps
-    result = run.finish_phase(
-        WARM_UP,
-        state,
-        began=began,
-        trajectories=len(trajectories),
-        accepted=len(kept),
-        forward_tokens=tokens_of(trajectories) if few_shot else 0,
-        trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
-    )
+    slots = steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens
+    forward = tokens_of(trajectories) if few_shot else 0
+    spent = {"accepted": len(kept), "forward_tokens": forward, "trained_slots": slots}
+    result = run.finish_phase(WARM_UP, state, began=began, trajectories=len(trajectories), **spent)
     best = run.reward.best
     rewarded = {id(row) for row in training_rows([t for t in kept if accepts(t.reward, k=best, best_reward=best)])}
     rows = [row for row in conversations if id(row) in rewarded]
@@ -130,8 +125,7 @@ def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str
         shortest = min(len(row.token_ids) for row in training_rows(kept))
         return (
             f"no conversation of the {len(kept)} warm-up trajectories fits trainer.row_tokens "
-            f"{run.config.trainer.row_tokens}, the "
-            f"shortest has {shortest} tokens: raise trainer.row_tokens"
+            f"{run.config.trainer.row_tokens}, the shortest has {shortest} tokens: raise trainer.row_tokens"
         )
     if run.config.warmup.source == "few_shot":
         return (
@@ -234,12 +228,11 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
 
 def _zero_shot(run: Run, trajectory: Trajectory) -> Trajectory:
     """The same trajectory under the prompt that is trained."""
-
-    def prompted(conversation: Conversation) -> Conversation:
-        system = run.agent.system_prompt(conversation.role, run.task.environment_kind)
-        return with_system(conversation, run.tokenizer, system)
-
-    return dataclasses.replace(trajectory, conversations=tuple(map(prompted, trajectory.conversations)))
+    prompted = (
+        with_system(one, run.tokenizer, run.agent.system_prompt(one.role, run.task.environment_kind))
+        for one in trajectory.conversations
+    )
+    return dataclasses.replace(trajectory, conversations=tuple(prompted))
 
 
 def _pretrain(run: Run) -> TrainState:

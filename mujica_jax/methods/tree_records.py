@@ -47,19 +47,17 @@ def records_of(tree: Tree, retrievals: Literal["most", "least"], seconds: float)
     chain, is_leaf = best_chain(tree, retrievals)
     about = {**tree.counts, "finished": float(len(tree.finished)), LEAF: float(is_leaf)}
     first = dataclasses.replace(chain, attempt=0, counts={**chain.counts, **about}, seconds=seconds)
-    return [
-        first,
-        *(
-            dataclasses.replace(
-                tree.unfinished,
-                attempt=number,
-                conversations=(pair.chosen, pair.rejected),
-                counts={CHOSEN: pair.means[0], REJECTED: pair.means[1]},
-                seconds=0.0,
-            )
-            for number, pair in enumerate(tree.pairs, start=1)
-        ),
+    pairs = [
+        dataclasses.replace(
+            tree.unfinished,
+            attempt=number,
+            conversations=(pair.chosen, pair.rejected),
+            counts={CHOSEN: pair.means[0], REJECTED: pair.means[1]},
+            seconds=0.0,
+        )
+        for number, pair in enumerate(tree.pairs, start=1)
     ]
+    return [first, *pairs]
 
 
 def encode_nodes(trees: Sequence[Tree]) -> bytes:

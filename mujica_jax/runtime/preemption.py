@@ -3,7 +3,7 @@ every phase.
 
 A signal raises nothing, least of all inside a library. A thread hears it, even while the main thread is inside a
 compiler and runs no Python, and the next loop that polls ends the program: it saves what it has to save and raises
-`Preempted`, which an entry point turns into one sentence and an exit status.
+`Preempted`, which `exit_status` turns into one sentence and an exit status for the entry points.
 
     SIGTERM   status 0. If no loop has polled within GRACE_SECONDS (a long compilation or load, neither can be
               interrupted), the process ends there and then.
@@ -28,11 +28,13 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from mujica_jax.errors import UserError
 from mujica_jax.runtime import distributed
 
 GRACE_SECONDS = 20.0  # platforms kill 30 s after the notice at the earliest; what is left is for printing one line
 KEPT = "what was finished is kept"
 INTERRUPTED = 130  # exit status of a shell's Ctrl-C
+USER_ERROR = 2
 END = 0  # no signal's number: ends the thread that listens
 ELSEWHERE = 128  # added to the number of a signal that came to another process
 
@@ -97,6 +99,25 @@ class Preemption:
 
     def ended(self, kept: str | None = None) -> Preempted:
         return Preempted(self._sentence(self._kept if kept is None else kept))
+
+    def exit_status(self, program: Callable[[], object]) -> int:
+        """Runs the program of an entry point. 0: done; 2: a mistake of the user's, in one sentence; else as asked to
+        end. The other processes of its job are told."""
+        with self:
+            try:
+                program()
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr)
+                distributed.abort(str(error), USER_ERROR)
+                return USER_ERROR
+            except Preempted as ended:
+                print(f"\n{ended}", file=sys.stderr)
+                distributed.abort(str(ended), self.status)
+                return self.status
+            except Exception:
+                distributed.abort_with_traceback()
+                raise
+        return 0
 
     def __enter__(self) -> "Preemption":
         if threading.current_thread() is threading.main_thread():  # no other one may set handlers

@@ -44,13 +44,9 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
     # Dictionaries would double the time and save nothing: tokens and log-probabilities are most of the bytes.
     with pyarrow.parquet.ParquetWriter(sink, table.schema, compression=COMPRESSION, use_dictionary=False) as writer:
         writer.write_table(table)
-        writer.add_key_value_metadata(
-            {
-                "schema_version": SCHEMA_VERSION,
-                "rows": str(len(trajectories)),
-                "file_check": (DIGEST_MARK + DIGEST_HOLE).decode(),
-            }
-        )
+        check = (DIGEST_MARK + DIGEST_HOLE).decode()
+        about = {"schema_version": SCHEMA_VERSION, "rows": str(len(trajectories)), "file_check": check}
+        writer.add_key_value_metadata(about)
     data = sink.getvalue().to_pybytes()
     start = data.rindex(DIGEST_MARK) + len(DIGEST_MARK)
     digest = hashlib.sha256(data).hexdigest().encode()

@@ -145,12 +145,9 @@ class Store(RunDirectory):
         self, round_number: int, entries: Sequence[ShardEntry], *, mean_reward: float, threshold: float | None
     ) -> RoundSummary:
         """Closes a round over these shards. Where it is closed already, that summary stays and is the one returned."""
+        shards, rows = tuple(entries), sum(entry.rows for entry in entries)
         summary = RoundSummary(
-            round_number=round_number,
-            trajectories=sum(entry.rows for entry in entries),
-            mean_reward=mean_reward,
-            threshold=threshold,
-            shards=tuple(entries),
+            round_number=round_number, trajectories=rows, mean_reward=mean_reward, threshold=threshold, shards=shards
         )
         if self.write_json_once(f"{_round_name(round_number)}/{DONE}", dataclasses.asdict(summary)):
             return summary

@@ -3,7 +3,7 @@ batch.
 
 A loss is a frozen dataclass of its hyper-parameters: equal ones share a compiled step. Most are functions of the
 log-probabilities of the trained tokens and give `of` alone; one that needs more of the decoder replaces `__call__`. To
-add one: a file here, and its name in `losses.LOSSES`.
+add one: a file here.
 
 A batch may go through the model in parts. What a sum is divided by is therefore counted over the whole batch first
 (`counts`), and loss and metrics of a part are sums over the part, each divided by a count of the whole: the parts add

@@ -114,13 +114,9 @@ def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
     else:
         (name,) = answer["head"]["vars"]
         answers = [(row[name]["type"], row[name]["value"]) for row in answer["results"]["bindings"]]
-    named = (short or long for short, long in _named.findall(value["query"]["sparql"]))
-    return {
-        "id": f"qald-{value['id']}",
-        "text": texts[language].strip(),
-        "entities": tuple(dict.fromkeys(named)),
-        "answers": tuple(answers),
-    }
+    named = dict.fromkeys(short or long for short, long in _named.findall(value["query"]["sparql"]))
+    asked = {"id": f"qald-{value['id']}", "text": texts[language].strip()}
+    return asked | {"entities": tuple(named), "answers": tuple(answers)}
 
 
 async def _asked_of(graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]]) -> list[Question | None]:
@@ -145,13 +141,7 @@ async def _asked_of(graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]])
         if not candidates or not known_answers or len(known_answers) < len(answers):
             found.append(None)
             continue
-        found.append(
-            Question(
-                id=record["id"],
-                text=record["text"],
-                answers=known_answers,
-                answer_sets=(tuple((answer,) for answer in known_answers),),
-                candidates=candidates,
-            )
-        )
+        sets = (tuple((answer,) for answer in known_answers),)
+        asked = {"id": record["id"], "text": record["text"], "answer_sets": sets}
+        found.append(Question(**asked, answers=known_answers, candidates=candidates))
     return found

@@ -55,20 +55,27 @@ def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
     """All questions, each with whether it is for training: of official files, or of a folder that `builders.py` has
     filled. They are read once and kept as Arrow's Parquet in the user's cache, by names, sizes and times of the files.
     """
+    import pyarrow
+    from pyarrow import parquet
+
     prepared = is_prepared(folder)
     files = sorted(folder.iterdir()) if prepared else question_files(folder, kind)
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = hashlib.sha256(json.dumps([CACHE_FORMAT, kind, states]).encode()).hexdigest()[:16]
     kept = cache_folder("questions") / f"{kind}-{key}.parquet"
     if kept.is_file():
-        return _read_kept(kept)
+        return [(row["train"], from_row(row)) for row in parquet.read_table(kept).to_pylist()]
     if prepared:
         from mujica_jax.tasks.open_domain.builders import read_prepared
 
         found = list(read_prepared(folder))
     else:
         found = [("train" in file.name.lower(), record) for file in files for record in read_open_records(file, kind)]
-    _keep(kept, found)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_name(f".{kept.name}.{os.getpid()}")
+    rows = [as_row(record) | {"train": training} for training, record in found]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
+    partial.replace(kept)
     return found
 
 
@@ -100,23 +107,6 @@ def from_row(row: Mapping[str, Any]) -> OpenRecord:
         context=tuple(GoldPassage(**passage) for passage in json.loads(row["context"])),
         kind=row["kind"],
     )
-
-
-def _keep(file: Path, found: Sequence[tuple[bool, OpenRecord]]) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    rows = [as_row(record) | {"train": training} for training, record in found]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
-    partial.replace(file)
-
-
-def _read_kept(file: Path) -> list[tuple[bool, OpenRecord]]:
-    from pyarrow import parquet
-
-    return [(row["train"], from_row(row)) for row in parquet.read_table(file).to_pylist()]
 
 
 def question_files(folder: Path, kind: str) -> list[Path]:

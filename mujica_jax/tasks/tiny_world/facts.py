@@ -128,14 +128,11 @@ class WorldPart:
 
     def _add_countries(self) -> list[int]:
         pairs = names.PairNamer(self._deck(names.COUNTRY_STARTS), self._deck(names.COUNTRY_STEMS), self._owned)
-        return [
-            self._add(
-                "country",
-                names.join(names.COUNTRY_STARTS, names.COUNTRY_STEMS, pairs.pair()),
-                {"inception": self._date(*INCEPTION_YEARS)},
-            )
-            for _ in range(COUNTRIES[self.part])
-        ]
+        countries = []
+        for _ in range(COUNTRIES[self.part]):
+            label = names.join(names.COUNTRY_STARTS, names.COUNTRY_STEMS, pairs.pair())
+            countries.append(self._add("country", label, {"inception": self._date(*INCEPTION_YEARS)}))
+        return countries
 
     def _add_cities(self, countries: list[int]) -> list[int]:
         """Cities, each with a university and an employer; the first city of a country is its capital."""
@@ -177,9 +174,8 @@ class WorldPart:
                 if not parents:
                     lender = last if borrowed is None else None
                 number = self._add("person", f"{firsts[male][first]} {names.LAST_NAMES[last]}")
-                birth_year = (
-                    FIRST_BIRTH_YEAR + GENERATION_YEARS * generation + self._random.randrange(BIRTH_SPREAD_YEARS)
-                )
+                birth_year = FIRST_BIRTH_YEAR + GENERATION_YEARS * generation
+                birth_year += self._random.randrange(BIRTH_SPREAD_YEARS)
                 death_year = birth_year + self._random.randint(*LIFE_YEARS)
                 person = _Person(number=number, male=male, last=last, birth_year=birth_year, death_year=death_year)
                 self._describe_person(person, parents, cities)
@@ -242,12 +238,12 @@ class WorldPart:
             title = f"{self._naming.choice(names.TITLE_STARTS)}{names.ADJECTIVES[pair[0]]} {names.NOUNS[pair[1]]}"
             shooting = self._random.choice(cities)
             colleagues = [p.number for p in self._random.sample(crew, 4)]
+            published = self._date(first_year, last_year)
+            origin = self.facts[shooting]["country"] if self._random.random() < 0.4 else director.country
             facts: dict[str, Value] = {
                 "director": director.number,
-                "publication date": self._date(first_year, last_year),
-                "country of origin": self.facts[shooting]["country"]
-                if self._random.random() < 0.4
-                else director.country,
+                "publication date": published,
+                "country of origin": origin,
                 "filming location": shooting,
                 "genre": self._random.choice(names.GENRES),
             }

@@ -181,11 +181,8 @@ def _comparison() -> list[Template]:
             "Do the cities {a} and {b} lie in the same country?",
         ),
     }
-    return (
-        people
-        + films
-        + [_template("comparison", (relation,), 2, "same", wordings) for relation, wordings in same.items()]
-    )
+    alike = [_template("comparison", (relation,), 2, "same", wordings) for relation, wordings in same.items()]
+    return people + films + alike
 
 
 def _bridge_comparison() -> list[Template]:
@@ -193,16 +190,10 @@ def _bridge_comparison() -> list[Template]:
         "Which film has the director who {w}, {{a}} or {{b}}?",
         "Which film whose director {w}, {{a}} or {{b}}?",
     )
-    ordered = [
-        _template(
-            "bridge_comparison",
-            ("director", relation),
-            2,
-            rule,
-            tuple(patterns[i % 2].format(w=words) for i, words in enumerate(clauses)),
-        )
-        for (relation, rule), (_, clauses) in SUPERLATIVES.items()
-    ]
+    ordered = []
+    for (relation, rule), (_, clauses) in SUPERLATIVES.items():
+        wordings = tuple(patterns[i % 2].format(w=words) for i, words in enumerate(clauses))
+        ordered.append(_template("bridge_comparison", ("director", relation), 2, rule, wordings))
     same = (
         "Do both directors of films {a} and {b} share the same nationality?",
         "Do both films {a} and {b} have directors from the same country?",

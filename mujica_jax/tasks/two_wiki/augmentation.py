@@ -120,12 +120,11 @@ class NameParts:
         self.words = {key: tuple(pool) for key, pool in words.items()}
         self.closed = {relation: tuple(labels) for relation, labels in closed.items()}
         by_country: dict[tuple[str, bool], list[tuple[str, int]]] = {}
+        totals: Counter[str] = Counter()
         for (name, people, label), count in self.countries.items():
             by_country.setdefault((name, people), []).append((label, count))
-        self.country_labels = {key: tuple(zip(*labels, strict=True)) for key, labels in by_country.items()}
-        totals: Counter[str] = Counter()
-        for (name, _, _), count in self.countries.items():
             totals[name] += count
+        self.country_labels = {key: tuple(zip(*labels, strict=True)) for key, labels in by_country.items()}
         self.country_names, self.country_weights = tuple(totals), tuple(totals.values())
 
     def pool(self, piece: Piece, sort: Sort) -> tuple[str, ...]:

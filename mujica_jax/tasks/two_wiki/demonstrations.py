@@ -22,9 +22,8 @@ EXTRA_REFERENCE = 0.3  # probability that one more work points at a person of th
 LIFE_ENDS = {"date of birth": ("date of death", -1), "date of death": ("date of birth", 1)}
 LIFE_YEARS = (20, 90)
 DATE_DRAWS = 20  # dates are drawn again while they leave a comparison undecided
-FIRST_YEAR: dict[Sort, int] = {
-    "work": 1895
-}  # no film, song or album is older; other dates keep to their side of the year 1000
+# No film, song or album is older; other dates keep to their side of the year 1000.
+FIRST_YEAR: dict[Sort, int] = {"work": 1895}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,14 +149,9 @@ def _renamed_triples(plan: CopyPlan, renamer: Renamer, labels: dict[str, str]) -
         else:
             label = renamer.label(row.object, row.object_kind, row.relation)
             key = _key(label)
+        subject, subject_id = labels[row.subject], _key(row.subject)
         triples.append(
-            Triple(
-                subject=labels[row.subject],
-                relation=row.relation,
-                object=label,
-                subject_id=_key(row.subject),
-                object_id=key,
-            )
+            Triple(subject=subject, relation=row.relation, object=label, subject_id=subject_id, object_id=key)
         )
     return triples
 

@@ -34,9 +34,8 @@ class Record:
     text: str
     answers: tuple[str, ...]  # gold answer first, aliases after it
     titles: tuple[str, ...]  # gold passages
-    triples: tuple[
-        Triple, ...
-    ] = ()  # gold evidences with every id that the record lets us infer; empty where no file has them
+    # Gold evidences with every id that the record lets us infer; empty where no file has them.
+    triples: tuple[Triple, ...] = ()
     topic_ids: tuple[str, ...] = ()  # Q-ids of the entities the question itself names, in its order
     context: tuple[GoldPassage, ...] = ()  # the passages that the official files give with a question, gold and others
 
