@@ -368,9 +368,8 @@ def tokenizer_of_run(prompt: Sequence[int]) -> str:
 def completion_of(ids: tuple[int, ...], whole: bool):
     like = completion("x")
     logprobs = tuple(-0.5 for _ in ids)
-    return dataclasses.replace(
-        like, token_ids=ids, logprobs=logprobs, finish_reason="stop" if whole else "length", policy_version=0
-    )
+    reason = "stop" if whole else "length"
+    return dataclasses.replace(like, token_ids=ids, logprobs=logprobs, finish_reason=reason)
 
 
 class TreeRun(RecordedRun):

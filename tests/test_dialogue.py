@@ -16,13 +16,16 @@ def dialogue(system: str = "Plan.") -> Dialogue:
     return Dialogue(tokenizer(), "planner", system)
 
 
-def test_a_conversation_reads_as_its_chat_template():
+def asked() -> Dialogue:
     spoken = dialogue()
     spoken.add_user("Question: Who?")
-    assert (
-        spoken.add_model(completion("<think> hm </think> <answer> Ann </answer>"))
-        == "<think> hm </think> <answer> Ann </answer>"
-    )
+    return spoken
+
+
+def test_a_conversation_reads_as_its_chat_template():
+    spoken = asked()
+    said = "<think> hm </think> <answer> Ann </answer>"
+    assert spoken.add_model(completion(said)) == said
     spoken.add_user("Obs: no.")
     spoken.add_model(completion("Bob"))
     assert tokenizer().decode(spoken.token_ids) == (
@@ -48,15 +51,8 @@ def test_ids_are_only_appended_and_the_mask_covers_what_the_model_finished(turns
         mask += [False] * (len(spoken.token_ids) - len(before))
         before = list(spoken.token_ids)
         ids = (*ids, END) if finished else (*ids, 5)
-        spoken.add_model(
-            Completion(
-                token_ids=ids,
-                logprobs=(-1.0,) * len(ids),
-                sampling_logprobs=None,
-                finish_reason="stop" if finished else "length",
-                policy_version=0,
-            )
-        )
+        reason = "stop" if finished else "length"
+        spoken.add_model(Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), finish_reason=reason))
         assert spoken.token_ids == [*before, *ids]
         mask += [finished] * len(ids)
     record = spoken.record()
@@ -66,17 +62,15 @@ def test_ids_are_only_appended_and_the_mask_covers_what_the_model_finished(turns
 
 
 def test_the_stop_token_is_trained_and_no_part_of_the_text():
-    spoken = dialogue()
-    spoken.add_user("Question: Who?")
+    spoken = asked()
     assert spoken.add_model(completion("Ann")) == "Ann"
     turn = spoken.record().turns[-1]
     assert turn.trained and turn.token_ids[-1] == END and turn.text == "Ann"
 
 
 def test_a_turn_that_was_cut_off_is_not_trained_and_is_closed_before_the_next_one():
-    cut, whole = dialogue(), dialogue()
+    cut, whole = asked(), asked()
     for spoken, said in ((cut, completion("Ann", most_tokens=2)), (whole, completion("Ann"))):
-        spoken.add_user("Question: Who?")
         spoken.add_model(said)
         spoken.add_user("Obs: go on.")
     first, second, third = cut.record().turns
@@ -94,9 +88,8 @@ def ended_by(stop_string: str, text: str) -> Completion:
 
 
 def test_a_turn_that_its_closing_tag_ended_is_trained_whole_and_closed_before_the_next_one():
-    by_tag, by_token = dialogue(), dialogue()
+    by_tag, by_token = asked(), asked()
     for spoken, said in ((by_tag, ended_by("</action>", "a </action>")), (by_token, completion("a </action>"))):
-        spoken.add_user("Question: Who?")
         assert spoken.add_model(said, cut_at="Obs:") == "a </action>"
         spoken.add_user("Obs: go on.")
     assert by_tag.token_ids == by_token.token_ids
@@ -106,8 +99,7 @@ def test_a_turn_that_its_closing_tag_ended_is_trained_whole_and_closed_before_th
 
 
 def test_what_a_model_tells_itself_is_left_out():
-    spoken = dialogue()
-    spoken.add_user("Question: Who?")
+    spoken = asked()
     sampled = ended_by("Obs:", "<search> a </search>\nObs:")
     assert spoken.add_model(sampled, cut_at="Obs:") == "<search> a </search>\n"
     turn = spoken.record().turns[-1]
@@ -116,15 +108,13 @@ def test_what_a_model_tells_itself_is_left_out():
 
 
 def test_a_turn_that_is_left_out_wholly_is_not_trained():
-    spoken = dialogue()
-    spoken.add_user("Question: Who?")
+    spoken = asked()
     assert spoken.add_model(ended_by("Obs:", "Obs:"), cut_at="Obs:") == ""
     assert not any(spoken.record().loss_mask)
 
 
 def test_log_probabilities_stay_with_their_tokens():
-    spoken = dialogue()
-    spoken.add_user("Question: Who?")
+    spoken = asked()
     sampled = completion("Ann and Bob")
     spoken.add_model(sampled)
     context, model = spoken.record().turns
@@ -133,8 +123,7 @@ def test_log_probabilities_stay_with_their_tokens():
 
 
 def test_a_script_has_no_log_probabilities():
-    spoken = dialogue()
-    spoken.add_user("Question: Who?")
+    spoken = asked()
     spoken.add_model(dataclasses.replace(completion("Ann"), logprobs=()))
     assert spoken.record().turns[-1].logprobs is None
 

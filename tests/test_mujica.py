@@ -44,6 +44,7 @@ READS = {
     WHO: read("[1]", "The director of Amber Tide is Ilse Vand."),
     BORN: read("[0]", "Ilse Vand was born in Ghent."),
 }
+PASSAGES = {WHO: (Material(text="Amber Tide: a film by Ilse Vand.", title="Amber Tide"),)}
 
 
 def right_answers() -> ToldPolicy:
@@ -143,10 +144,9 @@ def test_a_worker_that_breaks_the_format_reports_that_nothing_was_found_and_is_c
 
 
 def test_a_text_environment_has_queries_and_no_candidates():
-    passages = {WHO: (Material(text="Amber Tide: a film by Ilse Vand.", title="Amber Tide"),)}
     plans = [f"<think> a </think>\n<search> {WHO} </search>", answer("Ilse Vand")]
     policy = ToldPolicy(plans, {WHO: read("[0]", "It is Ilse Vand.")})
-    world = LittleWorld(passages, kind="text")
+    world = LittleWorld(PASSAGES, kind="text")
     trajectory = play(policy, world)
     assert world.searched == [(WHO, None)]
     assert (trajectory.stop_reason, trajectory.searches[0].entity) == (StopReason.ANSWERED, "")
@@ -158,7 +158,6 @@ def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
     play(policy)
     ends = {type(request.state): request.params.stop_strings for request in policy.requests}
     assert ends == {PlannerState: ("</action>", "</answer>", "Obs:"), WorkerState: ("</sentence>", "Obs:")}
-    passages = {WHO: (Material(text="Amber Tide: a film by Ilse Vand.", title="Amber Tide"),)}
 
     class TellsItself(ToldPolicy):
         async def generate(self, prompt, params, *, state, continues):
@@ -171,13 +170,19 @@ def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
             )
 
     policy = TellsItself(["", answer("Ilse Vand")], {WHO: read("[0]", "It is Ilse Vand.")})
-    trajectory = play(policy, LittleWorld(passages, kind="text"))
+    trajectory = play(policy, LittleWorld(PASSAGES, kind="text"))
     assert policy.requests[0].params.stop_strings == ("</answer>", "Obs:"), "one turn may hold several searches"
     assert trajectory.stop_reason is StopReason.ANSWERED and [search.query for search in trajectory.searches] == [WHO]
     assert planner_texts(trajectory, "model")[0] == f"<search> {WHO} </search>\n"
 
 
 # --- searches of one turn run at the same time ---
+
+QUERIES = ["Who?", "When?", "Where?"]
+THREE = (  # plans and what workers say
+    [search(*((0, query) for query in QUERIES)), answer("Ghent")],
+    {query: read("[0]", f"{query} That.") for query in QUERIES},
+)
 
 
 def test_all_searches_of_a_turn_reach_the_policy_before_any_is_answered():
@@ -189,32 +194,24 @@ def test_all_searches_of_a_turn_reach_the_policy_before_any_is_answered():
                 await barrier.wait()
             return await super().generate(prompt, params, state=state, continues=continues)
 
-    queries = ["Who?", "When?", "Where?"]
-    reads = {query: read("[0]", f"{query} That.") for query in queries}
-    policy = Patient([search(*((0, query) for query in queries)), answer("Ghent")], reads)
-    trajectory = play(policy)
+    trajectory = play(Patient(*THREE))
     assert planner_texts(trajectory)[1] == "Obs: Who? That. When? That. Where? That."
-    assert [search.query for search in trajectory.searches] == queries
+    assert [search.query for search in trajectory.searches] == QUERIES
 
 
 def test_observations_stand_in_the_order_of_the_searches_whichever_ends_first():
-    queries = ["Who?", "When?", "Where?"]
-
     class LastIsFirst(ToldPolicy):
         async def generate(self, prompt, params, *, state, continues):
             if isinstance(state, WorkerState):
-                for _ in range(10 * (3 - queries.index(state.query))):
+                for _ in range(10 * (3 - QUERIES.index(state.query))):
                     await asyncio.sleep(0)
             return await super().generate(prompt, params, state=state, continues=continues)
 
-    reads = {query: read("[0]", f"{query} That.") for query in queries}
-    policy = LastIsFirst([search(*((0, query) for query in queries)), answer("Ghent")], reads)
+    policy = LastIsFirst(*THREE)
     trajectory = play(policy)
-    assert [request.state.query for request in worker_requests(policy)] == queries[::-1]
+    assert [request.state.query for request in worker_requests(policy)] == QUERIES[::-1]
     assert planner_texts(trajectory)[1] == "Obs: Who? That. When? That. Where? That."
-    assert [conversation.turns[1].text for conversation in trajectory.conversations[1:]] == [
-        reads[query] for query in queries
-    ]
+    assert [conversation.turns[1].text for conversation in trajectory.conversations[1:]] == list(THREE[1].values())
 
 
 # --- every end of an episode ---
@@ -479,10 +476,8 @@ def test_a_model_behind_a_generator_is_a_policy():
     trajectory = asyncio.run(agent().run(attempt(), LittleWorld(), policy))
     assert (trajectory.policy_version, trajectory.answer) == (9, "Ghent")
     ((prompt, params, continues),) = asked
-    assert (
-        list(trajectory.conversations[0].turns[0].token_ids)
-        == list(prompt)[: len(trajectory.conversations[0].turns[0].token_ids)]
-    )
+    opening = list(trajectory.conversations[0].turns[0].token_ids)
+    assert opening == list(prompt)[: len(opening)]
     assert isinstance(params, SamplingParams) and continues
 
 

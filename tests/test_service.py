@@ -261,14 +261,16 @@ def test_no_more_requests_at_once_than_there_are_places():
         assert len(endpoint.requests) == 5 and endpoint.most_at_once == 2
 
 
-def test_serve_from_the_command_line_until_sigterm(tmp_path):
-    corpus = write_corpus(tmp_path / "corpus.jsonl", 20)
-    assert index.main(["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(tmp_path / "index")]) == 0
-    command = [sys.executable, "-m", "mujica_jax.index", "serve", "--index", str(tmp_path / "index"), "--port", "0"]
+def serving_process(folder: Path) -> subprocess.Popen:
+    corpus = write_corpus(folder / "corpus.jsonl", 20)
+    assert index.main(["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(folder / "index")]) == 0
+    command = [sys.executable, "-m", "mujica_jax.index", "serve", "--index", str(folder / "index"), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_serve_from_the_command_line_until_sigterm(tmp_path):
+    with serving_process(tmp_path) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[-1]
@@ -284,12 +286,7 @@ def test_serve_from_the_command_line_until_sigterm(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_right_after_the_line_ends_it(tmp_path, number):
-    corpus = write_corpus(tmp_path / "corpus.jsonl", 20)
-    assert index.main(["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(tmp_path / "index")]) == 0
-    command = [sys.executable, "-m", "mujica_jax.index", "serve", "--index", str(tmp_path / "index"), "--port", "0"]
-    with subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with serving_process(tmp_path) as process:
         try:
             assert process.stdout is not None and process.stdout.readline()
             process.send_signal(number)

@@ -17,10 +17,11 @@ conversation of its own, the one that gave the answer first, except in Search-o1
 Only what the model generated is parsed.
 """
 
+import contextlib
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mujica_jax.agents import protocol
@@ -172,9 +173,7 @@ class _Playing(Episode):
         return await (self.direct() if said.casefold().startswith("no") else self.rag())
 
     async def search_o1(self) -> Outcome:
-        dialogue = Dialogue(self.tokenizer, ANSWERS, PROMPTS["search_o1"])
-        dialogue.add_user(self._opening())
-        try:
+        with self._conversation(ANSWERS, PROMPTS["search_o1"], self._opening()) as dialogue:
             for turn in range(self._config.max_searches + 1):
                 written = await self._written(dialogue, ("</search>", "</answer>", INFORMATION), INFORMATION)
                 answer, query = parse_search(written.text)
@@ -182,14 +181,10 @@ class _Playing(Episode):
                     return _outcome(written)
                 if turn < self._config.max_searches:
                     dialogue.add_user(f"Found:\n{await self._reduced(dialogue, query, turn)}")
-            return "", StopReason.ITERATION_LIMIT
-        finally:
-            self.conversations.append(dialogue.record())
+        return "", StopReason.ITERATION_LIMIT
 
     async def react(self) -> Outcome:
-        dialogue = Dialogue(self.tokenizer, ANSWERS, PROMPTS["react"])
-        dialogue.add_user(self._opening())
-        try:
+        with self._conversation(ANSWERS, PROMPTS["react"], self._opening()) as dialogue:
             for turn in range(self._config.max_searches + 1):
                 written = await self._written(dialogue, ("]\n", OBSERVATION), OBSERVATION)
                 action = _REACT.search(protocol.without_thoughts(written.text))
@@ -199,9 +194,7 @@ class _Playing(Episode):
                     return said, StopReason.ANSWERED
                 if turn < self._config.max_searches:
                     dialogue.add_user(f"{OBSERVATION} {information(await self.search_passages(said, turn))}")
-            return "", StopReason.ITERATION_LIMIT
-        finally:
-            self.conversations.append(dialogue.record())
+        return "", StopReason.ITERATION_LIMIT
 
     async def _reduced(self, dialogue: Dialogue, query: str, iteration: int) -> str:
         """Reason-in-documents: a conversation of its own that reads the passages for the one that reasons."""
@@ -221,10 +214,16 @@ class _Playing(Episode):
     async def _ask(self, prompt: str, text: str, stop_strings: tuple[str, ...] = _ANSWERED) -> Written:
         """A conversation of one turn. Raises _Cut."""
         role = READER if prompt == READER else ANSWERS
-        dialogue = Dialogue(self.tokenizer, role, READ_DOCUMENTS if role == READER else PROMPTS[prompt])
-        dialogue.add_user(text)
-        try:
+        with self._conversation(role, READ_DOCUMENTS if role == READER else PROMPTS[prompt], text) as dialogue:
             return await self._written(dialogue, stop_strings)
+
+    @contextlib.contextmanager
+    def _conversation(self, role: str, system: str, opening: str) -> Iterator[Dialogue]:
+        """Recorded however it ends."""
+        dialogue = Dialogue(self.tokenizer, role, system)
+        dialogue.add_user(opening)
+        try:
+            yield dialogue
         finally:
             self.conversations.append(dialogue.record())
 

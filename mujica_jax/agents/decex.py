@@ -59,10 +59,9 @@ class Solution:
 
 def parse_decision(text: str) -> Decision:
     """An answer ends the episode even where the turn also asks; thoughts are not read."""
-    answer = protocol.parse_answer(text)
-    return (
-        Decision(answer=answer) if answer is not None else Decision(question=protocol.field("question", text) or None)
-    )
+    if (answer := protocol.parse_answer(text)) is not None:
+        return Decision(answer=answer)
+    return Decision(question=protocol.field("question", text) or None)
 
 
 def parse_solution(text: str) -> Solution:
@@ -268,14 +267,8 @@ class _Begun:
         room = params.max_new_tokens - len(self._begins)
         if room < 1:
             ids = self._begins[: params.max_new_tokens]
-            return Completion(
-                token_ids=ids,
-                logprobs=None,
-                sampling_logprobs=None,
-                finish_reason="length",
-                policy_version=self.version,
-            )
+            return Completion(token_ids=ids, logprobs=None, finish_reason="length")
         rest = dataclasses.replace(params, max_new_tokens=room)
         found = await self._policy.generate((*prompt, *self._begins), rest, state=state, continues=continues)
         ids = (*self._begins, *found.token_ids)
-        return dataclasses.replace(found, token_ids=ids, logprobs=None, sampling_logprobs=None)
+        return dataclasses.replace(found, token_ids=ids, logprobs=None)

@@ -4,6 +4,7 @@ Token ids are only ever appended: what the model generated stays exactly as it w
 where the tokens are made.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -72,8 +73,5 @@ def with_system(conversation: Conversation, tokenizer: Tokenizer, system: str) -
     """
     first, *rest = conversation.turns
     opening = Turn(role="context", token_ids=tuple(tokenizer.open_conversation(system, first.text)), text=first.text)
-    turns = (
-        Turn(role=turn.role, token_ids=turn.token_ids, text=turn.text, logprobs=None, trained=turn.trained)
-        for turn in rest
-    )
+    turns = (dataclasses.replace(turn, logprobs=None) for turn in rest)
     return Conversation(role=conversation.role, turns=(opening, *turns))

@@ -60,11 +60,8 @@ class Episode:
         )
         completion = await self.policy.generate(dialogue.token_ids, params, state=state, continues=continues)
         text = dialogue.add_model(completion, cut_at=cut_at)
-        if completion.finish_reason != "length":
-            return Written(text=text, completion=completion)
-        limited_by_room = room < self.limits.max_turn_tokens
-        cut = StopReason.TRAJECTORY_LENGTH if limited_by_room else StopReason.TURN_LENGTH
-        return Written(text=text, cut=cut, completion=completion)
+        limit = StopReason.TRAJECTORY_LENGTH if room < self.limits.max_turn_tokens else StopReason.TURN_LENGTH
+        return Written(text=text, cut=limit if completion.finish_reason == "length" else None, completion=completion)
 
     def fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
         return fit(self.tokenizer, materials, self.limits.max_observation_tokens)

@@ -55,7 +55,7 @@ class Mujica:
         self._tokenizer, self._config = tokenizer, config
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
-        return await _Episode(self, self._tokenizer, self._config, attempt, environment, policy).play()
+        return await _Episode(self, attempt, environment, policy).play()
 
     def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
         name = "planner" if role == PLANNER else "worker"
@@ -65,18 +65,10 @@ class Mujica:
 class _Episode(Episode):
     """With the planner's dialogue and the candidates numbered so far."""
 
-    def __init__(
-        self,
-        agent: Mujica,
-        tokenizer: Tokenizer,
-        config: MujicaConfig,
-        attempt: Attempt,
-        environment: Environment,
-        policy: Policy,
-    ) -> None:
-        super().__init__(tokenizer, config, attempt, environment, policy)
-        self._agent, self._config = agent, config
-        self._planner = Dialogue(tokenizer, PLANNER, agent.system_prompt(PLANNER, environment.kind))
+    def __init__(self, agent: Mujica, attempt: Attempt, environment: Environment, policy: Policy) -> None:
+        super().__init__(agent._tokenizer, agent._config, attempt, environment, policy)
+        self._agent, self._config = agent, agent._config
+        self._planner = Dialogue(self.tokenizer, PLANNER, agent.system_prompt(PLANNER, environment.kind))
         self._candidates = list(attempt.question.candidates) if environment.kind == "graph" else []
         self._workers: list[Conversation] = []
         self._malformed_workers = 0
@@ -115,12 +107,8 @@ class _Episode(Episode):
         )
         if written.cut is not None:
             return protocol.PlannerAction(refused=written.cut)
-        return protocol.parse_planner(
-            written.text,
-            self.environment.kind,
-            candidates=len(self._candidates),
-            max_searches=self._config.max_searches_per_turn,
-        )
+        kind, candidates, limit = self.environment.kind, len(self._candidates), self._config.max_searches_per_turn
+        return protocol.parse_planner(written.text, kind, candidates=candidates, max_searches=limit)
 
     async def _search_all(self, calls: Sequence[protocol.SearchCall], iteration: int) -> None:
         """All searches of a turn at once; their answers reach the planner as one message."""
@@ -150,12 +138,9 @@ class _Episode(Episode):
         entity = None if call.candidate is None else self._candidates[call.candidate]
         materials = self.fit(await self.environment.search(call.query, entity))
         shown = [material.parts for material in materials]
-        search = Search(
-            iteration=iteration,
-            query=call.query,
-            entity="" if entity is None else entity.label,
-            materials=tuple(protocol.one_line(material.text) for material in materials),
-        )
+        label = "" if entity is None else entity.label
+        texts = tuple(protocol.one_line(material.text) for material in materials)
+        search = Search(iteration=iteration, query=call.query, entity=label, materials=texts)
         if not self._config.split:  # the planner reads itself
             lines = protocol.numbered(shown, self._config.prompt)
             read = dataclasses.replace(search, sentence=" ".join(lines) or protocol.NOTHING_FOUND, found=bool(lines))

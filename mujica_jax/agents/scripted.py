@@ -10,7 +10,6 @@ Thoughts are short and put next to each other what the next decision needs: the 
 the number before the object, both years before the one that decides.
 """
 
-import dataclasses
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,15 +40,9 @@ class ScriptedPolicy:
     version = 0
 
     def __init__(self, tokenizer: Tokenizer, *, miss_rate: float = 0.0, seed: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self._miss_rate = miss_rate
-        self._seed = seed
+        self._tokenizer, self._miss_rate, self._seed = tokenizer, miss_rate, seed
         self.missed: set[str] = set()  # queries whose fact was missed
         self._text = TextScript()
-        # Over passages no candidate is numbered.
-        self._decex = scripted_decex.DecexScript(
-            lambda question, answer: conclusion(dataclasses.replace(question, candidates=()), answer)
-        )
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
@@ -64,26 +57,20 @@ class ScriptedPolicy:
             recalls = random.Random(f"{self._seed} {state.question.id}").random() >= self._miss_rate
             text = scripted_single.write(state, conclusion, recalls=recalls)
         elif isinstance(state, DecexState):
-            text = self._decex.write(state)
+            text = scripted_decex.write(state, conclusion)
         elif isinstance(state, PlannerState):
             text = self._plan(state) if state.candidates else self._plan_on_text(state)
         else:
             text = self._read(state) if state.entity is not None else self._text.read(state)
         ids = (*self._tokenizer.encode_model(text), self._tokenizer.stop_token_ids[0])
-        fits = len(ids) <= params.max_new_tokens
-        return Completion(
-            token_ids=ids[: params.max_new_tokens],
-            logprobs=None,
-            sampling_logprobs=None,
-            finish_reason="stop" if fits else "length",
-            policy_version=0,
-        )
+        reason = "stop" if len(ids) <= params.max_new_tokens else "length"
+        return Completion(token_ids=ids[: params.max_new_tokens], logprobs=None, finish_reason=reason)
 
     def _plan(self, state: PlannerState) -> str:
         calls = self._open_searches(state)[: None if state.parallel else 1]
         read = "".join(f"{_words(*_statement(search))}. " for search in _unread(state) if _statement(search)[1])
         if calls:
-            needed = _distinct(evidence.relation for evidence, _ in calls)
+            needed = dict.fromkeys(evidence.relation for evidence, _ in calls)
             thought = f"{read}I need the {' and '.join(needed)}."
             return protocol.write_graph_searches(thought, [call for _, call in calls])
         found = {
@@ -105,7 +92,7 @@ class ScriptedPolicy:
             answer = state.question.answers[0]
             return protocol.write_answer(f"{read}{conclusion(state.question, answer)}", answer)
         calls = calls[: None if state.parallel else 1]
-        needed = _distinct(f"the {evidence.relation} of {evidence.subject}" for evidence, _ in calls)
+        needed = dict.fromkeys(f"the {evidence.relation} of {evidence.subject}" for evidence, _ in calls)
         return protocol.write_text_searches(f"{read}I need {' and '.join(needed)}.", [call for _, call in calls])
 
     def _open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]]:
@@ -133,10 +120,9 @@ class ScriptedPolicy:
             stating = {}
         if not stating:
             return protocol.write_worker(f"{relation} [-1] none", [], protocol.NOTHING_FOUND)
-        objects = " and ".join(_distinct(stating.values()))
-        return protocol.write_worker(
-            _words(relation, stating), list(stating), f"The {relation} of {label} is {objects}."
-        )
+        objects = " and ".join(dict.fromkeys(stating.values()))
+        sentence = f"The {relation} of {label} is {objects}."
+        return protocol.write_worker(_words(relation, stating), list(stating), sentence)
 
 
 def _stating(query: str, label: str, materials: Iterable[Material]) -> tuple[str, dict[int, str]]:
@@ -176,11 +162,10 @@ def conclusion(question: Question, answer: str) -> str:
     found = {first: _quantity(one, other), second: _quantity(other, one)}
     if answer not in ends or (labels and not {first, second} <= set(labels)):
         return f"{answer}."
+    side = _side(ends[answer], ends[second if answer == first else first])
     if not labels:
-        side = _side(ends[answer], ends[second if answer == first else first])
         return f"{first}: {found[first]}. {second}: {found[second]}. {side.capitalize()}: {answer}."
     numbered = {label: f"{quantity} [{labels.index(label)}]" for label, quantity in found.items()}
-    side = _side(ends[answer], ends[second if answer == first else first])
     return f"{numbered[first]} and {numbered[second]}: {side} {numbered[answer]} {answer}."
 
 
@@ -228,7 +213,3 @@ def sample_text(agent: str = "mujica") -> Iterator[str]:
     yield f"{protocol.NOTHING_FOUND}\nRead: none ; none [-1]"
     yield "system\nuser\nassistant\nin order"
     yield "".join(f"[{number}] [{number}]" for number in range(-1, 16))
-
-
-def _distinct(items: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(items))

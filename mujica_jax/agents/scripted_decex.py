@@ -5,7 +5,8 @@ solved from memory, in the words of that text, any other by searches. A query is
 passages do not state the object, the sub-question is asked once more and searched for in its own words, then given up.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.decex import (
@@ -19,6 +20,7 @@ from mujica_jax.agents.decex import (
     write_decision,
     write_solution,
 )
+from mujica_jax.agents.scripted_single import Conclude
 from mujica_jax.agents.scripted_text import fact, first_statement, queries_of
 from mujica_jax.agents.single import information
 from mujica_jax.records import UNKNOWN, Evidence, Question
@@ -26,36 +28,9 @@ from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
 
-class DecexScript:
-    """`conclude(question, answer)` is the thought before an answer."""
-
-    def __init__(self, conclude: Callable[[Question, str], str]) -> None:
-        self._conclude = conclude
-
-    def write(self, state: DecexState) -> str:
-        return self._decide(state) if state.asked is None else self._solve(state, state.asked)
-
-    def _decide(self, state: DecexState) -> str:
-        read = _read(state)
-        for evidence in _in_order(state.question):
-            wording = queries_of(evidence)[0]
-            tried = [step for step in state.steps if step.question == wording]
-            if any(_value(evidence, step) is not None for step in tried):
-                continue
-            if len(tried) == len(queries_of(evidence)):
-                return f"<think> {protocol.NOTHING_FOUND} </think>"
-            thought = f"{read}I need the {evidence.relation} of {evidence.subject}."
-            return write_decision(thought, Decision(question=wording))
-        answer = state.question.answers[0]
-        return write_decision(f"{read}{self._conclude(state.question, answer)}", Decision(answer=answer))
-
-    def _solve(self, state: DecexState, asked: str) -> str:
-        evidence = next(one for one in _in_order(state.question) if queries_of(one)[0] == asked)
-        if state.question.is_known:
-            return write_solution(Solution(recalled=fact(evidence, evidence.object)))
-        wording, keywords = queries_of(evidence)
-        tried = any(step.question == asked for step in state.steps)
-        return write_solution(Solution(query=wording if tried else keywords))
+def write(state: DecexState, conclude: Conclude) -> str:
+    """The next turn."""
+    return _decide(state, conclude) if state.asked is None else _solve(state, state.asked)
 
 
 def sample_text() -> Iterator[str]:
@@ -66,6 +41,30 @@ def sample_text() -> Iterator[str]:
     yield write_solution(Solution(recalled=f"The of is {UNKNOWN}."))
     yield write_solution(Solution(query="of"))
     yield information((Material(text=""),))
+
+
+def _decide(state: DecexState, conclude: Conclude) -> str:
+    read = _read(state)
+    for evidence in _in_order(state.question):
+        wording = queries_of(evidence)[0]
+        tried = [step for step in state.steps if step.question == wording]
+        if any(_value(evidence, step) is not None for step in tried):
+            continue
+        if len(tried) == len(queries_of(evidence)):
+            return f"<think> {protocol.NOTHING_FOUND} </think>"
+        thought = f"{read}I need the {evidence.relation} of {evidence.subject}."
+        return write_decision(thought, Decision(question=wording))
+    question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
+    return write_decision(f"{read}{conclude(question, answer)}", Decision(answer=answer))
+
+
+def _solve(state: DecexState, asked: str) -> str:
+    evidence = next(one for one in _in_order(state.question) if queries_of(one)[0] == asked)
+    if state.question.is_known:
+        return write_solution(Solution(recalled=fact(evidence, evidence.object)))
+    wording, keywords = queries_of(evidence)
+    tried = any(step.question == asked for step in state.steps)
+    return write_solution(Solution(query=wording if tried else keywords))
 
 
 def _in_order(question: Question) -> list[Evidence]:

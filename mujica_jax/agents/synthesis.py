@@ -91,7 +91,7 @@ class _Writer:
     of its round are heard to their end, so that what is counted does not depend on who was first."""
 
     def __init__(self, synthesis: Synthesis, attempt: Attempt, kind: EnvironmentKind, policy: Policy) -> None:
-        self._synthesis = synthesis
+        self._synthesis, self._policy = synthesis, policy
         self._kind: EnvironmentKind = kind
         self._question, self._mode = attempt.question, synthesis.method.mode
         self._lesson = Lesson(synthesis.teacher, policy, attempt, synthesis.method.max_tries)
@@ -108,7 +108,7 @@ class _Writer:
 
     @property
     def version(self) -> int:
-        return self._lesson.version
+        return self._policy.version
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
@@ -122,7 +122,7 @@ class _Writer:
         except Refused as refused:
             self.failures.append(str(refused))
             text = self._ending(state, str(refused))
-        return as_completion(self._synthesis.tokenizer, text, self.version)
+        return as_completion(self._synthesis.tokenizer, text)
 
     # --- planner ---
 
@@ -138,7 +138,7 @@ class _Writer:
         text = await self._lesson.ask(
             "turn", self._planner, params, state, lambda reply: self._checked(reply, state, params)
         )
-        self._lesson.add_reply(self._planner, text)
+        self._planner.add_model(as_completion(self._synthesis.teacher.tokenizer, text))
         return text
 
     async def _opened(self, state: PlannerState, params: SamplingParams) -> Dialogue:
@@ -180,7 +180,10 @@ class _Writer:
             raise Refused(action.refused.value)
         if action.answer is not None:
             if self._mode != "deductive":
-                self._check_answer(action.answer, state)
+                if not state.searches:
+                    raise Refused("no_search")
+                if metrics.score(action.answer, self._question.answers, self._synthesis.rule).em != 1.0:
+                    raise Refused("wrong_answer")
             return self._fitting(protocol.write_answer(thought, neutralise(action.answer)), params)
         calls = [dataclasses.replace(call, query=neutralise(call.query)) for call in action.searches]
         known = self._known(state)
@@ -196,12 +199,6 @@ class _Writer:
             thought = f"{synthesis_prompts.plan_in_thought(self._plan)}\n{thought}"
         write = protocol.write_graph_searches if self._kind == "graph" else protocol.write_text_searches
         return self._fitting(write(thought, calls), params)
-
-    def _check_answer(self, answer: str, state: PlannerState) -> None:
-        if not state.searches:
-            raise Refused("no_search")
-        if metrics.score(answer, self._question.answers, self._synthesis.rule).em != 1.0:
-            raise Refused("wrong_answer")
 
     def _known(self, state: PlannerState) -> list[str]:
         labels = [entity.label for entity in state.candidates]
@@ -219,29 +216,24 @@ class _Writer:
     async def _read(self, state: WorkerState, params: SamplingParams) -> str:
         shown = [material.parts for material in state.materials]
         opening = protocol.worker_opening(state.query, shown, self._kind, self._synthesis.prompt)
-        if self._mode != "abductive":
-            dialogue = self._lesson.open(WORKER, self._system(WORKER), opening)
-            return await self._lesson.ask(
-                "turn", dialogue, params, state, lambda reply: self._checked_reading(reply, state, params, None)
+        system, places = self._system(WORKER), None
+        if self._mode == "abductive":
+            request = synthesis_prompts.answer_request(state.query, [piece.text for piece in self._gold])
+            dialogue = self._lesson.open(WORKER, synthesis_prompts.ANSWER_RULES, request)
+            stops = dataclasses.replace(params, stop_strings=synthesis_prompts.SENTENCE_STOPS)
+            answer, places = await self._lesson.ask(
+                "answer", dialogue, stops, state, lambda reply: self._grounded(reply, state)
             )
-        request = synthesis_prompts.answer_request(state.query, [piece.text for piece in self._gold])
-        dialogue = self._lesson.open(WORKER, synthesis_prompts.ANSWER_RULES, request)
-        stops = dataclasses.replace(params, stop_strings=synthesis_prompts.SENTENCE_STOPS)
-        answer, places = await self._lesson.ask(
-            "answer",
-            dialogue,
-            stops,
-            state,
-            lambda reply: self._grounded(protocol.field("sentence", reply) or "", state),
-        )
-        system = self._system(WORKER) + synthesis_prompts.WORKER_ADDITION
-        dialogue = self._lesson.open(WORKER, system, f"{opening}\n{synthesis_prompts.worker_hint(answer, places)}")
+            system += synthesis_prompts.WORKER_ADDITION
+            opening = f"{opening}\n{synthesis_prompts.worker_hint(answer, places)}"
+        dialogue = self._lesson.open(WORKER, system, opening)
         return await self._lesson.ask(
             "turn", dialogue, params, state, lambda reply: self._checked_reading(reply, state, params, places)
         )
 
-    def _grounded(self, answer: str, state: WorkerState) -> tuple[str, list[int]]:
+    def _grounded(self, reply: str, state: WorkerState) -> tuple[str, list[int]]:
         """The intermediate answer, and where in the pool its evidence stands."""
+        answer = protocol.field("sentence", reply)
         if not answer or answer == protocol.NOTHING_FOUND:
             raise Refused("no_answer")
         method = self._synthesis.method
@@ -271,7 +263,7 @@ class _Writer:
         return protocol.system_prompt(name, self._kind, synthesis.prompt, parallel=synthesis.agent.parallel)
 
     def _fitting(self, text: str, params: SamplingParams) -> str:
-        if len(as_completion(self._synthesis.tokenizer, text, 0).token_ids) > params.max_new_tokens:
+        if len(as_completion(self._synthesis.tokenizer, text).token_ids) > params.max_new_tokens:
             raise Refused(StopReason.TURN_LENGTH.value)
         return text
 

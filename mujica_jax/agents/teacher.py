@@ -39,18 +39,11 @@ class Lesson:
         self._teacher, self._policy, self._attempt, self._max_tries = teacher, policy, attempt, max_tries
         self.counts: dict[str, float] = collections.defaultdict(float)
 
-    @property
-    def version(self) -> int:
-        return self._policy.version
-
     def open(self, role: str, system: str, message: str) -> Dialogue:
         """A conversation with the teacher. `message` is untrusted, `system` is ours."""
         dialogue = Dialogue(self._teacher.tokenizer, role, system)
         dialogue.add_user(message)
         return dialogue
-
-    def add_reply(self, dialogue: Dialogue, text: str) -> None:
-        dialogue.add_model(as_completion(self._teacher.tokenizer, text, self.version))
 
     async def ask(
         self, step: str, dialogue: Dialogue, params: SamplingParams, state: object, read: Callable[[str], Read]
@@ -80,12 +73,7 @@ class Lesson:
         raise Refused(reason)
 
 
-def as_completion(tokenizer: Tokenizer, text: str, version: int) -> Completion:
+def as_completion(tokenizer: Tokenizer, text: str) -> Completion:
     """A text as a model would have generated it, to its stop token."""
-    return Completion(
-        token_ids=(*tokenizer.encode_model(text), tokenizer.stop_token_ids[0]),
-        logprobs=None,
-        sampling_logprobs=None,
-        finish_reason="stop",
-        policy_version=version,
-    )
+    ids = (*tokenizer.encode_model(text), tokenizer.stop_token_ids[0])
+    return Completion(token_ids=ids, logprobs=None, finish_reason="stop")

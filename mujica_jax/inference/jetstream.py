@@ -84,7 +84,6 @@ class JetStreamEngine(engine_api.Engine):
         self._inserted = 0
         self._lock = threading.Lock()  # engine and pages
         self._prefilling = threading.Lock()  # the spare slot; taken before the other one
-        self._pages = BlockAllocator(engine.num_pages, engine.page_tokens)
         self._state = self.init_decode_state()
 
     def load_params(self, *args: Any, **kwargs: Any) -> nnx.State:
@@ -142,15 +141,9 @@ class JetStreamEngine(engine_api.Engine):
         state = self._valid(decode_state)
         with self._lock:
             tokens, valid = self._step(state)
-        count = self.max_concurrent_decodes
-        result = engine_api.ResultTokens(
-            data=np.stack([tokens, valid, state.generated], axis=1)[:count].astype(np.int32),
-            tokens_idx=(0, 1),
-            valid_idx=(1, 2),
-            length_idx=(2, 3),
-            samples_per_slot=1,
-        )
-        return state, result
+        data = np.stack([tokens, valid, state.generated], axis=1)[: self.max_concurrent_decodes].astype(np.int32)
+        columns = {"tokens_idx": (0, 1), "valid_idx": (1, 2), "length_idx": (2, 3)}
+        return state, engine_api.ResultTokens(data=data, **columns, samples_per_slot=1)
 
     def get_tokenizer(self) -> Any:
         return messages.TokenizerParameters()

@@ -51,10 +51,7 @@ class Completion:
     token_ids: tuple[int, ...]  # what was sampled, the stop token or the token that completed a stop string included
     # One a token, float32, under the unmodified policy; None where an endpoint gives none.
     logprobs: tuple[float, ...] | None
-    # The same under the distribution drawn from, after temperature and filters.
-    sampling_logprobs: tuple[float, ...] | None
     finish_reason: FinishReason
-    policy_version: int
     stop_string: str | None = None  # the one that ended it, where finish_reason is "stop_string"
 
 

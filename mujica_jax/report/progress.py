@@ -59,7 +59,7 @@ class Progress:
         `live` gives figures of the moment. It is asked whenever the stage is shown, on a terminal from the display's
         own thread.
         """
-        stage = Stage(self, name, total=total, unit=unit, done=done, clock=self._clock, live=live)
+        stage = Stage(self, name, total=total, unit=unit, done=done, live=live)
         with self._display() if self._live and not self._open else contextlib.nullcontext():
             self._open.append(stage)
             try:
@@ -151,14 +151,12 @@ class Stage:
         total: int | None,
         unit: str,
         done: int,
-        clock: Callable[[], float],
         live: Callable[[], Mapping[str, Figure]],
     ) -> None:
-        self._live = live
         self.name, self.total, self.unit, self.done = name, total, unit, done
-        self._progress, self._clock, self._first = progress, clock, done
+        self._progress, self._clock, self._first, self._live = progress, progress._clock, done, live
         self._values: dict[str, Figure] = {}
-        self._began = self.seen = clock()
+        self._began = self.seen = self._clock()
         self._marks: deque[tuple[float, int]] = deque([(self._began, done)])
 
     def update(self, done: int, **figures: Figure) -> None:

@@ -62,9 +62,7 @@ class RemoteRetriever(Counted):
             said = response.json()
             if response.status_code != 200:
                 raise RetrieverUnavailable(f"{self.url} is not well (status {response.status_code}: {said})")
-            health = Health(
-                version=said["version"], passages=said["passages"], seconds=said["seconds"], kind=said["kind"]
-            )
+            health = Health(**{name: said[name] for name in ("version", "passages", "seconds", "kind")})
         except (httpx.HTTPError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise RetrieverUnavailable(
                 f"{self.url} gives no health ({type(error).__name__}: {error}): check the address and that "

@@ -102,9 +102,8 @@ class IndexRetriever(Counted):
             found = None if kept is None else [(int(position), float(score)) for position, score in json.loads(kept)]
         except (TypeError, ValueError):
             return None
-        if found is not None and all(0 <= position < len(self.index.passages) for position, _ in found):
-            return found
-        return None
+        whole = found is not None and all(0 <= position < len(self.index.passages) for position, _ in found)
+        return found if whole else None
 
     async def _answer(self, queries: Sequence[str], k: int) -> list[Hits]:
         return self._search(queries, k) if self._inline else await asyncio.to_thread(self._search, queries, k)

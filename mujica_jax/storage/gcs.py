@@ -151,17 +151,12 @@ class Bucket:
     def _upload(self, name: str, data: bytes | Path, generation: int | None, token: str) -> int | None:
         """The new generation; None where the object has another one than given."""
         blob = self._bucket.blob(name)
-        from_file = isinstance(data, Path)
-        return self._write_once(
-            blob,
-            token,
-            blob.upload_from_filename if from_file else blob.upload_from_string,
-            str(data) if from_file else data,
-            content_type="application/octet-stream",
-            checksum="crc32c",
-            if_generation_match=generation,
-            size_bytes=data.stat().st_size if from_file else len(data),
-        )
+        how = {"content_type": "application/octet-stream", "checksum": "crc32c", "if_generation_match": generation}
+        if isinstance(data, Path):
+            size_bytes, write, given = data.stat().st_size, blob.upload_from_filename, str(data)
+        else:
+            size_bytes, write, given = len(data), blob.upload_from_string, data
+        return self._write_once(blob, token, write, given, size_bytes=size_bytes, **how)
 
     def _write_once(
         self, blob: "Blob", token: str, write: Callable[..., Any], *given: Any, **options: Any

@@ -97,6 +97,18 @@ def require_space(path: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """The name of a temporary file beside `path`, which the block writes and renames."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    with as_user_error(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
 def as_user_error(path: PurePath) -> Iterator[None]:
     """Turns a full, read-only or forbidden disk into one sentence for the user."""
     try:
@@ -118,15 +130,11 @@ def _code_in_words(error: Exception) -> int | None:
 @contextlib.contextmanager
 def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
     """A temporary file with the bytes, on the disk, to which the block gives its name."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     with as_user_error(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with beside(path) as temporary:
             with open(temporary, "xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             yield temporary
-        finally:
-            temporary.unlink(missing_ok=True)
         sync(path.parent)

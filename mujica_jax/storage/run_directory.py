@@ -10,7 +10,6 @@ into a cache, where every file is compared with COMMITTED each time.
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -184,16 +183,11 @@ def _fetch(folder: "BucketPath", expected: Mapping[str, Any], path: Path) -> Non
     shown = folder / expected["name"]
     if path.exists() and describe_file(path, expected["name"]) == expected:
         return
-    fetched = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    try:
-        with as_user_error(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                folder.bucket.download(shown.key, fetched, expected["bytes"])
-            check_file(fetched, expected, shown, folder)
-            fetched.replace(path)
-    finally:
-        fetched.unlink(missing_ok=True)
+    with local.beside(path) as fetched:
+        with contextlib.suppress(FileNotFoundError):
+            folder.bucket.download(shown.key, fetched, expected["bytes"])
+        check_file(fetched, expected, shown, folder)
+        fetched.replace(path)
 
 
 def local_folder(name: str | PurePath) -> Path:
@@ -215,14 +209,9 @@ def local_folder(name: str | PurePath) -> Path:
         target = copy / key
         if before.get(key) == info and target.is_file() and target.stat().st_size == info["bytes"]:
             continue
-        partial = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
-        try:
-            with as_user_error(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                folder.bucket.download((folder / key).key, partial, info["bytes"])
-                partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with local.beside(target) as partial:
+            folder.bucket.download((folder / key).key, partial, info["bytes"])
+            partial.replace(target)
     for key in before.keys() - now.keys():
         (copy / key).unlink(missing_ok=True)
     local.atomic_write(copy / FETCHED, json_bytes(now))

@@ -45,9 +45,7 @@ MIN_PREFILL_TOKENS = 256
 # sequence.
 BLOCK_KEY_TOKENS, BLOCK_QUERIES, BLOCK_DECODE_QUERIES = 512, 128, 32
 VMEM_BYTES = 64 << 20
-LANES = (
-    128  # the kernel takes heads of a multiple of this; smaller ones are filled up with zeros, which changes no product
-)
+LANES = 128  # of a head, or a multiple: the kernel takes smaller ones filled up with zeros, which change no product
 PAGES_SPEC = PartitionSpec(None, None, "tensor", None)
 
 Pages = Num[Array, "layers_x_pages page_tokens combined_heads head_dim"]
@@ -122,43 +120,24 @@ class RaggedEngine(Engine):
             tokens[place] = row.tokens
             positions[place] = np.arange(row.start, row.start + len(row.tokens))
             table = self._tables[row.slot]
-            targets[place] = (
-                table[positions[place] // self.page_tokens] * self.page_tokens + positions[place] % self.page_tokens
-            )
+            page, offset = np.divmod(positions[place], self.page_tokens)
+            targets[place] = table[page] * self.page_tokens + offset
             end = place.stop
             ends[index + 1 :], lengths[index], tables[index] = end, row.start + len(row.tokens), table
         self._programs.add(("prefill", size))
         sequences = Sequences(lengths, tables, ends, np.asarray([len(rows)], np.int32))
+        policy = self._graph, self._weights, self._scales
         with self._over_mesh():
-            self._pages = _prefill(
-                self._graph,
-                self._weights,
-                self._scales,
-                self._pages,
-                tokens,
-                positions,
-                targets,
-                sequences,
-                layout=self._layout,
-            )
+            self._pages = _prefill(*policy, self._pages, tokens, positions, targets, sequences, layout=self._layout)
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
         self._programs.add(("decode", filtered(state)))
+        given = self._graph, self._weights, self._scales, self._pages, state, self._tables, self._stops
         with self._over_mesh():
             self._pages, state, decoded = _decode(
-                self._graph,
-                self._weights,
-                self._scales,
-                self._pages,
-                state,
-                self._tables,
-                self._stops,
-                layout=self._layout,
-                steps=self.decode_steps,
-                filtered=filtered(state),
+                *given, layout=self._layout, steps=self.decode_steps, filtered=filtered(state)
             )
-        state, decoded = jax.tree.map(np.array, (state, decoded))
-        return state, decoded
+        return jax.tree.map(np.array, (state, decoded))
 
     def flush(self, rows: Sequence[FlushRow]) -> None:
         """What is computed lies in its pages already."""

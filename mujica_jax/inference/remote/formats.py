@@ -90,8 +90,7 @@ class CompletionsFormat:
         if not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
             raise ReplyError(
                 f"the endpoint's token ids {min(ids)}..{max(ids)} leave the vocabulary of "
-                f"{self._tokenizer.vocab_size}: give the "
-                "tokenizer of the model that it serves"
+                f"{self._tokenizer.vocab_size}: give the tokenizer of the model that it serves"
             )
         kept, finish, stop_string = self._ending(ids, params, finish)
         if not kept:
@@ -139,12 +138,8 @@ class ChatFormat:
         self._tokenizer = tokenizer
 
     def body(self, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        for name, value in (
-            ("top_k", params.top_k),
-            ("min_p", params.min_p),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            if value:
+        for name in ("top_k", "min_p", "stop_token_ids"):
+            if value := getattr(params, name):
                 raise RequestError(
                     f"{name} is {value} and a chat endpoint takes none: leave it out, or use completions"
                 )

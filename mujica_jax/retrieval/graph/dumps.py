@@ -19,20 +19,17 @@ from mujica_jax.retrieval.graph.files import Counts, GraphSpec, Piece
 if TYPE_CHECKING:
     from pyoxigraph import Quad, Store
 
-DESCRIBING = tuple(
-    address.encode()
-    for address in (
-        "http://www.wikidata.org/",
-        "http://wikiba.se/",
-        "http://schema.org/",
-        "https://schema.org/",
-        "http://www.w3.org/1999/02/22-rdf-syntax-ns#",
-        "http://www.w3.org/2000/01/rdf-schema#",
-        "http://www.w3.org/2002/07/owl#",
-        "http://www.w3.org/2004/02/skos/core#",
-        "http://www.w3.org/ns/",
-        "http://creativecommons.org/ns#",
-    )
+DESCRIBING = (
+    b"http://www.wikidata.org/",
+    b"http://wikiba.se/",
+    b"http://schema.org/",
+    b"https://schema.org/",
+    b"http://www.w3.org/1999/02/22-rdf-syntax-ns#",
+    b"http://www.w3.org/2000/01/rdf-schema#",
+    b"http://www.w3.org/2002/07/owl#",
+    b"http://www.w3.org/2004/02/skos/core#",
+    b"http://www.w3.org/ns/",
+    b"http://creativecommons.org/ns#",
 )
 NAMES = (sparql.LABEL.encode(), sparql.ALIAS.encode())
 SCHEMA = (sparql.DIRECT_CLAIM.encode(), sparql.PROPERTY_TYPE.encode())
@@ -150,12 +147,9 @@ def claim_quads(claims: set[bytes]) -> "list[Quad]":
 
     quads = []
     for claim in sorted(claims):
-        with contextlib.suppress(
-            ValueError
-        ):  # no address: the store keeps what dumps say with it, and nobody can ask for it
+        # Of what is no address: the store keeps what dumps say with it, and nobody can ask for it.
+        with contextlib.suppress(ValueError):
             text = claim.decode()
-            stated = NamedNode(
-                sparql.ENTITY + text.removeprefix(sparql.DIRECT) if text.startswith(sparql.DIRECT) else text
-            )
-            quads.append(Quad(stated, NamedNode(sparql.DIRECT_CLAIM), NamedNode(text)))
+            stated = sparql.ENTITY + text.removeprefix(sparql.DIRECT) if text.startswith(sparql.DIRECT) else text
+            quads.append(Quad(NamedNode(stated), NamedNode(sparql.DIRECT_CLAIM), NamedNode(text)))
     return quads

@@ -166,9 +166,6 @@ def _term(said: dict[str, Any] | None) -> Any:
         return BlankNode(said["value"])
     if said["type"] == "uri":
         return NamedNode(said["value"])
-    datatype = said.get("datatype")
-    return Literal(
-        said["value"],
-        language=said.get("xml:lang"),
-        datatype=None if datatype is None or "xml:lang" in said else NamedNode(datatype),
-    )
+    if said.get("datatype") is not None and "xml:lang" not in said:
+        return Literal(said["value"], datatype=NamedNode(said["datatype"]))
+    return Literal(said["value"], language=said.get("xml:lang"))

@@ -162,9 +162,8 @@ def read_namesakes(rows: Iterable[Row]) -> list[str]:
     ranks: dict[str, int] = {}
     for row in rows:
         iri, rank = row["entity"].value, int(row["rank"].value)
-        if not _wikidata.fullmatch(iri) or key_of(iri).startswith(
-            "Q"
-        ):  # properties have names too, and are no entities
+        # Properties have names too, and are no entities.
+        if not _wikidata.fullmatch(iri) or key_of(iri).startswith("Q"):
             ranks[iri] = min(rank, ranks.get(iri, rank))
     best = min(ranks.values(), default=0)
     return sorted((key_of(iri) for iri, rank in ranks.items() if rank == best), key=_natural)

@@ -70,9 +70,8 @@ class Table:
 
         searched, normal = NamedNode(sparql.SEARCHED_LABEL), normalise_label(text)
         for name in (normal, without_parenthesis(normal)):
-            subjects: list[Any] = [
-                quad.subject for quad in self._store.quads_for_pattern(None, searched, Literal(name))
-            ]
+            quads = self._store.quads_for_pattern(None, searched, Literal(name))
+            subjects: list[Any] = [quad.subject for quad in quads]
             found = [
                 iri
                 for iri in subjects

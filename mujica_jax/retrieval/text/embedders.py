@@ -49,9 +49,8 @@ class EmbedderFolder:
         take a second.
         """
         total = hashlib.sha256(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
-        for path in sorted(
-            [self.folder / "config.json", self.folder / "tokenizer.json", *self.folder.glob("*.safetensors")]
-        ):
+        files = [self.folder / "config.json", self.folder / "tokenizer.json", *self.folder.glob("*.safetensors")]
+        for path in sorted(files):
             if not path.exists():
                 raise UserError(f"{path} is missing: give the folder of a whole embedder, or download it again")
             with open(path, "rb") as file:
@@ -77,9 +76,8 @@ def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
     from mujica_jax.models.tensors import read_json
 
     folder = find_folder(name)
-    of_name = next(
-        (family for pattern, family in FAMILIES if pattern.fullmatch(name.rstrip("/").rpartition("/")[2])), None
-    )
+    last = name.rstrip("/").rpartition("/")[2]
+    of_name = next((family for pattern, family in FAMILIES if pattern.fullmatch(last)), None)
     config = embedder_config(folder, prefixes=of_name if prefixes is None else prefixes)
     dimension = encoder_config(read_json(folder / "config.json")).hidden_size
     if Path(name).is_dir():

@@ -131,15 +131,9 @@ def search_program(mesh: Mesh, block_rows: int, k: int, recall_target: float | N
     def search(
         vectors: Array, scales: Array | None, queries: Float[Array, "queries dimension"], count: Array
     ) -> tuple[Float[Array, "queries k"], Int[Array, "queries k"]]:
-        by_device = jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=(PartitionSpec(ROWS), PartitionSpec(ROWS), PartitionSpec(), PartitionSpec()),
-            out_specs=PartitionSpec(None, ROWS),
-        )
+        split, whole, merged = PartitionSpec(ROWS), PartitionSpec(), PartitionSpec(None, ROWS)
+        by_device = jax.shard_map(on_device, mesh=mesh, in_specs=(split, split, whole, whole), out_specs=merged)
         scores, positions = by_device(vectors, scales, queries, count)
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        scores, positions = jax.lax.with_sharding_constraint((scores, positions), everywhere)
-        return best_of(scores, positions, k)
+        return best_of(*jax.lax.with_sharding_constraint((scores, positions), NamedSharding(mesh, whole)), k)
 
     return jax.jit(search)

@@ -114,10 +114,8 @@ def open_index(
     passages = PassageFile(folder / FILE)
     if manifest["kind"] == "bm25":
         return Bm25Index.load(folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"])
-    found = find_embedder(
-        manifest["embedder"] if embedder is None else embedder,
-        manifest.get("prefixes") if prefixes is None else prefixes,
-    )
+    name = manifest["embedder"] if embedder is None else embedder
+    found = find_embedder(name, manifest.get("prefixes") if prefixes is None else prefixes)
     check_embedder(folder, manifest, found)
     version = manifest["version"]
     if manifest["kind"] == "scann":
