@@ -133,7 +133,8 @@ def search_program(mesh: Mesh, block_rows: int, k: int, recall_target: float | N
     ) -> tuple[Float[Array, "queries k"], Int[Array, "queries k"]]:
         split, whole, merged = PartitionSpec(ROWS), PartitionSpec(), PartitionSpec(None, ROWS)
         by_device = jax.shard_map(on_device, mesh=mesh, in_specs=(split, split, whole, whole), out_specs=merged)
-        scores, positions = by_device(vectors, scales, queries, count)
-        return best_of(*jax.lax.with_sharding_constraint((scores, positions), NamedSharding(mesh, whole)), k)
+        found = by_device(vectors, scales, queries, count)
+        scores, positions = jax.lax.with_sharding_constraint(found, NamedSharding(mesh, whole))
+        return best_of(scores, positions, k)
 
     return jax.jit(search)
