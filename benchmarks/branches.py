@@ -75,7 +75,9 @@ class Written:
         self.tokens += len(ids)
         forced = SamplingParams(max_new_tokens=len(ids), temperature=1.0, seed=params.seed)
         await self._generator.generate(prompt, forced, continues=continues)
-        return Completion(token_ids=ids, logprobs=None, finish_reason="stop")
+        return Completion(
+            token_ids=ids, logprobs=None, sampling_logprobs=None, finish_reason="stop", policy_version=self.version
+        )
 
     def _text(self, state: object) -> str:
         if isinstance(state, WorkerState):

@@ -90,7 +90,9 @@ class CountableEngine(Engine):
             raise RuntimeError("the device is gone")
         state = SlotState(*(np.array(part) for part in state))
         shape = (self.decode_steps, self.slots)
-        decoded = Decoded(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, bool))
+        decoded = Decoded(
+            np.zeros(shape, np.int32), *(np.zeros(shape, np.float32) for _ in range(2)), np.zeros(shape, bool)
+        )
         for step, slot in np.ndindex(shape):
             if state.remaining[slot] == 0:
                 continue
@@ -101,6 +103,7 @@ class CountableEngine(Engine):
             )
             decoded.tokens[step, slot], decoded.valid[step, slot] = token, True
             decoded.logprobs[step, slot] = math.nan if seed == self.broken_seed else logprob
+            decoded.sampling_logprobs[step, slot] = 2 * logprob
             state.token[slot] = token
             state.position[slot] += 1
             state.remaining[slot] = 0 if token in self.stop_token_ids else state.remaining[slot] - 1

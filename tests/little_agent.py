@@ -104,7 +104,9 @@ def completion(text: str, most_tokens: int = 1000) -> Completion:
     return Completion(
         token_ids=kept,
         logprobs=tuple(-0.5 - n / 8 for n in range(len(kept))),
+        sampling_logprobs=None,
         finish_reason="stop" if kept == ids else "length",
+        policy_version=3,
     )
 
 

@@ -78,6 +78,18 @@ def test_ids_and_logprobs_are_those_of_the_endpoint():
     completion = answered(vllm([*WORDS, END]))
     assert completion.token_ids == (*WORDS, END) and completion.finish_reason == "stop"
     assert completion.logprobs == tuple(-0.25 * (place + 1) for place in range(len(WORDS) + 1))
+    assert completion.sampling_logprobs == completion.logprobs, (
+        "temperature 1 without filters draws from the policy itself"
+    )
+    assert completion.policy_version < 0, "no policy of a run"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}]
+)
+def test_an_endpoint_does_not_say_the_logprobs_of_another_distribution(changes):
+    completion = answered(vllm([*WORDS, END]), **changes)
+    assert completion.logprobs is not None and completion.sampling_logprobs is None
 
 
 def test_everything_that_shapes_the_distribution_is_said():
@@ -120,7 +132,8 @@ def test_ids_are_read_from_tokens_where_a_server_gives_no_list():
 def test_a_reply_without_logprobs_has_none():
     reply = vllm([*WORDS, END])
     reply["choices"][0]["logprobs"] = None
-    assert answered(reply).logprobs is None
+    completion = answered(reply)
+    assert completion.logprobs is None and completion.sampling_logprobs is None
 
 
 def test_how_a_completion_ended():
@@ -201,7 +214,7 @@ def test_the_conversation_goes_to_a_chat_endpoint_as_messages():
         "seed": 7,
     }
     assert completion.token_ids == (*TOKENIZER.encode_model("Yes."), END)
-    assert (completion.finish_reason, completion.logprobs) == ("stop", None)
+    assert (completion.finish_reason, completion.logprobs, completion.sampling_logprobs) == ("stop", None, None)
 
 
 @pytest.mark.parametrize("text", ["a<|im_end|>\n<|im_start|>user\nb", "<|endoftext|>", "é 東京 🎬", ""])

@@ -227,6 +227,16 @@ def test_the_tokens_that_filters_allow_are_those_of_transformers(temperature, ch
 
 
 @pytest.mark.parametrize("chosen", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+def test_sampling_log_probabilities_are_the_log_softmax_of_the_filtered_logits(temperature, chosen):
+    logits = random_logits(SMALL, seed=4, rows=DRAWS, deviation=2.0)
+    drawn = draw_filtered(logits, temperature, EVENLY, filters_of(DRAWS, **chosen))
+    expected = log_softmax(warped(logits, temperature, **chosen))[np.arange(DRAWS), drawn.token]
+    assert np.isfinite(expected).all(), "a token was drawn that transformers would not draw"
+    np.testing.assert_allclose(drawn.sampling_logprob, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chosen", FILTERS.values(), ids=FILTERS)
 def test_log_probabilities_stay_those_of_the_policy_whatever_is_filtered(chosen):
     logits = random_logits(SMALL, seed=5, rows=DRAWS, deviation=2.0)
     drawn = draw_filtered(logits, 0.7, EVENLY, filters_of(DRAWS, **chosen))
@@ -270,17 +280,18 @@ def test_a_share_too_small_for_a_float_leaves_the_most_likely_token():
     logits = random_logits(SMALL, rows=DRAWS)
     drawn = draw_filtered(logits, 1.0, EVENLY, filters_of(DRAWS, top_p=1e-60))
     np.testing.assert_array_equal(drawn.token, logits.argmax(axis=-1))
+    np.testing.assert_array_equal(drawn.sampling_logprob, 0.0)
 
 
 @pytest.mark.parametrize("temperature", [float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)])
 def test_the_smallest_and_the_largest_temperature_give_numbers(temperature):
     logits = random_logits(SMALL, rows=DRAWS)
     drawn = draw_filtered(logits, temperature, EVENLY, filters_of(DRAWS))
-    assert np.isfinite(drawn.logprob).all()
+    assert np.isfinite(drawn.logprob).all() and np.isfinite(drawn.sampling_logprob).all()
     if temperature < 1:
         np.testing.assert_array_equal(drawn.token, logits.argmax(axis=-1))
     else:
-        np.testing.assert_array_equal(drawn.token, np.floor(EVENLY * SMALL))
+        np.testing.assert_allclose(drawn.sampling_logprob, -np.log(SMALL), rtol=1e-6)
 
 
 def test_filters_of_one_row_change_no_other():

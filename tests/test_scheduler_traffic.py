@@ -104,9 +104,10 @@ def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behin
                 assert shown == expected(engine, prompt, wanted, version)[0]
             else:
                 got = await generator.generate(prompt, wanted, continues=continues)
+                assert got.policy_version == version
                 tokens, logprobs, reason = expected(engine, prompt, wanted, version)
                 assert (list(got.token_ids), got.finish_reason) == (tokens, reason)
-                assert list(got.logprobs) == logprobs
+                assert list(got.logprobs) == logprobs and list(got.sampling_logprobs) == [2 * one for one in logprobs]
                 longer = [*prompt, *tokens, 1]
                 if continues and len(longer) + wanted.max_new_tokens <= engine.positions:
                     await ask(longer, wanted, continues, streams, version)
@@ -277,6 +278,7 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(first, de
     (completion,) = complete_all(generator, [(prompt, params(20, stop_strings=("zzz", stop)))])
     assert (completion.finish_reason, completion.stop_string) == ("stop_string", stop)
     assert (list(completion.token_ids), list(completion.logprobs)) == (tokens[:end], logprobs[:end])
+    assert list(completion.sampling_logprobs) == [2 * one for one in logprobs[:end]]
     assert generator.statistics.generated_tokens == end, "what lies beyond it was generated for nobody"
     assert_nothing_is_held(generator)
 

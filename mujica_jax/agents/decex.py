@@ -267,8 +267,8 @@ class _Begun:
         room = params.max_new_tokens - len(self._begins)
         if room < 1:
             ids = self._begins[: params.max_new_tokens]
-            return Completion(token_ids=ids, logprobs=None, finish_reason="length")
+            return Completion(token_ids=ids, logprobs=None, finish_reason="length", policy_version=self.version)
         rest = dataclasses.replace(params, max_new_tokens=room)
         found = await self._policy.generate((*prompt, *self._begins), rest, state=state, continues=continues)
         ids = (*self._begins, *found.token_ids)
-        return dataclasses.replace(found, token_ids=ids, logprobs=None)
+        return dataclasses.replace(found, token_ids=ids, logprobs=None, sampling_logprobs=None)

@@ -52,6 +52,9 @@ class Completion:
     # One a token, float32, under the unmodified policy; None where an endpoint gives none.
     logprobs: tuple[float, ...] | None
     finish_reason: FinishReason
+    # The log-probabilities under the distribution drawn from, after temperature and filters.
+    sampling_logprobs: tuple[float, ...] | None = None
+    policy_version: int = 0  # a script has none
     stop_string: str | None = None  # the one that ended it, where finish_reason is "stop_string"
 
 

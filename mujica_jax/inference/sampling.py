@@ -32,6 +32,7 @@ def uniforms(
 class Sampled(NamedTuple):
     token: Int[Array, " batch"]
     logprob: Float[Array, " batch"]  # under the unmodified policy, at temperature 1: what a trainer needs
+    sampling_logprob: Float[Array, " batch"]  # under the distribution drawn from; 0 where the choice was greedy
 
 
 class Filters(NamedTuple):
@@ -63,13 +64,16 @@ def sample(
     weights = jnp.exp(shifted / divisor)
     if filters is not None:
         weights = _filtered(weights, filters)
-    drawn = _invert(weights, uniform)
+    drawn, total = _invert(weights, uniform)
     # Rounding at a block's edge may point at a token of weight zero: fall back to the mode, which never has it.
     weight = jnp.take_along_axis(weights, drawn[:, None], axis=-1)[:, 0]
     by_chance = (temperatures > 0) & (weight > 0)
     token = jnp.where(by_chance, drawn, greedy)
     chosen = jnp.take_along_axis(shifted, token[:, None], axis=-1)[:, 0]
-    return Sampled(token, chosen - log_normaliser)
+    weight_of_mode = jnp.where(by_chance, weight, 1.0)
+    # chosen - chosen is 0, or NaN where the logits are
+    sampling = jnp.where(temperatures > 0, jnp.log(weight_of_mode) - jnp.log(total), chosen - chosen)
+    return Sampled(token, chosen - log_normaliser, sampling)
 
 
 def _filtered(weights: Float[Array, "batch vocab"], filters: Filters) -> Float[Array, "batch vocab"]:
@@ -94,8 +98,10 @@ def _first_index(hits: Bool[Array, "batch vocab"]) -> Int[Array, " batch"]:
     return jnp.min(jnp.where(hits, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
 
 
-def _invert(weights: Float[Array, "batch vocab"], uniform: Float[Array, " batch"]) -> Int[Array, " batch"]:
-    """The first index whose cumulative weight exceeds uniform * total."""
+def _invert(
+    weights: Float[Array, "batch vocab"], uniform: Float[Array, " batch"]
+) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
+    """(first index whose cumulative weight exceeds uniform * total, total)."""
     batch, vocab = weights.shape
     blocks = -(-vocab // BLOCK_TOKENS)
     padded = jnp.pad(weights, ((0, 0), (0, blocks * BLOCK_TOKENS - vocab))).reshape(batch, blocks, BLOCK_TOKENS)
@@ -107,7 +113,7 @@ def _invert(weights: Float[Array, "batch vocab"], uniform: Float[Array, " batch"
     inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
     edges = _cumulative(inside)
     offset = jnp.minimum(jnp.sum(edges <= (target - before)[:, None], axis=-1), BLOCK_TOKENS - 1)
-    return jnp.minimum(block * BLOCK_TOKENS + offset, vocab - 1)
+    return jnp.minimum(block * BLOCK_TOKENS + offset, vocab - 1), block_edges[:, -1]
 
 
 def _cumulative(values: Float[Array, "batch items"]) -> Float[Array, "batch items"]:

@@ -398,7 +398,7 @@ class BatchedGenerator:
             return False
         length, reason = ending
         self._counts["generated_tokens"] -= len(sequence.tokens) - length  # beyond the end: nobody gets them
-        sequence.complete(length, reason)
+        sequence.complete(length, reason, self.policy_version)
         return True
 
     def _return(self, ended: Sequence[tuple[int, SequenceState]]) -> None:

@@ -26,6 +26,7 @@ class SequenceState:
     flushed: int = 0  # tokens of the sequence that the pages hold
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    sampling_logprobs: list[float] = dataclasses.field(default_factory=list)
     finite: bool = True  # all log-probabilities are numbers; tokens drawn under others mean nothing
     _shown_tokens: int = 0
     _stop_string: str | None = None
@@ -58,6 +59,7 @@ class SequenceState:
         self.finite &= bool(np.isfinite(logprobs).all())
         self.tokens += new
         self.logprobs += logprobs.tolist()
+        self.sampling_logprobs += decoded.sampling_logprobs[:steps, slot].tolist()
         return new
 
     def ending(self, new: Sequence[int], stop_token_ids: Collection[int]) -> tuple[int, FinishReason] | None:
@@ -79,13 +81,20 @@ class SequenceState:
             self.shown.put_nowait(tuple(self.tokens[self._shown_tokens :]))
             self._shown_tokens = len(self.tokens)
 
-    def complete(self, length: int, reason: FinishReason) -> None:
+    def complete(self, length: int, reason: FinishReason, policy_version: int) -> None:
         self._surplus = length < len(self.tokens)
-        del self.tokens[length:], self.logprobs[length:]
+        del self.tokens[length:], self.logprobs[length:], self.sampling_logprobs[length:]
         self.show()
-        tokens, logprobs, stop = tuple(self.tokens), tuple(self.logprobs), self._stop_string
-        found = Completion(token_ids=tokens, logprobs=logprobs, finish_reason=reason, stop_string=stop)
-        self.future.set_result(found)
+        self.future.set_result(
+            Completion(
+                token_ids=tuple(self.tokens),
+                logprobs=tuple(self.logprobs),
+                sampling_logprobs=tuple(self.sampling_logprobs),
+                finish_reason=reason,
+                policy_version=policy_version,
+                stop_string=self._stop_string,
+            )
+        )
 
     def deadline_error(self) -> DeadlineError:
         return DeadlineError(

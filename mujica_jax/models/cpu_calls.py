@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 STEP = 8  # channels that the kernels take at a time
-FEW_ROWS = range(6, 33)  # with less or more, XLA multiplies as fast
+KERNEL_ROWS = range(6, 33)  # with fewer or more, XLA multiplies as fast
 LARGE_MATRIX = 300_000  # numbers: a smaller one lies in the caches, and XLA packs it in no time
 
 
@@ -28,7 +28,7 @@ def can_multiply(rows: Array, matrix: Array) -> bool:
     """Whether `product` takes these, and is faster."""
     both_wide = rows.dtype == matrix.dtype == jnp.float32
     large = matrix.size >= LARGE_MATRIX and matrix.shape[1] % STEP == 0
-    return _alone() and both_wide and large and rows.shape[0] in FEW_ROWS
+    return _alone() and both_wide and large and rows.shape[0] in KERNEL_ROWS
 
 
 def attention(

@@ -183,16 +183,16 @@ _wide_product.defvjp(
 def output_major_product(
     rows: Float[Array, "rows inputs"], matrix: Float[Array, "outputs inputs"]
 ) -> Float[Array, "rows outputs"]:
-    """rows @ matrix.T, in float32.
+    """rows @ matrix.T, in float32: by a kernel of our own where that is faster (`cpu_calls`), else by XLA.
 
     Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes longer than the
     product, so there the matrix is the first one: with 12 rows in bfloat16 the products of SmolLM2's layers take half
     of the time (docs/LOG.md). One barrier keeps XLA from turning the product round again, the other one lets what
     follows read the result row by row.
     """
-    both = (((1,), (1,)), ((), ()))
     if cpu_calls.can_multiply(rows, matrix):
         return cpu_calls.product(rows, matrix)
+    both = (((1,), (1,)), ((), ()))
     few = FEW_ROWS[rows.dtype.name]
     if cpu_calls.on_cpu() and rows.shape[0] <= few <= matrix.shape[0]:
         columns = jax.lax.dot_general(matrix, rows, both, preferred_element_type=jnp.float32)

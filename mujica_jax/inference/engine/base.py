@@ -86,6 +86,7 @@ class Decoded(NamedTuple):
 
     tokens: Int[np.ndarray | Array, "steps slots"]
     logprobs: Float[np.ndarray | Array, "steps slots"]  # under the unmodified policy
+    sampling_logprobs: Float[np.ndarray | Array, "steps slots"]  # under the distribution drawn from
     valid: Bool[np.ndarray | Array, "steps slots"]
 
 
@@ -207,7 +208,7 @@ def advance(
         position=jnp.where(running, state.position + 1, state.position),
         remaining=jnp.where(running, remaining, 0),
     )
-    return state, Decoded(token, drawn.logprob, running)
+    return state, Decoded(token, drawn.logprob, drawn.sampling_logprob, running)
 
 
 def filtered(state: SlotState) -> bool:

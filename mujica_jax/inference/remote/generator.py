@@ -103,15 +103,22 @@ class RemoteGenerator:
             self._counts["failed"] += 1
             kind = DeadlineError if isinstance(error, DeadlineExceeded) else RequestError
             raise kind(str(error)) from error
-        return self._completion(reply, prompt)
+        return self._completion(reply, prompt, params)
 
-    def _completion(self, reply: Reply, prompt: Sequence[int]) -> Completion:
+    def _completion(self, reply: Reply, prompt: Sequence[int], params: SamplingParams) -> Completion:
         prompt_tokens, generated_tokens = reply.usage or (len(prompt), len(reply.token_ids))
         self._counts["prompt_tokens"] += prompt_tokens
         self._counts["generated_tokens"] += generated_tokens
         self._counts["cut_replies"] += reply.cut
-        ids, stop = reply.token_ids, reply.stop_string
-        return Completion(token_ids=ids, logprobs=reply.logprobs, finish_reason=reply.finish_reason, stop_string=stop)
+        plain = params.temperature == 1 and params.top_k == 0 and params.top_p == 1 and params.min_p == 0
+        return Completion(
+            token_ids=reply.token_ids,
+            logprobs=reply.logprobs,
+            sampling_logprobs=reply.logprobs if plain else None,  # an endpoint gives one kind; here both are the same
+            finish_reason=reply.finish_reason,
+            policy_version=self.policy_version,
+            stop_string=reply.stop_string,
+        )
 
     async def _answer(self, body: dict[str, Any], policy: RetryPolicy, draw: random.Random) -> dict[str, Any]:
         """Waits for a place, then tries until there is an answer. Raises HttpError."""
