@@ -2,7 +2,7 @@
 loop.
 
     python benchmarks/train_tokens.py --checkpoint DIRECTORY [--seconds 60] [--rows 2] [--tunix-python PYTHON] \\
-        [--without transformers] [--dtype bfloat16]
+        [--without transformers] [--dtype bfloat16] [--lora-rank 8]
 
 2,000 conversations, lognormal lengths of median 350 and at most 2,048 tokens, the last third of each trained, as an
 agent's are. Counted are the tokens of conversations, never padding. Every trainer runs in a process of its own, one
@@ -11,7 +11,8 @@ torch), a first step that compiles and is not counted, and then as many steps as
 conversations into rows; Tunix gets as many conversations a step as we have rows, padded to the longest there may be,
 since it compiles for one shape; the transformers loop as many, padded to the longest of the step. All three have the
 same slots at most. Tunix needs an environment of its own, named by its Python; it draws its weights, whose values do
-not matter here.
+not matter here. With `--lora-rank` adapters of all matrices are trained and nothing else, in the transformers loop by
+peft, which its Python must have.
 
 Prints one JSON line: tokens a second of each, and ours by theirs.
 """
@@ -51,7 +52,14 @@ def workload(vocabulary: int, seed: int, conversations: int = CONVERSATIONS) -> 
 
 
 def ours(
-    checkpoint: str, given: dict[str, np.ndarray], *, rows: int, seconds: float, remat: str, dtype: str
+    checkpoint: str,
+    given: dict[str, np.ndarray],
+    *,
+    rows: int,
+    seconds: float,
+    remat: str,
+    dtype: str,
+    lora_rank: int,
 ) -> dict[str, float]:
     """Measured in this process."""
     import jax.numpy as jnp
@@ -66,7 +74,13 @@ def ours(
 
     keep_freed_memory()
     decoder = load_checkpoint(checkpoint, dtype=jnp.dtype(dtype))
-    config = TrainerConfig(row_tokens=MAX_TOKENS, rows_per_step=rows, remat=remat, dtype=dtype)  # pyright: ignore
+    config = TrainerConfig(
+        row_tokens=MAX_TOKENS,
+        rows_per_step=rows,
+        remat=remat,  # pyright: ignore[reportArgumentType]
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        lora_rank=lora_rank,
+    )
     trainer = Trainer(decoder.config, config)
     state, rate = trainer.initial_state(decoder), schedule(peak=1e-5, end_value=1e-5, total_steps=1)
     packed = pack(conversations(given), row_tokens=MAX_TOKENS, seed=0)
@@ -121,6 +135,7 @@ def main() -> int:
     )
     parser.add_argument("--remat", default="none", choices=["auto", "none", "dots", "full"], help="of ours")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="not of Tunix")
+    parser.add_argument("--lora-rank", type=int, default=0, help="0: all weights; not of Tunix")
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tunix-python", help="Python of an environment with google-tunix")
@@ -130,6 +145,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.only_ours:
         settings = {"rows": given.rows, "seconds": given.seconds, "remat": given.remat, "dtype": given.dtype}
+        settings["lora_rank"] = given.lora_rank
         print(json.dumps(ours(given.checkpoint, dict(np.load(given.only_ours)), **settings)))
         return 0
     path = Path(given.checkpoint) / "config.json"
@@ -142,7 +158,7 @@ def main() -> int:
         work = str(Path(folder) / "workload.npz")
         np.savez(work, **made)
         arguments = ["--checkpoint", given.checkpoint, "--seconds", str(given.seconds), "--rows", str(given.rows)]
-        typed = [*arguments, "--dtype", given.dtype]
+        typed = [*arguments, "--dtype", given.dtype, "--lora-rank", str(given.lora_rank)]
         again = [sys.executable, __file__, *typed, "--remat", given.remat, "--only-ours", work]
         found["ours"] = measured_apart(again)
         if given.tunix_python:

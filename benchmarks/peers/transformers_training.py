@@ -2,10 +2,11 @@
 prints JSON.
 
 `--rows` conversations a step, padded to the longest of them, labels of untrained tokens ignored, AdamW in float32,
-products in `--dtype`.
+products in `--dtype`. With `--lora-rank` peft's adapters of all linear layers are trained and nothing else.
 """
 
 import argparse
+import importlib
 import json
 import time
 
@@ -18,6 +19,7 @@ parser.add_argument("--checkpoint", required=True)
 parser.add_argument("--seconds", type=float, required=True)
 parser.add_argument("--rows", type=int, required=True)
 parser.add_argument("--dtype", default="float32")
+parser.add_argument("--lora-rank", type=int, default=0)
 parser.add_argument("workload")
 given = parser.parse_args()
 
@@ -27,8 +29,11 @@ tokens, trained = (np.split(work[name], ends[:-1]) for name in ("tokens", "train
 model = transformers.AutoModelForCausalLM.from_pretrained(
     given.checkpoint, dtype=torch.float32, attn_implementation="sdpa"
 )
+if given.lora_rank:
+    peft = importlib.import_module("peft")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=given.lora_rank, target_modules="all-linear"))
 model.train()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-5)
 
 
 def step(start: int) -> tuple[int, float]:

@@ -3,9 +3,10 @@
     log p(x_t | x_<t) = logits_t-1[x_t] - logsumexp(logits_t-1)                (x_<t: the prefix inside the segment)
 
 Logits of [rows, time, vocab] are never made. In each row the positions whose log-probability is wanted are moved to the
-front, then all rows walk together through chunks of positions: a chunk without any wanted position costs nothing, the
-others recompute their logits in the backward pass. So the head costs what the trained tokens need (a quarter to a third
-of an agent's conversation), with static shapes. Called by the losses and by `learning.trainer`, which scores with it.
+front, then all rows walk together through chunks of positions: a chunk without any wanted position costs nothing. So
+the head costs what the trained tokens need (a quarter to a third of an agent's conversation), with static shapes. Only
+a head that is trained computes its logits again in the backward pass. Called by the losses and by `learning.trainer`,
+which scores with it.
 """
 
 import functools
@@ -14,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -156,65 +158,96 @@ def _walk(
 
     The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands
     all that its backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a
-    gigabyte for 512 tokens.
+    gigabyte for 512 tokens. And since upstream is one number a position, the forward pass leaves the gradient by the
+    hidden states but for that number, which saves a frozen head half of its products.
     """
-    return _walk_forward(normalized, parts, table, hidden, targets, wanted)[0]
+    narrow = _narrow(table, hidden, parts)
+    return _forward(normalized, False, narrow, hidden, targets, wanted)[:2]
 
 
-def _walk_forward(
-    normalized: bool, parts: tuple[str, ...], table: Array, *chunks: Array
-) -> tuple[tuple[Array, Array | None], tuple[Array, ...]]:
-    narrow = table.astype(chunks[0].dtype)  # before it is gathered: that moves half as much
-    if parts:
-        narrow = jax.lax.all_gather(narrow, parts, axis=1, tiled=True)
+def _narrow(table: Array, hidden: Array, parts: tuple[str, ...]) -> Array:
+    narrow = table.astype(hidden.dtype)  # before it is gathered: that moves half as much
+    return jax.lax.all_gather(narrow, parts, axis=1, tiled=True) if parts else narrow
 
-    def one_chunk(carry: None, chunk_of: tuple[Array, ...]) -> tuple[None, tuple[Array, Array | None]]:
+
+def _forward(
+    normalized: bool, differentiated: bool, narrow: Array, *chunks: Array
+) -> tuple[Array, Array | None, Array | None]:
+    """Log p, normalizers and d log p / d hidden [chunks, rows, chunk, hidden], the last two where asked for."""
+
+    def one_chunk(carry: None, chunk_of: tuple[Array, ...]) -> tuple[None, tuple[Array, Array | None, Array | None]]:
         hidden, targets, wanted = chunk_of
 
-        def some(hidden: Array, targets: Array) -> tuple[Array, Array | None]:
+        def some(hidden: Array, targets: Array) -> tuple[Array, Array | None, Array | None]:
             logits = scores(narrow, hidden)
             chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
             normalizers = jax.nn.logsumexp(logits, axis=-1)
-            return chosen - normalizers, normalizers if normalized else None
+            pulled = None
+            if differentiated:
+                pull = _pull(logits, targets).astype(narrow.dtype)
+                pulled = matrix_product(pull, narrow).reshape(hidden.shape)
+            return chosen - normalizers, normalizers if normalized else None, pulled
 
-        def nothing(hidden: Array, targets: Array) -> tuple[Array, Array | None]:
+        def nothing(hidden: Array, targets: Array) -> tuple[Array, Array | None, Array | None]:
             zeros = jnp.zeros(targets.shape, jnp.float32)
-            return zeros, zeros if normalized else None
+            return zeros, zeros if normalized else None, jnp.zeros_like(hidden) if differentiated else None
 
         return carry, jax.lax.cond(wanted.any(), some, nothing, hidden, targets)
 
-    return jax.lax.scan(one_chunk, None, chunks)[1], (narrow, table, *chunks)
+    return jax.lax.scan(one_chunk, None, chunks)[1]
+
+
+def _pull(
+    logits: Float[Array, "rows chunk vocab"], targets: Int[Array, "rows chunk"]
+) -> Float[Array, "positions vocab"]:
+    """d log p[target] / d logits = onehot(target) - softmax(logits)"""
+    at_target = targets[..., None] == jnp.arange(logits.shape[-1])
+    return (at_target - jax.nn.softmax(logits, axis=-1)).reshape(-1, logits.shape[-1])
+
+
+def _walk_forward(
+    normalized: bool, parts: tuple[str, ...], *given: CustomVJPPrimal
+) -> tuple[tuple[Array, Array | None], tuple[Any, ...]]:
+    table, *chunks = (one.value for one in given)
+    narrow = _narrow(table, chunks[0], parts)
+    log_probs, normalizers, pulled = _forward(normalized, True, narrow, *chunks)
+    return (log_probs, normalizers), (table if given[0].perturbed else None, narrow, pulled, *chunks)
 
 
 def _walk_backward(
-    normalized: bool, parts: tuple[str, ...], kept: tuple[Array, ...], upstream: tuple[Array, Array | None]
+    normalized: bool, parts: tuple[str, ...], kept: tuple[Any, ...], upstream: tuple[Any, Any]
 ) -> tuple[Array | None, ...]:
-    """d log p[target] / d logits = onehot(target) - softmax(logits), d normalizer / d logits = softmax(logits). The
-    head's gradient adds up in float32, over chunks in one place and over devices outside or, where the head is in
-    parts, here.
+    """d normalizer / d logits = softmax(logits). The head's gradient adds up in float32, over chunks in one place and
+    over devices outside or, where the head is in parts, here.
     """
-    narrow, table, *chunks = kept
+    table, narrow, pulled, hidden, targets, wanted = kept
+    of_log_probs, of_normalizers = (
+        jnp.zeros(one.shape, one.dtype) if isinstance(one, SymbolicZero) else one for one in upstream
+    )
+    states = of_log_probs[..., None] * pulled
+    if normalized:
+        states += of_normalizers[..., None] * (narrow[targets] - pulled)
+    if table is None:
+        return None, states.astype(hidden.dtype), None, None
 
-    def one_chunk(head: Array, chunk_of: Any) -> tuple[Array, Array]:
-        hidden, targets, wanted, (of_log_probs, of_normalizers) = chunk_of
+    def one_chunk(head: Array, chunk_of: Any) -> tuple[Array, None]:
+        hidden, targets, wanted, of_log_probs, of_normalizers = chunk_of
 
-        def some(head: Array) -> tuple[Array, Array]:
-            at_target = targets[..., None] == jnp.arange(narrow.shape[0])
-            softmax = jax.nn.softmax(scores(narrow, hidden), axis=-1)
-            pull = (at_target - softmax) * of_log_probs[..., None]
-            if of_normalizers is not None:
-                pull += softmax * of_normalizers[..., None]
-            rows = pull.reshape(-1, pull.shape[-1]).astype(narrow.dtype)
-            states = hidden.reshape(-1, hidden.shape[-1])
-            head = head + jnp.matmul(rows.T, states, preferred_element_type=head.dtype)
-            return head, matrix_product(rows, narrow).reshape(hidden.shape)
+        def some(head: Array) -> Array:
+            logits = scores(narrow, hidden)
+            pull = _pull(logits, targets) * of_log_probs.reshape(-1, 1)
+            if normalized:
+                pull += (jax.nn.softmax(logits, axis=-1) * of_normalizers[..., None]).reshape(pull.shape)
+            rows, states = pull.astype(narrow.dtype), hidden.reshape(-1, hidden.shape[-1])
+            return head + jnp.matmul(rows.T, states, preferred_element_type=head.dtype)
 
-        return jax.lax.cond(wanted.any(), some, lambda head: (head, jnp.zeros_like(hidden)), head)
+        return jax.lax.cond(wanted.any(), some, lambda head: head, head), None
 
-    head, states = jax.lax.scan(one_chunk, jnp.zeros_like(narrow, jnp.float32), (*chunks, upstream))
+    chunks = (hidden, targets, wanted, of_log_probs, of_normalizers)
+    head, _ = jax.lax.scan(one_chunk, jnp.zeros_like(narrow, jnp.float32), chunks)
     if parts:
         head = jax.lax.psum_scatter(head, parts, scatter_dimension=1, tiled=True)
-    return head.astype(table.dtype), states, None, None
+    return head.astype(table.dtype), states.astype(hidden.dtype), None, None
 
 
-_walk.defvjp(_walk_forward, _walk_backward)
+_walk.defvjp(_walk_forward, _walk_backward, symbolic_zeros=True)

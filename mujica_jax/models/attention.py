@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from mujica_jax.config.checks import SPLASH_LANES
 from mujica_jax.errors import UserError
-from mujica_jax.models.block_attention import MASKED_SCORE, block_attention
+from mujica_jax.models import cpu_calls
 from mujica_jax.models.layers import Attend
 from mujica_jax.models.sharding import RULES
 
@@ -31,6 +31,7 @@ MIN_BLOCK_TOKENS = 64
 MAX_BLOCKS = 8
 
 SPLASH_BLOCK = 512  # tokens a block: MaxText's default, and half a megabyte of scores
+MASKED_SCORE = -1e30  # finite: a difference of two of them is 0, where that of two infinities would be NaN
 
 
 def causal_self_attention(segment_ids: Int[Array, "batch time"], implementation: Implementation = "auto") -> Attend:
@@ -70,7 +71,7 @@ def check_platform(implementation: Implementation) -> None:
     """A kernel that is asked for by name runs on its own platform only. (Compiling for a platform that is not here
     needs no check.)"""
     platform = jax.default_backend()
-    needed = {"splash": "tpu", "cudnn": "gpu"}.get(implementation, platform)
+    needed = {"blocks": "cpu", "splash": "tpu", "cudnn": "gpu"}.get(implementation, platform)
     if platform != needed:
         raise UserError(
             f"trainer.attention {implementation} runs on {needed} and this is {platform}: use auto, which takes the "
@@ -125,7 +126,7 @@ def softmax_mix(
 
 def _blocks(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
     """Each device walks over its own rows."""
-    return _on_each_device(block_attention, kv_heads=key.shape[2])(query, key, value, segment_ids)
+    return _on_each_device(cpu_calls.packed_attention, kv_heads=key.shape[2])(query, key, value, segment_ids)
 
 
 def _cudnn(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:

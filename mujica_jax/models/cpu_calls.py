@@ -62,6 +62,39 @@ product.defvjp(
 )
 
 
+@jax.custom_vjp
+def packed_attention(
+    query: Float[Array, "rows time heads head_dim"],
+    key: Float[Array, "rows time kv_heads head_dim"],
+    value: Float[Array, "rows time kv_heads head_dim"],
+    segment_ids: Int[Array, "rows time"],
+) -> Float[Array, "rows time heads head_dim"]:
+    """As `attention.segment_attention`, of segments without gaps, in float32."""
+    return _packed_forward(query, key, value, segment_ids)[0]
+
+
+def _packed_forward(query: Array, key: Array, value: Array, segment_ids: Array) -> tuple[Array, tuple[Array, ...]]:
+    changes = segment_ids != jnp.roll(segment_ids, 1, axis=1)
+    begins = jax.lax.cummax(jnp.where(changes, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), 0), axis=1)
+    given = *(array.astype(jnp.float32) for array in (query, key, value)), begins
+    normalizers = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1], 1), jnp.float32)
+    kernel = jax.ffi.ffi_call(_registered("mix_packed"), (_like(query), normalizers))
+    mixed, normalizers = kernel(*given)
+    return mixed.astype(query.dtype), (*given, mixed, normalizers)
+
+
+def _packed_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
+    kernel = jax.ffi.ffi_call(_registered("pull_packed"), tuple(map(_like, saved[:3])))
+    return *(found.astype(gradient.dtype) for found in kernel(*saved, gradient.astype(jnp.float32))), None
+
+
+packed_attention.defvjp(_packed_forward, _packed_backward)
+
+
+def _like(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, jnp.float32)
+
+
 def _alone() -> bool:
     return jax.sharding.get_abstract_mesh().empty and on_cpu()
 
@@ -70,6 +103,6 @@ def _alone() -> bool:
 def _registered(kernel: str) -> str:
     """Its name for XLA. numba compiles at the first use on a machine, in ten seconds, and keeps that on disk."""
     kernels = importlib.import_module("mujica_jax.models.cpu_kernels")  # numba takes a second to import
-    name, target = f"mujica_jax_{kernel}", getattr(kernels, f"{kernel}_target")
+    name, target = f"mujica_jax_{kernel}", getattr(kernels, f"{kernel}_target")()
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(target.address), platform="cpu")
     return name

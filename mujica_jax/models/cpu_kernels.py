@@ -1,5 +1,6 @@
-"""What decoding on a CPU spends its time with, compiled by numba and called by XLA: attention over rows and shared
-prefixes, and products of few rows with a matrix. `cpu_calls` calls it; docs/LOG.md has what it gains.
+"""What a CPU spends its time with, compiled by numba and called by XLA: in decoding attention over rows and shared
+prefixes and products of few rows with a matrix, in training attention of packed rows. `cpu_calls` calls it; docs/LOG.md
+has what it gains.
 
 Attention: XLA multiplies each row's few queries with its keys by a product of its own, which packs more than it
 multiplies. Here a thread takes a few rows of one head of keys: their queries meet the prefix together and each its own
@@ -7,8 +8,13 @@ row, of which no more is read than the row holds.
 
 Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies, and while two of its
 rows are multiplied the next two are fetched.
+
+Packed rows: of XLA's small products none uses two cores. Here a thread takes a row's head of keys, block after block of
+queries, and no key that lies before their conversation or after them. Only a block's scores exist at a time; the
+gradient computes them again (FlashAttention, Dao et al. 2022, algorithm 4).
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -24,6 +30,8 @@ TOGETHER = 12  # queries of one head of keys that a thread takes at a time, if a
 UNROLLED = 8  # keys, or values, that are added up in one walk along what lies together
 LANES, MATRIX_ROWS, ROWS = 8, 2, 6  # of a product: with AVX2 twelve sums and what they need fill the registers
 PARTS = 64  # of a product, for threads to share
+COLUMNS = 2 * LANES  # of a tile of ROWS x COLUMNS sums
+BLOCK = 24  # tokens whose queries meet their keys together: whole tiles, whatever the number of heads
 # Sums in any order, and no more: with "nnan" a broken number could look like a good one.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
@@ -71,7 +79,7 @@ def _exp(x):
 
 @compiled(fastmath=FAST)
 def _softmax(scores, count):
-    """exp(scores - their maximum) in place; their sum."""
+    """exp(scores - their maximum) in place; their sum, and the maximum."""
     peak = scores[0]
     for place in range(1, count):
         peak = max(peak, scores[place])
@@ -80,7 +88,7 @@ def _softmax(scores, count):
         weight = _exp(scores[place] - peak)
         scores[place] = weight
         total += weight
-    return total
+    return total, peak
 
 
 @compiled(fastmath=FAST)
@@ -164,7 +172,7 @@ def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed,
         _add_scores(scores, chosen, queries, keys[place, kv_head], length, held)
         for number in chosen:
             visible = length + min(seen + (number - chosen[0]) // sharing, keys.shape[3])
-            totals[number] = _softmax(scores[number], visible)
+            totals[number], _ = _softmax(scores[number], visible)
             scores[number, visible : length + held] = ZERO
         _add_values(results, chosen, scores, values[place, kv_head], length, held)
     for prefix in range(prefix_keys.shape[0]):
@@ -269,6 +277,230 @@ def multiply(rows, matrix, products):
                         products[row + place, output + number] = sums[number, place]
 
 
+@intrinsic
+def _add_tile(context, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes):
+    """sums[r, c] += left[r, s] right[s, c] over s, for ROWS r and COLUMNS c. All are addresses and distances in bytes,
+    on the left `row_bytes` from r to r and `step_bytes` from s to s."""
+    del context, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes
+    vector, single, whole = ir.VectorType(ir.FloatType(), LANES), ir.FloatType(), ir.IntType(64)
+
+    def emit(_, builder, __, given):
+        left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes = given
+        of_type = ir.FunctionType(vector, [vector] * 3)
+        multiply_add = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.fma.v{LANES}f32")
+        none = ir.Constant(vector, [0.0] * LANES)
+        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+
+        def number(value):
+            return ir.Constant(whole, value)
+
+        def at(base, count, distance, kind):
+            return builder.inttoptr(builder.add(base, builder.mul(count, distance)), kind.as_pointer())
+
+        def load(pointer):
+            found = builder.load(pointer)
+            found.align = 4
+            return found
+
+        def vectors(base):
+            return [at(base, number(part), number(4 * LANES), vector) for part in range(COLUMNS // LANES)]
+
+        homes = [
+            home for row in range(ROWS) for home in vectors(builder.add(sums, builder.mul(number(row), sum_bytes)))
+        ]
+        totals = [cgutils.alloca_once_value(builder, load(home)) for home in homes]
+        with cgutils.for_range(builder, steps) as loop:
+            parts = [load(part) for part in vectors(builder.add(right, builder.mul(loop.index, right_bytes)))]
+            from_left = builder.add(left, builder.mul(loop.index, step_bytes))
+            for row in range(ROWS):
+                one = builder.insert_element(none, load(at(from_left, number(row), row_bytes, single)), number(0))
+                spread = builder.shuffle_vector(one, none, everywhere)
+                for part, total in zip(parts, totals[row * len(parts) :], strict=False):
+                    builder.store(builder.call(multiply_add, [spread, part, builder.load(total)]), total)
+        for total, home in zip(totals, homes, strict=True):
+            builder.store(builder.load(total), home).align = 4
+
+    return types.void(*[types.int64] * 8), emit
+
+
+@compiled()
+def _add_tiles(left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes, rows, columns):
+    """`_add_tile` for more rows and columns, rounded up to whole tiles."""
+    for column in range(0, columns, COLUMNS):
+        for row in range(0, rows, ROWS):
+            _add_tile(
+                left + row * row_bytes,
+                row_bytes,
+                step_bytes,
+                right + 4 * column,
+                right_bytes,
+                steps,
+                sums + row * sum_bytes + 4 * column,
+                sum_bytes,
+            )
+
+
+@compiled()
+def _add_product(left, right, sums):
+    """sums += left @ right, of whole tiles; `right` may have more columns."""
+    _add_tiles(
+        left.ctypes.data,
+        left.strides[0],
+        left.strides[1],
+        right.ctypes.data,
+        right.strides[0],
+        left.shape[1],
+        sums.ctypes.data,
+        sums.strides[0],
+        sums.shape[0],
+        sums.shape[1],
+    )
+
+
+@compiled()
+def _whole(count, of):
+    return -(-count // of) * of
+
+
+@compiled()
+def _gather(source, start, from_head, sharing, scale, found):
+    """The heads of tokens from `start` on, token by token, with zeros beyond the last one."""
+    found[:] = ZERO
+    for number in range(min(found.shape[0], (source.shape[0] - start) * sharing)):
+        for dim in range(source.shape[2]):
+            found[number, dim] = source[start + number // sharing, from_head + number % sharing, dim] * scale
+
+
+@compiled()
+def _room(query, key):
+    """What a thread needs for a head of keys: [all tokens, head_dim] for its keys or values, and for a block's queries
+    [queries, head_dim] and [queries, all tokens]."""
+    time, heads, head_dim = query.shape
+    dims, queries = _whole(head_dim, COLUMNS), BLOCK * heads // key.shape[1]
+    width = _whole(time, COLUMNS) + 2 * COLUMNS  # tiles begin with a conversation and end after the last token
+    return (
+        np.empty((width, dims), np.float32),
+        np.empty((queries, dims), np.float32),
+        np.empty((queries, width), np.float32),
+    )
+
+
+@compiled(fastmath=FAST)
+def _mix_packed(query, key, value, begins, mixed, normalizers, kv_head):
+    sharing = query.shape[1] // key.shape[1]
+    scale = ONE / np.sqrt(np.float32(query.shape[2]))
+    keys, queries, scores = _room(query, key)
+    values, results = np.empty_like(keys), np.empty_like(queries)
+    _gather(key, 0, kv_head, 1, ONE, keys)
+    _gather(value, 0, kv_head, 1, ONE, values)
+    turned = keys.T.copy()
+    for start in range(0, query.shape[0], BLOCK):
+        tokens = min(BLOCK, query.shape[0] - start)
+        first = begins[start]
+        count = _whole(start + tokens - first, COLUMNS)
+        _gather(query, start, kv_head * sharing, sharing, scale, queries)
+        scores[:, :count] = ZERO
+        _add_product(queries, turned[:, first:], scores[:, :count])
+        for number in range(tokens * sharing):
+            token, head = start + number // sharing, kv_head * sharing + number % sharing
+            low, high = begins[token] - first, token + 1 - first
+            row = scores[number]
+            total, peak = _softmax(row[low:high], high - low)
+            row[:low] = ZERO
+            row[high:count] = ZERO
+            normalizers[head, token, 0] = peak + np.log(total)
+            for place in range(low, high):
+                row[place] /= total
+        scores[tokens * sharing :, :count] = ZERO
+        results[:] = ZERO
+        _add_product(scores[:, :count], values[first:], results)
+        for number in range(tokens * sharing):
+            for dim in range(query.shape[2]):
+                mixed[start + number // sharing, kv_head * sharing + number % sharing, dim] = results[number, dim]
+
+
+@compiled(fastmath=FAST)
+def _pull_packed(query, key, value, begins, mixed, normalizers, gradient, of_query, of_key, of_value, kv_head):
+    sharing, head_dim = query.shape[1] // key.shape[1], query.shape[2]
+    scale = ONE / np.sqrt(np.float32(head_dim))
+    keys, queries, weights = _room(query, key)
+    of_keys, of_values = np.zeros_like(keys), np.zeros_like(keys)
+    pulls, results, slopes = np.empty_like(queries), np.empty_like(queries), np.empty_like(weights)
+    _gather(value, 0, kv_head, 1, ONE, keys)
+    turned_values = keys.T.copy()
+    _gather(key, 0, kv_head, 1, ONE, keys)
+    turned_keys = keys.T.copy()
+    for start in range(0, query.shape[0], BLOCK):
+        tokens = min(BLOCK, query.shape[0] - start)
+        first = begins[start]
+        count = _whole(start + tokens - first, COLUMNS)
+        _gather(query, start, kv_head * sharing, sharing, scale, queries)
+        _gather(gradient, start, kv_head * sharing, sharing, ONE, pulls)
+        weights[:, : count + ROWS] = ZERO
+        slopes[:, : count + ROWS] = ZERO
+        _add_product(queries, turned_keys[:, first:], weights[:, :count])
+        _add_product(pulls, turned_values[:, first:], slopes[:, :count])
+        for number in range(tokens * sharing):
+            token, head = start + number // sharing, kv_head * sharing + number % sharing
+            low, high = begins[token] - first, token + 1 - first
+            normalizer, inner = normalizers[head, token, 0], ZERO
+            for dim in range(head_dim):
+                inner += pulls[number, dim] * mixed[token, head, dim]
+            weight, slope = weights[number][low:high], slopes[number][low:high]
+            for place in range(high - low):
+                weight[place] = _exp(weight[place] - normalizer)
+                slope[place] = weight[place] * (slope[place] - inner)
+            for row in (weights[number], slopes[number]):
+                row[:low] = ZERO
+                row[high : count + ROWS] = ZERO
+        weights[tokens * sharing :, : count + ROWS] = ZERO
+        slopes[tokens * sharing :, : count + ROWS] = ZERO
+        results[:] = ZERO
+        _add_product(slopes[:, :count], keys[first:], results)
+        rows = _whole(count, ROWS)
+        _add_product(slopes[:, :rows].T, queries, of_keys[first : first + rows])
+        _add_product(weights[:, :rows].T, pulls, of_values[first : first + rows])
+        for number in range(tokens * sharing):
+            for dim in range(head_dim):
+                of_query[start + number // sharing, kv_head * sharing + number % sharing, dim] = (
+                    results[number, dim] * scale
+                )
+    for token in range(query.shape[0]):
+        for dim in range(head_dim):
+            of_key[token, kv_head, dim] = of_keys[token, dim]
+            of_value[token, kv_head, dim] = of_values[token, dim]
+
+
+@compiled(cache=True, parallel=THREADS)
+def mix_packed(query, key, value, begins, mixed, normalizers):
+    """See `cpu_calls.packed_attention`. `begins`: of each token, the first one of its segment."""
+    kv_heads = key.shape[2]
+    for part in prange(query.shape[0] * kv_heads):
+        row, kv_head = part // kv_heads, part % kv_heads
+        _mix_packed(query[row], key[row], value[row], begins[row], mixed[row], normalizers[row], kv_head)
+
+
+@compiled(cache=True, parallel=THREADS)
+def pull_packed(query, key, value, begins, mixed, normalizers, gradient, of_query, of_key, of_value):
+    """The gradient of `mix_packed`."""
+    kv_heads = key.shape[2]
+    for part in prange(query.shape[0] * kv_heads):
+        row, kv_head = part // kv_heads, part % kv_heads
+        _pull_packed(
+            query[row],
+            key[row],
+            value[row],
+            begins[row],
+            mixed[row],
+            normalizers[row],
+            gradient[row],
+            of_query[row],
+            of_key[row],
+            of_value[row],
+            kv_head,
+        )
+
+
 @compiled(inline="always")
 def _words(address, count):
     return carray(_pointer(address), (count,), np.int64)
@@ -285,6 +517,12 @@ def _buffer(buffer, rank):
 def _matrix(buffer):
     data, dims = _buffer(buffer, 2)
     return carray(data, (dims[0], dims[1]), np.float32)
+
+
+@compiled()
+def _integers(buffer):
+    data, dims = _buffer(buffer, 2)
+    return carray(data, (dims[0], dims[1]), np.int32)
 
 
 @compiled()
@@ -305,8 +543,9 @@ def _asked_for_version(frame):
     return True
 
 
-def _for_xla(function: Callable) -> Any:
-    return cfunc(types.int64(types.int64), cache=True)(inspect.unwrap(function))
+def _for_xla(function: Callable) -> Callable[[], Any]:
+    """Compiled when it is called for: a run that only samples need not wait for what trains."""
+    return functools.cache(lambda: cfunc(types.int64(types.int64), cache=True)(inspect.unwrap(function)))
 
 
 @_for_xla
@@ -315,12 +554,10 @@ def attend_target(frame_address):
     frame = _words(frame_address, RESULTS + 1)
     if not _asked_for_version(frame):
         given = _words(frame[ARGUMENTS], 6)
-        data, dims = _buffer(given[5], 2)
-        places = carray(data, (dims[0], dims[1]), np.int32)
         query, keys, values = _four_dimensions(given[0]), _four_dimensions(given[1]), _four_dimensions(given[2])
         prefix_keys, prefix_values = _four_dimensions(given[3]), _four_dimensions(given[4])
         mixed = _four_dimensions(_words(frame[RESULTS], 1)[0])
-        attend(query, keys, values, prefix_keys, prefix_values, places, mixed)
+        attend(query, keys, values, prefix_keys, prefix_values, _integers(given[5]), mixed)
     return 0
 
 
@@ -331,4 +568,31 @@ def multiply_target(frame_address):
     if not _asked_for_version(frame):
         given = _words(frame[ARGUMENTS], 2)
         multiply(_matrix(given[0]), _matrix(given[1]), _matrix(_words(frame[RESULTS], 1)[0]))
+    return 0
+
+
+@_for_xla
+def mix_packed_target(frame_address):
+    """`mix_packed` as XLA calls it: 0 is no error."""
+    frame = _words(frame_address, RESULTS + 1)
+    if not _asked_for_version(frame):
+        given, results = _words(frame[ARGUMENTS], 4), _words(frame[RESULTS], 2)
+        query, key, value = _four_dimensions(given[0]), _four_dimensions(given[1]), _four_dimensions(given[2])
+        mixed, normalizers = _four_dimensions(results[0]), _four_dimensions(results[1])
+        mix_packed(query, key, value, _integers(given[3]), mixed, normalizers)
+    return 0
+
+
+@_for_xla
+def pull_packed_target(frame_address):
+    """`pull_packed` as XLA calls it: 0 is no error."""
+    frame = _words(frame_address, RESULTS + 1)
+    if not _asked_for_version(frame):
+        given, results = _words(frame[ARGUMENTS], 7), _words(frame[RESULTS], 3)
+        query, key, value = _four_dimensions(given[0]), _four_dimensions(given[1]), _four_dimensions(given[2])
+        mixed, normalizers = _four_dimensions(given[4]), _four_dimensions(given[5])
+        gradient, of_query = _four_dimensions(given[6]), _four_dimensions(results[0])
+        of_key, of_value = _four_dimensions(results[1]), _four_dimensions(results[2])
+        begins = _integers(given[3])
+        pull_packed(query, key, value, begins, mixed, normalizers, gradient, of_query, of_key, of_value)
     return 0

@@ -30,18 +30,17 @@ from jaxtyping import Array
 
 from mujica_jax.inference.engine import contiguous_programs as programs
 from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState, bucket, filtered, lots
-from mujica_jax.models.cpu_calls import LARGE_MATRIX
+from mujica_jax.models import cpu_calls
 from mujica_jax.models.decoder import Decoder, unstacked
 
 MIN_WIDTH_TOKENS = 256
 MAX_PREFIXES = 2  # planner and worker have one beginning each
 MIN_PREFIX_TOKENS, MIN_PREFIX_ROWS = 64, 4  # below, a product of its own costs more than it saves
-# A prefill call is cut into tiles of one request each: the padding is less than one tile a request.
-TILE_TOKENS = {"cpu": 8}
-OTHER_TILE_TOKENS = 64
-# Tiles in one prefill call: every size is a program for each shape of the rows.
-CALL_TILES = {"cpu": (16, 64)}
-OTHER_CALL_TILES = (8, 64)
+# A prefill call is cut into tiles of one request each: the padding is less than one tile a request. XLA reads a row
+# once a tile, kernels of our own (`cpu_calls`) lose less by small ones. (Tokens in a tile, tiles in one call: every
+# size of a call is a program for each shape of the rows.)
+TILES = {"cpu kernels": (8, (16, 64)), "cpu": (16, (8, 64))}
+OTHER_TILES = (64, (8, 64))
 ROW_LEVELS = (1, 2, 4)  # rows there may be: slots divided by one of these
 CALLS_BEFORE_FEWER_ROWS = 2  # few requests in this many decode calls: not only between a turn and the next
 
@@ -71,9 +70,6 @@ class ContiguousEngine(Engine):
 
     def __init__(self, decoder: Decoder, **settings: Any) -> None:
         super().__init__(decoder, **settings)
-        self.tile_tokens = TILE_TOKENS.get(jax.default_backend(), OTHER_TILE_TOKENS)
-        self.call_tiles = CALL_TILES.get(jax.default_backend(), OTHER_CALL_TILES)
-        self.min_call_tokens = self.call_tiles[0] * self.tile_tokens
         self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
         self._smallest_width = max(MIN_WIDTH_TOKENS, 2 * self.page_tokens)
         if self._largest_width < 1.5 * self._smallest_width:  # a second width is not worth its programs
@@ -84,12 +80,17 @@ class ContiguousEngine(Engine):
         self._version = np.zeros(self.num_pages, np.int64)  # counts what was written into a page
         self._clock = 0
         self._start(self._empty(self.num_pages, self.page_tokens))
+        with self._over_mesh():
+            kernels = cpu_calls.can_attend(self._memory.rows.keys[0])
+        reader = "cpu kernels" if kernels else jax.default_backend()
+        self.tile_tokens, self.call_tiles = TILES.get(reader, OTHER_TILES)
+        self.min_call_tokens = self.call_tiles[0] * self.tile_tokens
 
     def _use(self, weights: nnx.State) -> None:
         super()._use(weights)
         with self._over_mesh():
             turned = jax.default_backend() == "cpu" and self.mesh is None
-            least = LARGE_MATRIX if turned else None
+            least = cpu_calls.LARGE_MATRIX if turned else None
             self._weights = unstacked(self._weights, self.config, output_major_from=least)
 
     def reset_cache(self) -> None:
