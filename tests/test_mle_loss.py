@@ -181,6 +181,22 @@ def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
     assert_close(numbers_compiled_again(decoder, batch).gradient, expected)
 
 
+def test_a_frozen_head_has_its_logits_once_and_gives_the_same_gradient(decoder, batch):
+    """As with adapters, where only weights in the layers are trained. A trained head has them again, and a gradient."""
+    graph, head, others = nnx.split(decoder, nnx.PathContains("embedding"), ...)
+    vocabulary = rf"\b{decoder.config.vocab_size}\b.*= dot_general"
+
+    def loss(others: nnx.State, head: nnx.State) -> Array:
+        return MLE()(nnx.merge(graph, head, others), batch)[0]
+
+    gradients = [jax.grad(loss, argnums=of) for of in (0, (0, 1))]
+    options = QUICKLY["compiler_options"]
+    one, (both, _) = (jax.jit(each, compiler_options=options)(others, head) for each in gradients)
+    assert_close(one, both)
+    text = [str(jax.make_jaxpr(each)(others, head)) for each in gradients]
+    assert [len(re.findall(vocabulary, each)) for each in text] == [1, 3]
+
+
 def test_a_deep_model_scans_to_the_same_numbers(decoder, batch, monkeypatch):
     monkeypatch.setattr(log_probs, "UNROLLED_LAYERS", 0)
     assert_close(numbers_compiled_again(decoder, batch), numbers(decoder, batch))
