@@ -222,7 +222,7 @@ def _walk_backward(
     """
     table, narrow, pulled, hidden, targets, wanted = kept
     of_log_probs, of_normalizers = (
-        jnp.zeros(one.shape, one.dtype) if isinstance(one, SymbolicZero) else one for one in upstream
+        jnp.zeros(one.shape, jnp.float32) if isinstance(one, SymbolicZero) else one for one in upstream
     )
     states = of_log_probs[..., None] * pulled
     if normalized:
