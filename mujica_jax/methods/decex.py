@@ -32,7 +32,7 @@ from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import preference
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.phases import WARM_UP, Phase, PhaseResult, PhaseState
+from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.rollouts import score_once
 from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round
 from mujica_jax.methods.run import KEPT_SHARDS, Run
@@ -97,7 +97,10 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
     run.use_policy(state, WARM_UP.step)
     entries: list[ShardEntry] = []
     records: list[Trajectory] = []
-    with run.sampling(name, ROUND, total=len(questions), unit="questions") as stage:
+    with (
+        run.counted(SAMPLING, ROUND),
+        run.progress.stage(name, total=len(questions), unit="questions", live=run.counters.figures) as stage,
+    ):
         grown = 0
 
         def on_tree(trees: int, reward: float) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from mujica_jax.agents.agent import Attempt, OnEpisode
+from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig
 from mujica_jax.methods.phases import SAMPLING, PhaseState
 from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round
@@ -19,6 +19,8 @@ from mujica_jax.records import Question, Trajectory
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, select, threshold
 from mujica_jax.trajectories.store import SUMMARY, ShardEntry
+
+OnEpisode = Callable[[Trajectory], None]
 
 
 def sample_round(

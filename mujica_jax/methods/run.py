@@ -9,7 +9,6 @@ with the same numbers.
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from flax import nnx
 
-from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, OnEpisode, run_episodes
+from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
 from mujica_jax.config.schema import Config, TrainerConfig
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
@@ -25,12 +24,23 @@ from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
 from mujica_jax.learning.trainer import Trainer, TrainState
-from mujica_jax.methods import phases
 from mujica_jax.methods.evaluation import Scores, held_out_questions, right_ones, score_policy
 from mujica_jax.methods.learning_phase import train_phase
 from mujica_jax.methods.mismatch import compared
 from mujica_jax.methods.parts import make_agent, make_generator, make_reward, open_adapter, statistics_of, use_weights
-from mujica_jax.methods.phases import GetState, Phase, PhaseResult, PhaseState, learning_folder, phase_file
+from mujica_jax.methods.phases import (
+    EVALUATING,
+    LEARNING,
+    MISMATCH,
+    RETRIEVAL,
+    TIME,
+    WARM_UP,
+    Phase,
+    PhaseResult,
+    PhaseState,
+    learning_folder,
+    phase_file,
+)
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.adapters import (
     adapter_tensors,
@@ -44,7 +54,7 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import gather_checkpoint, open_checkpoint, save_checkpoint
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
-from mujica_jax.report.progress import Progress, Stage
+from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import PhaseRow
 from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.runtime import distributed
@@ -100,7 +110,7 @@ class Run:
             self._base = fingerprint(decoder)
         return state if adapter is None else state._replace(params=with_trained_adapters(state.params, adapter))
 
-    def use_policy(self, state: GetState, version: int) -> None:
+    def use_policy(self, state: Callable[[], TrainState], version: int) -> None:
         """Sample from this state, which the policy of this version is. One that would have to be restored stays where
         it is: its policy is read."""
         absent = isinstance(state, PhaseState) and not state.is_here
@@ -124,7 +134,7 @@ class Run:
     def _is_committed(self, version: int) -> bool:
         return distributed.broadcast(f"policy {version}", lambda: version in self.store.policies())
 
-    def commit_policy(self, state: GetState, version: int) -> None:
+    def commit_policy(self, state: Callable[[], TrainState], version: int) -> None:
         """Write the policy in the compute type as a Hugging Face directory, and beside it what of it is an adapter,
         with the configuration. The first process writes; the others help to gather it. Checkpoints of the phases
         before leave, and so do policies beyond `keep_policies`."""
@@ -161,11 +171,9 @@ class Run:
     def remove_past_checkpoints(self) -> None:
         """Of all phases before the newest; the control begins with the warm-up's. Called by the first process, when the
         newest phase is whole."""
-        kept = {self.newest_phase, phases.WARM_UP.name} if self.config.eval.control else {self.newest_phase}
+        kept = {self.newest_phase, WARM_UP.name} if self.config.eval.control else {self.newest_phase}
         folders = {learning_folder(name) for name in kept}
-        for name in sorted(
-            {"/".join(file.split("/")[:2]) for file in self.store.names(f"{phases.LEARNING}/")} - folders
-        ):
+        for name in sorted({"/".join(file.split("/")[:2]) for file in self.store.names(f"{LEARNING}/")} - folders):
             self.store.remove_folder(name)
 
     @contextlib.contextmanager
@@ -176,35 +184,31 @@ class Run:
             yield
         self.metrics.write(kind, step, between(before, self.generator.statistics))
 
-    @contextlib.contextmanager
-    def sampling(self, name: str, number: int, *, total: int, unit: str) -> Iterator[Stage]:
-        """The progress of a round's sampling, in `unit`s, and its line of metrics."""
-        stage = self.progress.stage(name, total=total, unit=unit, live=self.counters.figures)
-        with self.counted(phases.SAMPLING, number), stage as shown:
-            yield shown
-
-    def compare(self, state: GetState, trajectories: Sequence[Trajectory], round_number: int, version: int) -> None:
+    def compare(
+        self, state: Callable[[], TrainState], trajectories: Sequence[Trajectory], round_number: int, version: int
+    ) -> None:
         """Write how far the engine's log-probabilities are from the trainer's; `state` is what was sampled from, which
         the policy of this version is. One that would have to be restored stays where it is: its policy is read."""
         conversations = self.config.metrics.compared_conversations
-        written = distributed.broadcast(phases.MISMATCH, lambda: self.metrics.has(phases.MISMATCH, round_number))
+        written = distributed.broadcast(MISMATCH, lambda: self.metrics.has(MISMATCH, round_number))
         if not conversations or written:
             return
         absent = isinstance(state, PhaseState) and not state.is_here and self._is_committed(version)
         with self.clock.stage("scoring"):
             self.generator.release_weights()
             scored = self.committed_state(version) if absent else state()
-            seed = self.config.seed + round_number
-            found = compared(self.trainer, scored, trajectories, conversations=conversations, seed=seed)
+            found = compared(
+                self.trainer, scored, trajectories, conversations=conversations, seed=self.config.seed + round_number
+            )
         if found:
-            self.metrics.write(phases.MISMATCH, round_number, found)
+            self.metrics.write(MISMATCH, round_number, found)
 
     def sample(
         self,
         round_number: int,
         shard: int,
         attempts: Sequence[Attempt],
-        on_episode: OnEpisode,
+        on_episode: Callable[[Trajectory], None],
         *,
         agent: Agent | None = None,
         concurrency: int | None = None,
@@ -226,7 +230,7 @@ class Run:
         round_number: int,
         shard: int,
         wave: Callable[[Sequence[Trajectory]], Sequence[Attempt]],
-        on_episode: OnEpisode,
+        on_episode: Callable[[Trajectory], None],
         *,
         agent: Agent | None = None,
         concurrency: int | None = None,
@@ -264,13 +268,16 @@ class Run:
         round_number: int,
         shard: int,
         play: Callable[[], list[Trajectory]],
-        on_read: OnEpisode = lambda trajectory: None,
+        on_read: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
         """A unit of work: what an earlier run left of it, each passed to `on_read`, or else what `play` gives now, as
         the store then holds it."""
         entry = self.intact_shard(round_number, shard)
         if entry is not None:
-            return entry, self._read(entry, on_read)
+            trajectories = self.store.read_shard(entry)
+            for trajectory in trajectories:
+                on_read(trajectory)
+            return entry, trajectories
         self.generator.reset_cache()
         trajectories = play()
         if not trajectories:
@@ -279,18 +286,17 @@ class Run:
             entry = self.store.write_shard(round_number, shard, trajectories)
             return entry, self.store.read_shard(entry)
 
-    def await_shard(self, round_number: int, shard: int, on_episode: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
+    def await_shard(
+        self, round_number: int, shard: int, on_episode: Callable[[Trajectory], None]
+    ) -> tuple[ShardEntry, list[Trajectory]]:
         """A unit of work that another program plays, when it is there; a damaged one is waited for again."""
         while (entry := self.intact_shard(round_number, shard)) is None:
             self.preemption.check()
             time.sleep(AWAIT_SECONDS)
-        return entry, self._read(entry, on_episode)
-
-    def _read(self, entry: ShardEntry, on_read: OnEpisode) -> list[Trajectory]:
         trajectories = self.store.read_shard(entry)
         for trajectory in trajectories:
-            on_read(trajectory)
-        return trajectories
+            on_episode(trajectory)
+        return entry, trajectories
 
     def poll(self) -> None:
         """Called some times a second while episodes are played. Raises Preempted when asked to end."""
@@ -328,14 +334,16 @@ class Run:
         trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
         limit = row_tokens or self.config.trainer.row_tokens
         kept = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
-        if too_long := len(trained) - len(kept):
-            self.progress.line(f"{too_long} of {len(trained)} {what} exceed {limit} tokens and are left out")
+        if len(kept) < len(trained):
+            self.progress.line(
+                f"{len(trained) - len(kept)} of {len(trained)} {what} exceed {limit} tokens and are left out"
+            )
         return kept
 
     def learn(
         self,
         name: str,
-        start: GetState,
+        start: Callable[[], TrainState],
         rows: Callable[[], PackedRows],
         *,
         steps: int,
@@ -358,8 +366,11 @@ class Run:
         file = over or phase_file(name)
         is_past = distributed.broadcast(f"{name} is over", lambda: self.store.exists(file))
         rates = schedule(peak=peak, end_value=end_value, total_steps=steps, warmup_steps=warmup_steps, stretch=stretch)
-        made_by = functools.partial(train_phase, self, name, start, rows, steps=steps, rates=rates, loss=loss)
-        state = PhaseState(lambda: made_by(config=config or self.config.trainer))
+        state = PhaseState(
+            lambda: train_phase(
+                self, name, start, rows, steps=steps, rates=rates, loss=loss, config=config or self.config.trainer
+            )
+        )
         if not is_past:
             state()
         return state
@@ -367,7 +378,7 @@ class Run:
     def finish_phase(
         self,
         phase: Phase,
-        state: GetState,
+        state: Callable[[], TrainState],
         *,
         began: float,
         trajectories: int = 0,
@@ -380,7 +391,7 @@ class Run:
         file = phase_file(name)
         if not distributed.broadcast(file, lambda: self.store.exists(file)):
             self.use_policy(state, step)
-            with self.counted(f"{phase.prefix}{phases.EVALUATING}", step):
+            with self.counted(f"{phase.prefix}{EVALUATING}", step):
                 scores = score_policy(
                     name,
                     agent=self.agent,
@@ -413,9 +424,9 @@ class Run:
             if distributed.is_primary():
                 self._write_scores(name, scores)
                 # Before the phase counts as done: a restart skips a phase that is done.
-                self._write_seconds(f"{phase.prefix}{phases.TIME}", step)
+                self._write_seconds(f"{phase.prefix}{TIME}", step)
                 searched = dataclasses.asdict(statistics_of(self.task, scores.questions))
-                self.metrics.write(f"{phase.prefix}{phases.RETRIEVAL}", step, searched)
+                self.metrics.write(f"{phase.prefix}{RETRIEVAL}", step, searched)
                 self.metrics.flush()
                 self.store.write_json_once(file, dataclasses.asdict(result))
             distributed.barrier(f"{name} is written down")

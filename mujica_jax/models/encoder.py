@@ -82,8 +82,9 @@ def embedding_weights(config: EncoderConfig) -> tuple[Weight, ...]:
     hidden = config.hidden_size
 
     def table(name: str, rows: int, theirs: str) -> Weight:
-        stored = f"embeddings.{theirs}_embeddings.weight"
-        return Weight(name=name, shape=(rows, hidden), axes=(None, None), hugging_face=stored)
+        return Weight(
+            name=name, shape=(rows, hidden), axes=(None, None), hugging_face=f"embeddings.{theirs}_embeddings.weight"
+        )
 
     return (
         table("words", config.vocab_size, "word"),

@@ -85,13 +85,8 @@ class Tensors:
                 if name in self.files:
                     raise UserError(f"tensor {name} is set twice in {folder}: remove one of its files")
                 self.files[name] = path, stored
-        # Some exports of tied models store the embedding a second time as head; a head that differs would be lost.
-        if (
-            tied is not None
-            and self.files.keys() >= {*tied}
-            and np.array_equal(self._stored(tied[0]), self._stored(tied[1]))
-        ):
-            del self.files[tied[0]]
+        if tied is not None:
+            self._drop_tied(*tied)
         for name in sorted(self.files.keys() - expected.keys()):
             raise UserError(
                 f"{self.files[name][0]} has a tensor {name} and none of our weights is mapped to it, as "
@@ -130,8 +125,9 @@ class Tensors:
             shape, axes = (len(names), *weight.shape)[1 - leading :], (self.table.stacked, *weight.axes)[1 - leading :]
 
             def part(index: Index) -> np.ndarray:
-                sizes = tuple(len(range(size)[of]) for size, of in zip(shape, index, strict=True))
-                values = _aligned(sizes, jnp.dtype(dtype))
+                values = _aligned(
+                    tuple(len(range(size)[of]) for size, of in zip(shape, index, strict=True)), jnp.dtype(dtype)
+                )
                 stacked = values if leading else values[None]
                 for place, name in enumerate(names[index[0]] if leading else names):
                     stacked[place] = self.read(weight, name, index[leading:])
@@ -149,6 +145,11 @@ class Tensors:
         path, stored = self.files[name]
         with open_file(path) as opened:
             return opened.get_tensor(stored)
+
+    def _drop_tied(self, name: str, original: str) -> None:
+        """Some exports of tied models store the embedding a second time as head; a head that differs would be lost."""
+        if {name, original} <= self.files.keys() and np.array_equal(self._stored(name), self._stored(original)):
+            del self.files[name]
 
 
 def _placed(
@@ -200,8 +201,9 @@ def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
             f"{folder} has only pickled weights ({pickled[0]}), which can run code when opened: convert them to "
             "safetensors first"
         )
-    either = f"{SINGLE_FILE} nor {INDEX_FILE}"
-    raise UserError(f"{folder} has neither {either}: give the directory of a Hugging Face checkpoint")
+    raise UserError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the directory of a Hugging Face checkpoint"
+    )
 
 
 def open_file(path: pathlib.Path) -> Any:
