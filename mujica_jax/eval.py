@@ -27,19 +27,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mujica_jax.config import schema
 from mujica_jax.config.checks import check
 from mujica_jax.config.fields import check_remote
 from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file, take_flag
-from mujica_jax.config.schema import (
-    AgentConfig,
-    Config,
-    DistributedConfig,
-    EngineConfig,
-    EvalConfig,
-    RemoteConfig,
-    TaskConfig,
-    TwoWikiConfig,
-)
+from mujica_jax.config.schema import Config, RemoteConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods.policies import WANTED, Checkpoint, find_policy, init_as_checkpoint, is_run, read_object
 from mujica_jax.methods.remote import Endpoint, open_endpoint
@@ -72,15 +64,15 @@ class EvalArguments:
     tasks: tuple[str, ...] = ()  # configurations whose tasks are evaluated as well, by the same agents
     sampled: bool = True  # a second time at eval.temperature; False: greedily alone, in half the time
     plot: bool = False  # a picture of the table too (extra `plots`)
-    task: TaskConfig
-    agent: AgentConfig
-    engine: EngineConfig
-    eval: EvalConfig
+    task: schema.TaskConfig
+    agent: schema.AgentConfig
+    engine: schema.EngineConfig
+    eval: schema.EvalConfig
     reward: str
     seed: int
     remote: RemoteConfig
     judge: RemoteConfig  # a model behind an endpoint that says which answers mean the same as the gold ones
-    distributed: DistributedConfig
+    distributed: schema.DistributedConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,11 +144,11 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     sections = {field.name for field in dataclasses.fields(EvalArguments)} & vars(config).keys()
     defaults = {section: getattr(config, section) for section in sections}
     defaults |= {"remote": RemoteConfig(), "judge": RemoteConfig()}
-    defaults["distributed"] = DistributedConfig()  # a run's own says which machines trained it
+    defaults["distributed"] = schema.DistributedConfig()  # a run's own says which machines trained it
     defaults["checkpoint"] = tyro.MISSING if remote is None and checkpoint is None else checkpoint
     given = override(EvalArguments(**defaults), words, prog="python -m mujica_jax.eval")
     changed = {section: getattr(given, section) for section in sections}
-    if isinstance(given.task, TwoWikiConfig):  # copies are for demonstrations, and of graphs only
+    if isinstance(given.task, schema.TwoWikiConfig):  # copies are for demonstrations, and of graphs only
         changed["task"] = dataclasses.replace(given.task, augmented_copies=0)
     config = dataclasses.replace(config, **changed)
     check(config)

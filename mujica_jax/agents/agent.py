@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from mujica_jax.inference.requests import Completion, Generator, SamplingParams
+from mujica_jax.inference.requests import Completion, Generator, SamplingParams, TokenIds
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.rewards import RewardFunction
 from mujica_jax.tasks.task import Environment, EnvironmentKind
@@ -20,6 +20,7 @@ from mujica_jax.tasks.task import Environment, EnvironmentKind
 POLL_SECONDS = 0.1  # a call of the engine takes as long; asking costs microseconds
 
 EnvironmentOf = Callable[[Question], Environment]
+OnEpisode = Callable[[Trajectory], None]
 Result = TypeVar("Result")
 
 
@@ -44,9 +45,7 @@ class Policy(Protocol):
     @property
     def version(self) -> int: ...
 
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
-    ) -> Completion:
+    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
         """The turn after `prompt` (token ids). `state` is the agent's own. `continues`: the conversation may go on."""
         ...
 
@@ -61,9 +60,7 @@ class EnginePolicy:
     def version(self) -> int:
         return getattr(self._generator, "policy_version", 0)
 
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
-    ) -> Completion:
+    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
         del state  # the model reads tokens
         return await self._generator.generate(prompt, params, continues=continues)
 
@@ -78,9 +75,7 @@ class TwoPolicies:
     def version(self) -> int:
         return self._planner.version
 
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
-    ) -> Completion:
+    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
         writes = self._worker if getattr(state, "role", "") == "worker" else self._planner
         return await writes.generate(prompt, params, state=state, continues=continues)
 
@@ -105,7 +100,7 @@ async def run_episodes(
     *,
     reward: RewardFunction,
     concurrency: int,
-    on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    on_episode: OnEpisode = lambda trajectory: None,
     poll: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
     """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in the order of

@@ -25,7 +25,7 @@ from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.agents.episode import Episode
 from mujica_jax.agents.single import information
 from mujica_jax.config.agents import DecexConfig
-from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
@@ -261,9 +261,7 @@ class _Begun:
     def version(self) -> int:
         return self._policy.version
 
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
-    ) -> Completion:
+    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
         room = params.max_new_tokens - len(self._begins)
         if room < 1:
             ids = self._begins[: params.max_new_tokens]

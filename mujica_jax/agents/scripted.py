@@ -20,7 +20,7 @@ from mujica_jax.agents.mujica import PlannerState, WorkerState
 from mujica_jax.agents.scripted_text import TextScript, fact, query_of, stated
 from mujica_jax.agents.single import SingleState
 from mujica_jax.errors import UserError
-from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Evidence, Question, Search
 from mujica_jax.tasks.task import Material
@@ -44,9 +44,7 @@ class ScriptedPolicy:
         self.missed: set[str] = set()  # queries whose fact was missed
         self._text = TextScript()
 
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
-    ) -> Completion:
+    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
         del prompt, continues  # the script reads the state
         if not isinstance(state, PlannerState | WorkerState | SingleState | DecexState):
             raise UserError(

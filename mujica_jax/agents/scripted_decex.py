@@ -8,18 +8,8 @@ passages do not state the object, the sub-question is asked once more and search
 import dataclasses
 from collections.abc import Iterator
 
-from mujica_jax.agents import protocol
-from mujica_jax.agents.decex import (
-    GO_ON,
-    SOLVE,
-    DecexState,
-    Decision,
-    Solution,
-    Step,
-    system_prompt,
-    write_decision,
-    write_solution,
-)
+from mujica_jax.agents import decex, protocol
+from mujica_jax.agents.decex import DecexState, Decision, Solution, Step
 from mujica_jax.agents.scripted_single import Conclude
 from mujica_jax.agents.scripted_text import fact, first_statement, queries_of
 from mujica_jax.agents.single import information
@@ -35,11 +25,11 @@ def write(state: DecexState, conclude: Conclude) -> str:
 
 def sample_text() -> Iterator[str]:
     """The words of prompts and scripts, for a from-scratch tokenizer."""
-    yield f"{system_prompt('brief')}\n{SOLVE}\n{GO_ON}"
-    yield write_decision("The of is. I need the of .", Decision(question="Who is the of ?"))
-    yield write_decision("yes", Decision(answer="no"))
-    yield write_solution(Solution(recalled=f"The of is {UNKNOWN}."))
-    yield write_solution(Solution(query="of"))
+    yield f"{decex.system_prompt('brief')}\n{decex.SOLVE}\n{decex.GO_ON}"
+    yield decex.write_decision("The of is. I need the of .", Decision(question="Who is the of ?"))
+    yield decex.write_decision("yes", Decision(answer="no"))
+    yield decex.write_solution(Solution(recalled=f"The of is {UNKNOWN}."))
+    yield decex.write_solution(Solution(query="of"))
     yield information((Material(text=""),))
 
 
@@ -53,18 +43,18 @@ def _decide(state: DecexState, conclude: Conclude) -> str:
         if len(tried) == len(queries_of(evidence)):
             return f"<think> {protocol.NOTHING_FOUND} </think>"
         thought = f"{read}I need the {evidence.relation} of {evidence.subject}."
-        return write_decision(thought, Decision(question=wording))
+        return decex.write_decision(thought, Decision(question=wording))
     question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
-    return write_decision(f"{read}{conclude(question, answer)}", Decision(answer=answer))
+    return decex.write_decision(f"{read}{conclude(question, answer)}", Decision(answer=answer))
 
 
 def _solve(state: DecexState, asked: str) -> str:
     evidence = next(one for one in _in_order(state.question) if queries_of(one)[0] == asked)
     if state.question.is_known:
-        return write_solution(Solution(recalled=fact(evidence, evidence.object)))
+        return decex.write_solution(Solution(recalled=fact(evidence, evidence.object)))
     wording, keywords = queries_of(evidence)
     tried = any(step.question == asked for step in state.steps)
-    return write_solution(Solution(query=wording if tried else keywords))
+    return decex.write_solution(Solution(query=wording if tried else keywords))
 
 
 def _in_order(question: Question) -> list[Evidence]:

@@ -23,6 +23,7 @@ Differences from the paper:
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from mujica_jax import metrics
@@ -36,7 +37,7 @@ from mujica_jax.agents.mujica import PLANNER, WORKER, Mujica, PlannerState, Work
 from mujica_jax.agents.teacher import Lesson, Refused, Teacher, as_completion
 from mujica_jax.config.methods import EviPathConfig
 from mujica_jax.config.schema import MujicaConfig
-from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.metrics import Rule
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import StopReason, Trajectory
@@ -110,9 +111,7 @@ class _Writer:
     def version(self) -> int:
         return self._policy.version
 
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
-    ) -> Completion:
+    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
         del prompt, continues  # the teacher is asked with prompts of its own
         assert isinstance(state, PlannerState | WorkerState), "the configuration was checked to play mujica"
         try:
@@ -135,9 +134,8 @@ class _Writer:
             new = state.candidates[self._numbered :]
             self._planner.add_user(protocol.planner_observation(sentences, new, self._numbered))
         self._numbered = len(state.candidates)
-        text = await self._lesson.ask(
-            "turn", self._planner, params, state, lambda reply: self._checked(reply, state, params)
-        )
+        checked = functools.partial(self._checked, state=state, params=params)
+        text = await self._lesson.ask("turn", self._planner, params, state, checked)
         self._planner.add_model(as_completion(self._synthesis.teacher.tokenizer, text))
         return text
 
@@ -153,9 +151,8 @@ class _Writer:
             request = synthesis_prompts.plan_request(self._question.text, answer, evidence)
             dialogue = self._lesson.open(PLANNER, synthesis_prompts.PLAN_RULES, request)
             params = dataclasses.replace(params, stop_strings=())
-            self._plan = await self._lesson.ask(
-                "plan", dialogue, params, state, lambda reply: self._planned(reply, state)
-            )
+            planned = functools.partial(self._planned, state=state)
+            self._plan = await self._lesson.ask("plan", dialogue, params, state, planned)
         hint = synthesis_prompts.planner_hint(answer, evidence, self._plan)
         system = self._system(PLANNER) + synthesis_prompts.PLANNER_ADDITION
         return self._lesson.open(PLANNER, system, f"{hint}\n\n{opening}")
@@ -221,15 +218,13 @@ class _Writer:
             request = synthesis_prompts.answer_request(state.query, [piece.text for piece in self._gold])
             dialogue = self._lesson.open(WORKER, synthesis_prompts.ANSWER_RULES, request)
             stops = dataclasses.replace(params, stop_strings=synthesis_prompts.SENTENCE_STOPS)
-            answer, places = await self._lesson.ask(
-                "answer", dialogue, stops, state, lambda reply: self._grounded(reply, state)
-            )
+            grounded = functools.partial(self._grounded, state=state)
+            answer, places = await self._lesson.ask("answer", dialogue, stops, state, grounded)
             system += synthesis_prompts.WORKER_ADDITION
             opening = f"{opening}\n{synthesis_prompts.worker_hint(answer, places)}"
         dialogue = self._lesson.open(WORKER, system, opening)
-        return await self._lesson.ask(
-            "turn", dialogue, params, state, lambda reply: self._checked_reading(reply, state, params, places)
-        )
+        checked = functools.partial(self._checked_reading, state=state, params=params, places=places)
+        return await self._lesson.ask("turn", dialogue, params, state, checked)
 
     def _grounded(self, reply: str, state: WorkerState) -> tuple[str, list[int]]:
         """The intermediate answer, and where in the pool its evidence stands."""

@@ -70,7 +70,7 @@ class HttpClient:
         self._key = _api_key(api_key_variable)
         self._max_answer_bytes = max_answer_bytes
         self._limits = httpx.Limits(max_connections=connections)
-        self._encryption = httpx.create_ssl_context()  # reads the certificates, once
+        self._tls = httpx.create_ssl_context()  # reads the certificates, once
         self._client: httpx.AsyncClient | None = None
         self._users = 0
 
@@ -120,9 +120,7 @@ class HttpClient:
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
             # Callers limit the time of a whole attempt: a limit between two bytes would let a slow trickle go on.
-            self._client = httpx.AsyncClient(
-                headers=headers, timeout=None, limits=self._limits, verify=self._encryption
-            )
+            self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=self._limits, verify=self._tls)
         client = self._client
         self._users += 1
         try:
@@ -191,16 +189,12 @@ def _checked(address: str, example: str) -> str:
     return str(url).rstrip("/")
 
 
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
+def _api_key(name: str | None) -> str | None:
+    if name is None:
         return None
-    key = os.environ.get(variable, "")
+    key = os.environ.get(name, "")
     if not key:
-        raise UserError(
-            f"the environment variable {variable} is not set: export the API key in it, or name another one"
-        )
+        raise UserError(f"the environment variable {name} is not set: export the API key in it, or name another one")
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(
-            f"the environment variable {variable} holds characters that no API key has: export the key alone"
-        )
+        raise UserError(f"the environment variable {name} holds characters that no API key has: export the key alone")
     return key

@@ -302,10 +302,8 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
 
 def _check(engine: Engine, sampling: SamplingParams) -> None:
-    if engine.decode_steps != 1:
-        raise ValueError(
-            f"the engine decodes {engine.decode_steps} steps a call and JetStream counts single ones: use 1"
-        )
+    if (steps := engine.decode_steps) != 1:
+        raise ValueError(f"the engine decodes {steps} steps a call and JetStream counts single ones: use 1")
     if engine.slots < 2:
         raise ValueError(f"the engine has {engine.slots} slot and one computes prompts: give it at least 2")
     needed = engine.slots * -(-engine.positions // engine.page_tokens)

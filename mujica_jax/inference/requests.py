@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from mujica_jax.errors import UserError
 
 FinishReason = Literal["stop", "length", "stop_string"]
+TokenIds = Sequence[int]
 
 
 class RequestError(UserError):

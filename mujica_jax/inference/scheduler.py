@@ -83,9 +83,8 @@ class BatchedGenerator:
         self._running: dict[int, SequenceState] = {}
         self._submitted = 0
         self._driver: asyncio.Task | None = None
-        self._counts = dict.fromkeys(
-            ("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens", "refused"), 0
-        )
+        counted = "requests prompt_tokens prefilled_tokens generated_tokens refused".split()
+        self._counts = dict.fromkeys(counted, 0)
         self._seconds = 0.0
         self._evicted = self._deferred_calls = 0
         self._allocate_slots()

@@ -22,7 +22,6 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -87,9 +86,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors
         gone. Not where an error ends one of several processes: a save needs them all, and `distributed.abort` runs no
         thread's end.

@@ -199,9 +199,8 @@ def fit(
     `input_state` is what the checkpoint of `state` says about the place in the data; without one it is the place of
     `state.step`. `on_step` sees every step once, in order.
     """
-    batches = Batches(
-        rows, trainer.config.rows_per_step, seed=seed, own=trainer.own_rows(), columns=trainer.loss.columns
-    )
+    own, columns = trainer.own_rows(), trainer.loss.columns
+    batches = Batches(rows, trainer.config.rows_per_step, seed=seed, own=own, columns=columns)
     done = int(state.step)
     if input_state is None:
         batches.seek(done)
@@ -304,9 +303,8 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
         if config.accumulation_steps == 1:
             (value, metrics), gradient = loss_and_gradient(trained, batch)
         else:
-            (value, metrics), gradient = _accumulated(
-                loss_and_gradient, trained, _parts(batch, config.accumulation_steps, mesh)
-            )
+            parts = _parts(batch, config.accumulation_steps, mesh)
+            (value, metrics), gradient = _accumulated(loss_and_gradient, trained, parts)
         # So that the second moment and the directions are float32.
         gradient, wide = (optax.tree.cast(tree, jnp.float32) for tree in (gradient, trained))
         direction, opt_state = optimizer.update(gradient, state.opt_state, wide)

@@ -32,9 +32,9 @@ from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import preference
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState
+from mujica_jax.methods.phases import WARM_UP, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.rollouts import score_once
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round, sampling
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.search_tree import Growth, Tree
 from mujica_jax.methods.shares import play_share
@@ -97,10 +97,7 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
     run.use_policy(state, WARM_UP.step)
     entries: list[ShardEntry] = []
     records: list[Trajectory] = []
-    with (
-        run.counted(SAMPLING, ROUND),
-        run.progress.stage(name, total=len(questions), unit="questions", live=run.counters.figures) as stage,
-    ):
+    with sampling(run, name, ROUND, total=len(questions), unit="questions") as stage:
         grown = 0
 
         def on_tree(trees: int, reward: float) -> None:
@@ -127,9 +124,7 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
     return records
 
 
-def _grown(
-    run: Run, shard: int, questions: Sequence[Question], on_tree: Callable[[int, float], None]
-) -> list[Trajectory]:
+def _grown(run: Run, shard: int, asked: Sequence[Question], on_tree: Callable[[int, float], None]) -> list[Trajectory]:
     """The trees of a shard, which share the engine. Their nodes are written before the shard is."""
     config, agent, began = method_of(run, DecexTreeConfig), run.agent, time.monotonic()
     assert isinstance(agent, Decex), "checked with the configuration"
@@ -149,7 +144,7 @@ def _grown(
 
     async def all_of_them() -> list[Tree]:
         gate = asyncio.Semaphore(run.config.engine.slots)
-        return await gather_polled([one(question, gate) for question in questions], run.preemption.check)
+        return await gather_polled([one(question, gate) for question in asked], run.preemption.check)
 
     trees = asyncio.run(all_of_them())
     seconds = (time.monotonic() - began) / len(trees)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mujica_jax import metrics
-from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, Policy, TwoPolicies, run_episodes
+from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, OnEpisode, Policy, TwoPolicies, run_episodes
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Generator
@@ -151,22 +151,14 @@ def score_policy(
             f"{name}: all {len(questions)} held-out questions are evaluated; eval.questions is {config.eval.questions}"
         )
 
-    def play(part: Sequence[Attempt], on_episode: Callable[[Trajectory], None]) -> Sequence[Trajectory]:
+    def play(part: Sequence[Attempt], on_episode: OnEpisode) -> Sequence[Trajectory]:
         policy: Policy = EnginePolicy(generator)
         if worker is not None:
             policy = TwoPolicies(policy, EnginePolicy(worker))
             worker.reset_cache()
         generator.reset_cache()  # so that a score does not depend on what was decoded before
-        episodes = run_episodes(
-            agent,
-            part,
-            task.environment,
-            policy,
-            reward=reward,
-            concurrency=concurrency,
-            on_episode=on_episode,
-            poll=preemption.check,
-        )
+        limits = {"concurrency": concurrency, "poll": preemption.check}
+        episodes = run_episodes(agent, part, task.environment, policy, reward=reward, on_episode=on_episode, **limits)
         return asyncio.run(episodes)
 
     def evaluated(temperature: float) -> Evaluation:
@@ -215,13 +207,11 @@ def summarise(
     questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule, environment: EnvironmentKind = "text"
 ) -> Evaluation:
     """Scores of one trajectory a question, in the same order. An episode that did not answer scores zero."""
-    scores = [
-        metrics.score(trajectory.final_answer, question.answers, rule)
-        for question, trajectory in zip(questions, trajectories, strict=True)
-    ]
+    scores: list[metrics.Score] = []
     kinds: dict[str, list[metrics.Score]] = {}
-    for question, score in zip(questions, scores, strict=True):
-        kinds.setdefault(question.kind or "other", []).append(score)
+    for question, trajectory in zip(questions, trajectories, strict=True):
+        scores.append(metrics.score(trajectory.final_answer, question.answers, rule))
+        kinds.setdefault(question.kind or "other", []).append(scores[-1])
     return Evaluation(
         score=_mean(scores),
         by_kind={kind: _mean(members) for kind, members in kinds.items()},

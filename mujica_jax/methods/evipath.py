@@ -24,9 +24,9 @@ Round 1 of the run directory holds the trajectories, for round 0 is that of a wa
 import collections
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from mujica_jax.agents.agent import EnginePolicy
+from mujica_jax.agents.agent import EnginePolicy, OnEpisode
 from mujica_jax.agents.mujica import PLANNER, WORKER
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.synthesis import FAILED, Synthesis, Synthesizer
@@ -35,9 +35,9 @@ from mujica_jax.config.schema import EviPathConfig, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.evaluation import right_ones
-from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState
+from mujica_jax.methods.phases import Phase, PhaseResult, PhaseState
 from mujica_jax.methods.remote import open_endpoint
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, sampling
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
@@ -133,9 +133,7 @@ def _questions(run: Run) -> list[Question]:
     return questions[: run.config.sampling.questions_per_round]
 
 
-def _synthesize(
-    run: Run, state: PhaseState, synthesizer: Synthesizer, questions: Sequence[Question]
-) -> list[Trajectory]:
+def _synthesize(run: Run, state: PhaseState, agent: Synthesizer, questions: Sequence[Question]) -> list[Trajectory]:
     """One trajectory a question, in shards. Raises UserError as soon as all that a teacher wrote is malformed."""
     number, config = EVIPATH.step, method_of(run, EviPathConfig)
     name = f"{EVIPATH.name}: synthesis"
@@ -151,19 +149,16 @@ def _synthesize(
     if config.teacher == "policy":
         run.use_policy(state, 0)
 
-    def unit(index: int, on_episode: Callable[[Trajectory], None]) -> tuple[ShardEntry, list[Trajectory]]:
+    def unit(index: int, on_episode: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
         attempts = [attempt(run, question, 0, number) for question in shards[index]]
         concurrency = config.remote.concurrency if config.teacher == "remote" else None
-        return run.sample(number, index, attempts, on_episode, agent=synthesizer, concurrency=concurrency)
+        return run.sample(number, index, attempts, on_episode, agent=agent, concurrency=concurrency)
 
     units = [functools.partial(unit, index) for index in range(len(shards))]
     entries: list[ShardEntry] = []
     trajectories: list[Trajectory] = []
     made = failed = 0
-    with (
-        run.counted(SAMPLING, number),
-        run.progress.stage(name, total=len(questions), unit="questions", live=run.counters.figures) as stage,
-    ):
+    with sampling(run, name, number, total=len(questions), unit="questions") as stage:
 
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal made, failed

@@ -10,7 +10,7 @@ from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.optimizer import Schedule
 from mujica_jax.learning.throughput import Throughput
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
-from mujica_jax.methods.phases import LEARNING, learning_folder
+from mujica_jax.methods.phases import LEARNING, GetState, learning_folder
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.packing import PackedRows
 
@@ -25,7 +25,7 @@ STEPS_A_STRETCH = 25
 def train_phase(
     run: "Run",
     name: str,
-    start: Callable[[], TrainState],
+    start: GetState,
     rows: Callable[[], PackedRows],
     *,
     steps: int,

@@ -25,13 +25,9 @@ def compared(
     trainer: Trainer, state: TrainState, trajectories: Sequence[Trajectory], *, conversations: int, seed: int
 ) -> dict[str, float | int]:
     """The differences over at most so many conversations, drawn by the seed. Empty if none can be compared."""
-    fitting = [
-        conversation
-        for trajectory in trajectories
-        for conversation in trajectory.conversations
-        if any(turn.logprobs for turn in conversation.turns)
-        and len(conversation.token_ids) <= trainer.config.row_tokens
-    ]
+    played = [conversation for trajectory in trajectories for conversation in trajectory.conversations]
+    sampled = [conversation for conversation in played if any(turn.logprobs for turn in conversation.turns)]
+    fitting = [one for one in sampled if len(one.token_ids) <= trainer.config.row_tokens]
     draw = np.random.default_rng(seed)
     chosen = sorted(draw.choice(len(fitting), min(conversations, len(fitting)), replace=False).tolist())
     if not chosen:

@@ -9,18 +9,16 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from mujica_jax.agents.agent import Attempt
+from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.config.schema import MygoConfig
-from mujica_jax.methods.phases import SAMPLING, PhaseState
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round
+from mujica_jax.methods.phases import PhaseState
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round, sampling
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, select, threshold
 from mujica_jax.trajectories.store import SUMMARY, ShardEntry
-
-OnEpisode = Callable[[Trajectory], None]
 
 
 def sample_round(
@@ -48,12 +46,7 @@ def sample_round(
     episodes = accepted = played = 0
     k, best = previous_k, run.reward.best
     total = 2 * sum(map(len, shards))
-    with (
-        run.counted(SAMPLING, number),
-        run.progress.stage(
-            f"round {number}: sampling", total=total, unit="questions", live=run.counters.figures
-        ) as stage,
-    ):
+    with sampling(run, f"round {number}: sampling", number, total=total, unit="questions") as stage:
 
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal episodes, accepted
@@ -120,14 +113,11 @@ def later_attempts(
     def play(index: int, callback: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
         return run.sample_waves(number, len(shards) + index, functools.partial(wave, index), callback)
 
-    return [
-        Unit(
-            index=len(shards) + index,
-            play=functools.partial(play, index),
-            has_work=lambda index=index: bool(wave(index, [])),
-        )
-        for index in range(len(shards))
-    ]
+    def unit(index: int) -> Unit:
+        played = functools.partial(play, index)
+        return Unit(index=len(shards) + index, play=played, has_work=lambda: bool(wave(index, [])))
+
+    return [unit(index) for index in range(len(shards))]
 
 
 def next_threshold(config: MygoConfig, previous_k: float, mean_reward: float, best: float) -> float:

@@ -9,6 +9,7 @@ from mujica_jax.learning.trainer import TrainState
 from mujica_jax.records import Trajectory
 from mujica_jax.report.results import PhaseRow
 
+GetState = Callable[[], TrainState]
 # Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
 SAMPLING, EVALUATING, LEARNING, MISMATCH, TIME = "sampling", "evaluating", "learning", "mismatch", "time"
 RETRIEVAL = "retrieval"
@@ -41,7 +42,7 @@ class PhaseState:
     Training that goes on from it reuses its buffers; called again after that, it is restored from its checkpoint.
     """
 
-    def __init__(self, make: Callable[[], TrainState]) -> None:
+    def __init__(self, make: GetState) -> None:
         self._make = make
         self._state: TrainState | None = None
 

@@ -36,9 +36,9 @@ from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.methods import PolicyGradientConfig
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.phases import SAMPLING, Phase, PhaseResult, PhaseState, tokens_of
-from mujica_jax.methods.rollouts import Reference, Rollout, compared_groups, figures, loss_of, prepare, scored
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round
+from mujica_jax.methods.phases import GetState, Phase, PhaseResult, PhaseState, tokens_of
+from mujica_jax.methods.rollouts import Rollout, compared_groups, figures, loss_of, prepare, scored
+from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round, sampling
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
@@ -94,7 +94,7 @@ def _run_rounds(run: Run, state: PhaseState) -> list[PhaseResult]:
     return results
 
 
-def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: Reference) -> tuple[PhaseState, Left]:
+def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: GetState) -> tuple[PhaseState, Left]:
     """Questions from the `first` one on. Of a round that is over, nothing is read before its state is called for."""
     config, file = method_of(run, PolicyGradientConfig), f"rounds/{number:04d}/LEARNT.json"
     is_over = distributed.broadcast(file, lambda: run.store.exists(file))
@@ -199,12 +199,10 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
     entries: list[ShardEntry] = []
     trajectories: list[Trajectory] = []
     asked = teaching = episodes = 0
-    with (
-        run.counted(SAMPLING, number),
-        run.progress.stage(
-            f"round {number}: sampling", total=wanted, unit="groups", live=run.counters.figures
-        ) as stage,
-    ):
+    with sampling(run, f"round {number}: sampling", number, total=wanted, unit="groups") as stage:
+
+        def attempts_at(shard: Sequence[Question]) -> list[Attempt]:
+            return [attempt(run, asked, place, number) for asked in shard for place in range(config.group_attempts)]
 
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal episodes
@@ -215,7 +213,7 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
             chosen = [questions[(first + place) % len(questions)] for place in range(asked, asked + more)]
             shards = [chosen[at : at + size] for at in range(0, more, size)]
             units = [
-                functools.partial(run.sample, number, len(entries) + index, _attempts(run, shard, number))
+                functools.partial(run.sample, number, len(entries) + index, attempts_at(shard))
                 for index, shard in enumerate(shards)
             ]
             play_share(run.progress, f"round {number}: questions {asked} to {asked + more}", units)
@@ -230,8 +228,3 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
     mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
     close_round(run, number, entries, mean_reward=mean)
     return trajectories
-
-
-def _attempts(run: Run, questions: Sequence[Question], number: int) -> list[Attempt]:
-    places = range(method_of(run, PolicyGradientConfig).group_attempts)
-    return [attempt(run, question, place, number) for question in questions for place in places]

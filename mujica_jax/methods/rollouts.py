@@ -11,8 +11,8 @@ import numpy as np
 from mujica_jax.config.methods import GrpoConfig, PolicyGradientConfig
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages, importance_weights
-from mujica_jax.learning.trainer import TrainState
 from mujica_jax.methods.evaluation import right_ones
+from mujica_jax.methods.phases import GetState
 from mujica_jax.methods.round_statistics import entropy
 from mujica_jax.methods.run import Run
 from mujica_jax.records import Trajectory, generated_tokens
@@ -21,7 +21,6 @@ from mujica_jax.trajectories.groups import Group, groups_of, overlong_punishment
 from mujica_jax.trajectories.packing import PackedRows, pack, sampled_log_probs, too_long
 from mujica_jax.trajectories.select import training_rows
 
-Reference = Callable[[], TrainState]
 Method = PolicyGradientConfig
 
 
@@ -47,10 +46,8 @@ def compared_groups(config: Method, trajectories: Sequence[Trajectory]) -> list[
     def reward(trajectory: Trajectory) -> float:
         if not config.overlong_tokens:
             return trajectory.reward
-        tokens = generated_tokens([trajectory])
-        return trajectory.reward + overlong_punishment(
-            tokens, limit_tokens=config.overlong_tokens, cache_tokens=config.overlong_cache_tokens
-        )
+        limits = {"limit_tokens": config.overlong_tokens, "cache_tokens": config.overlong_cache_tokens}
+        return trajectory.reward + overlong_punishment(generated_tokens([trajectory]), **limits)
 
     return groups_of(trajectories, reward)
 
@@ -80,9 +77,7 @@ def prepare(run: Run, config: Method, trajectories: list[Trajectory], number: in
     return Rollout(trajectories=trajectories, groups=groups, learnt=learnt, too_long=left_out, rows=rows)
 
 
-def scored(
-    run: Run, config: Method, rows: PackedRows, state: Callable[[], TrainState], number: int, reference: Reference
-) -> PackedRows:
+def scored(run: Run, config: Method, rows: PackedRows, state: GetState, number: int, reference: GetState) -> PackedRows:
     """With what the trainer's policy before the round, and the reference, say of the same tokens. Both are kept in the
     round's `scores.npy`: a restart in the middle of learning has neither policy at hand."""
     weighted, distant = config.importance_cap > 0, config.kl_coefficient > 0

@@ -1,11 +1,14 @@
 """Rounds of sampling: what is tried in one, and its end: `DONE.json` lists its shards, and a restart reads them."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from mujica_jax.agents.agent import Attempt
+from mujica_jax.methods.phases import SAMPLING
 from mujica_jax.methods.run import Run
 from mujica_jax.records import Question, Trajectory
+from mujica_jax.report.progress import Stage
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.store import ShardEntry
 
@@ -30,6 +33,14 @@ def questions_a_round(run: Run, name: str) -> int:
     if there < wanted:
         run.progress.line(f"{name}: all {there} training questions; sampling.questions_per_round is {wanted}")
     return min(wanted, there)
+
+
+@contextlib.contextmanager
+def sampling(run: Run, name: str, number: int, *, total: int, unit: str) -> Iterator[Stage]:
+    """The progress of a round's sampling, in `unit`s, and its line of metrics."""
+    stage = run.progress.stage(name, total=total, unit=unit, live=run.counters.figures)
+    with run.counted(SAMPLING, number), stage as shown:
+        yield shown
 
 
 def finished_round(run: Run, number: int) -> tuple[list[Trajectory], float | None] | None:

@@ -9,6 +9,7 @@ with the same numbers.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from flax import nnx
 
-from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, run_episodes
+from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, OnEpisode, run_episodes
 from mujica_jax.config.schema import Config, TrainerConfig
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
@@ -24,23 +25,12 @@ from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
 from mujica_jax.learning.trainer import Trainer, TrainState
+from mujica_jax.methods import phases
 from mujica_jax.methods.evaluation import Scores, held_out_questions, right_ones, score_policy
 from mujica_jax.methods.learning_phase import train_phase
 from mujica_jax.methods.mismatch import compared
 from mujica_jax.methods.parts import make_agent, make_generator, make_reward, open_adapter, statistics_of, use_weights
-from mujica_jax.methods.phases import (
-    EVALUATING,
-    LEARNING,
-    MISMATCH,
-    RETRIEVAL,
-    TIME,
-    WARM_UP,
-    Phase,
-    PhaseResult,
-    PhaseState,
-    learning_folder,
-    phase_file,
-)
+from mujica_jax.methods.phases import GetState, Phase, PhaseResult, PhaseState, learning_folder, phase_file
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.adapters import (
     adapter_tensors,
@@ -110,7 +100,7 @@ class Run:
             self._base = fingerprint(decoder)
         return state if adapter is None else state._replace(params=with_trained_adapters(state.params, adapter))
 
-    def use_policy(self, state: Callable[[], TrainState], version: int) -> None:
+    def use_policy(self, state: GetState, version: int) -> None:
         """Sample from this state, which the policy of this version is. One that would have to be restored stays where
         it is: its policy is read."""
         absent = isinstance(state, PhaseState) and not state.is_here
@@ -134,7 +124,7 @@ class Run:
     def _is_committed(self, version: int) -> bool:
         return distributed.broadcast(f"policy {version}", lambda: version in self.store.policies())
 
-    def commit_policy(self, state: Callable[[], TrainState], version: int) -> None:
+    def commit_policy(self, state: GetState, version: int) -> None:
         """Write the policy in the compute type as a Hugging Face directory, and beside it what of it is an adapter,
         with the configuration. The first process writes; the others help to gather it. Checkpoints of the phases
         before leave, and so do policies beyond `keep_policies`."""
@@ -171,9 +161,11 @@ class Run:
     def remove_past_checkpoints(self) -> None:
         """Of all phases before the newest; the control begins with the warm-up's. Called by the first process, when the
         newest phase is whole."""
-        kept = {self.newest_phase, WARM_UP.name} if self.config.eval.control else {self.newest_phase}
+        kept = {self.newest_phase, phases.WARM_UP.name} if self.config.eval.control else {self.newest_phase}
         folders = {learning_folder(name) for name in kept}
-        for name in sorted({"/".join(file.split("/")[:2]) for file in self.store.names(f"{LEARNING}/")} - folders):
+        for name in sorted(
+            {"/".join(file.split("/")[:2]) for file in self.store.names(f"{phases.LEARNING}/")} - folders
+        ):
             self.store.remove_folder(name)
 
     @contextlib.contextmanager
@@ -184,31 +176,28 @@ class Run:
             yield
         self.metrics.write(kind, step, between(before, self.generator.statistics))
 
-    def compare(
-        self, state: Callable[[], TrainState], trajectories: Sequence[Trajectory], round_number: int, version: int
-    ) -> None:
+    def compare(self, state: GetState, trajectories: Sequence[Trajectory], round_number: int, version: int) -> None:
         """Write how far the engine's log-probabilities are from the trainer's; `state` is what was sampled from, which
         the policy of this version is. One that would have to be restored stays where it is: its policy is read."""
         conversations = self.config.metrics.compared_conversations
-        written = distributed.broadcast(MISMATCH, lambda: self.metrics.has(MISMATCH, round_number))
+        written = distributed.broadcast(phases.MISMATCH, lambda: self.metrics.has(phases.MISMATCH, round_number))
         if not conversations or written:
             return
         absent = isinstance(state, PhaseState) and not state.is_here and self._is_committed(version)
         with self.clock.stage("scoring"):
             self.generator.release_weights()
             scored = self.committed_state(version) if absent else state()
-            found = compared(
-                self.trainer, scored, trajectories, conversations=conversations, seed=self.config.seed + round_number
-            )
+            seed = self.config.seed + round_number
+            found = compared(self.trainer, scored, trajectories, conversations=conversations, seed=seed)
         if found:
-            self.metrics.write(MISMATCH, round_number, found)
+            self.metrics.write(phases.MISMATCH, round_number, found)
 
     def sample(
         self,
         round_number: int,
         shard: int,
         attempts: Sequence[Attempt],
-        on_episode: Callable[[Trajectory], None],
+        on_episode: OnEpisode,
         *,
         agent: Agent | None = None,
         concurrency: int | None = None,
@@ -230,7 +219,7 @@ class Run:
         round_number: int,
         shard: int,
         wave: Callable[[Sequence[Trajectory]], Sequence[Attempt]],
-        on_episode: Callable[[Trajectory], None],
+        on_episode: OnEpisode,
         *,
         agent: Agent | None = None,
         concurrency: int | None = None,
@@ -268,7 +257,7 @@ class Run:
         round_number: int,
         shard: int,
         play: Callable[[], list[Trajectory]],
-        on_read: Callable[[Trajectory], None] = lambda trajectory: None,
+        on_read: OnEpisode = lambda trajectory: None,
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
         """A unit of work: what an earlier run left of it, each passed to `on_read`, or else what `play` gives now, as
         the store then holds it."""
@@ -286,9 +275,7 @@ class Run:
             entry = self.store.write_shard(round_number, shard, trajectories)
             return entry, self.store.read_shard(entry)
 
-    def await_shard(
-        self, round_number: int, shard: int, on_episode: Callable[[Trajectory], None]
-    ) -> tuple[ShardEntry, list[Trajectory]]:
+    def await_shard(self, round_number: int, shard: int, on_episode: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
         """A unit of work that another program plays, when it is there; a damaged one is waited for again."""
         while (entry := self.intact_shard(round_number, shard)) is None:
             self.preemption.check()
@@ -334,16 +321,14 @@ class Run:
         trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
         limit = row_tokens or self.config.trainer.row_tokens
         kept = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
-        if len(kept) < len(trained):
-            self.progress.line(
-                f"{len(trained) - len(kept)} of {len(trained)} {what} exceed {limit} tokens and are left out"
-            )
+        if too_long := len(trained) - len(kept):
+            self.progress.line(f"{too_long} of {len(trained)} {what} exceed {limit} tokens and are left out")
         return kept
 
     def learn(
         self,
         name: str,
-        start: Callable[[], TrainState],
+        start: GetState,
         rows: Callable[[], PackedRows],
         *,
         steps: int,
@@ -366,11 +351,8 @@ class Run:
         file = over or phase_file(name)
         is_past = distributed.broadcast(f"{name} is over", lambda: self.store.exists(file))
         rates = schedule(peak=peak, end_value=end_value, total_steps=steps, warmup_steps=warmup_steps, stretch=stretch)
-        state = PhaseState(
-            lambda: train_phase(
-                self, name, start, rows, steps=steps, rates=rates, loss=loss, config=config or self.config.trainer
-            )
-        )
+        made_by = functools.partial(train_phase, self, name, start, rows, steps=steps, rates=rates, loss=loss)
+        state = PhaseState(lambda: made_by(config=config or self.config.trainer))
         if not is_past:
             state()
         return state
@@ -378,7 +360,7 @@ class Run:
     def finish_phase(
         self,
         phase: Phase,
-        state: Callable[[], TrainState],
+        state: GetState,
         *,
         began: float,
         trajectories: int = 0,
@@ -391,7 +373,7 @@ class Run:
         file = phase_file(name)
         if not distributed.broadcast(file, lambda: self.store.exists(file)):
             self.use_policy(state, step)
-            with self.counted(f"{phase.prefix}{EVALUATING}", step):
+            with self.counted(f"{phase.prefix}{phases.EVALUATING}", step):
                 scores = score_policy(
                     name,
                     agent=self.agent,
@@ -424,19 +406,17 @@ class Run:
             if distributed.is_primary():
                 self._write_scores(name, scores)
                 # Before the phase counts as done: a restart skips a phase that is done.
-                self._write_seconds(f"{phase.prefix}{TIME}", step)
+                seconds = {f"{stage}_seconds": taken for stage, taken in self.clock.take().items()}
+                total = {"total_seconds": sum(seconds.values())}
+                self.metrics.write(f"{phase.prefix}{phases.TIME}", step, seconds | total)
                 searched = dataclasses.asdict(statistics_of(self.task, scores.questions))
-                self.metrics.write(f"{phase.prefix}{RETRIEVAL}", step, searched)
+                self.metrics.write(f"{phase.prefix}{phases.RETRIEVAL}", step, searched)
                 self.metrics.flush()
                 self.store.write_json_once(file, dataclasses.asdict(result))
             distributed.barrier(f"{name} is written down")
         found = self.store.read_json(file)
         self._write_io_statistics(name)
         return PhaseResult(**{**found, "row": PhaseRow(**found["row"])})
-
-    def _write_seconds(self, name: str, step: int) -> None:
-        seconds = {f"{stage}_seconds": taken for stage, taken in self.clock.take().items()}
-        self.metrics.write(name, step, seconds | {"total_seconds": sum(seconds.values())})
 
     def _write_io_statistics(self, name: str) -> None:
         """What the run directory took since the phase before, in seconds and bytes; once for each phase."""

@@ -22,13 +22,13 @@ before each layer, so that a tree is a function of its seeds alone, and what was
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.decex import Chain, Decex, Source
 from mujica_jax.config.methods import DecexTreeConfig
-from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.methods.preference_pairs import Group, Node, Pair, best_of, decision_pairs, execution_pairs
 from mujica_jax.records import StopReason, Trajectory
 from mujica_jax.tasks.task import Environment
@@ -112,7 +112,10 @@ class Growth:
             self._leaves += [self._reward(await one.chain.finish()) for one in answers]
             if self._config.expansion == "full":
                 for one in answers:
-                    _tell_ancestors(one)
+                    above = one.parent
+                    while above is not None:
+                        above.rewards += one.rewards
+                        above = above.parent
         self._executions.append(answers)
         if not asked or (pruned and over):
             self._counts["pruned_branches"] += len(asked)
@@ -202,13 +205,6 @@ class Growth:
             node.rewards = [trajectory.reward for trajectory in found[place * count : (place + 1) * count]]
 
 
-def _tell_ancestors(leaf: Node) -> None:
-    node = leaf.parent
-    while node is not None:
-        node.rewards += leaf.rewards
-        node = node.parent
-
-
 def _stops(chain: Chain) -> bool:
     return chain.outcome is not None and chain.outcome[1] is StopReason.ANSWERED
 
@@ -234,9 +230,7 @@ class _Counted:
     def version(self) -> int:
         return self._policy.version
 
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, state: object, continues: bool
-    ) -> Completion:
+    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
         found = await self._policy.generate(prompt, params, state=state, continues=continues)
         self.generated_tokens += len(found.token_ids)
         return found

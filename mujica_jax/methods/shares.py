@@ -7,13 +7,14 @@ who does what. With one process nothing of this happens.
 import itertools
 from collections.abc import Callable, Sequence
 
+from mujica_jax.agents.agent import OnEpisode
 from mujica_jax.records import Trajectory
 from mujica_jax.report.progress import Progress
 from mujica_jax.runtime import distributed
 from mujica_jax.storage.run_directory import RunDirectory
 from mujica_jax.trajectories import shards
 
-Unit = Callable[[Callable[[Trajectory], None]], object]  # plays its episodes, passes each on and leaves a shard
+Unit = Callable[[OnEpisode], object]  # plays its episodes, passes each on and leaves a shard
 
 
 def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:

@@ -15,10 +15,10 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from mujica_jax import metrics
-from mujica_jax.agents.agent import Attempt
+from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.agents.dialogue import with_system
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.method_checks import has_script
@@ -26,7 +26,8 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
 from mujica_jax.methods.evaluation import right_ones
 from mujica_jax.methods.parts import make_agent
-from mujica_jax.methods.phases import SAMPLING, WARM_UP, Phase, PhaseResult, PhaseState, tokens_of
+from mujica_jax.methods.phases import WARM_UP, Phase, PhaseResult, PhaseState, tokens_of
+from mujica_jax.methods.rounds import sampling
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Conversation, Question, Trajectory, Turn
@@ -182,21 +183,21 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
 def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     """Sample with worked examples in the prompt until enough trajectories are right, then take the examples out."""
     config = run.config
-    run.preemption.enter(f"{WARM_UP.name}: sampling with worked examples", kept=KEPT_SHARDS)
+    name = f"{WARM_UP.name}: sampling with worked examples"
+    run.preemption.enter(name, kept=KEPT_SHARDS)
     run.use_policy(run.initial_state, WARM_UP.step)
     few_shot = make_agent(dataclasses.replace(config.agent, prompt="few_shot"), run.tokenizer)
     questions = run.task.questions("train")
     wanted = config.warmup.few_shot_trajectories
     sampled: list[Trajectory] = []
     kept: list[Trajectory] = []
-    orders = itertools.product(
-        range(config.warmup.few_shot_attempts), range(0, len(questions), config.sampling.shard_questions)
-    )
+    starts = range(0, len(questions), config.sampling.shard_questions)
+    orders = itertools.product(range(config.warmup.few_shot_attempts), starts)
 
     def chosen(start: int) -> Sequence[Question]:
         return questions[start : start + config.sampling.shard_questions]
 
-    def unit(shard: int, order: tuple[int, int], callback: Callable[[Trajectory], None]) -> list[Trajectory]:
+    def unit(shard: int, order: tuple[int, int], callback: OnEpisode) -> list[Trajectory]:
         number, start = order
         attempts = [
             Attempt(question=question, number=number, seed=config.seed, temperature=config.sampling.temperature)
@@ -204,11 +205,7 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
         ]
         return run.sample(WARM_UP.step, shard, attempts, callback, agent=few_shot)[1]
 
-    name = f"{WARM_UP.name}: sampling with worked examples"
-    with (
-        run.counted(SAMPLING, WARM_UP.step),
-        run.progress.stage(name, total=wanted, unit="correct", live=run.counters.figures) as stage,
-    ):
+    with sampling(run, name, WARM_UP.step, total=wanted, unit="correct") as stage:
         # As many shards at a time as there are processes; what is played beyond what is wanted is not used, whatever
         # their number.
         numbered = enumerate(orders)

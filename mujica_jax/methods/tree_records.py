@@ -47,17 +47,12 @@ def records_of(tree: Tree, retrievals: Literal["most", "least"], seconds: float)
     chain, is_leaf = best_chain(tree, retrievals)
     about = {**tree.counts, "finished": float(len(tree.finished)), LEAF: float(is_leaf)}
     first = dataclasses.replace(chain, attempt=0, counts={**chain.counts, **about}, seconds=seconds)
-    pairs = [
-        dataclasses.replace(
-            tree.unfinished,
-            attempt=number,
-            conversations=(pair.chosen, pair.rejected),
-            counts={CHOSEN: pair.means[0], REJECTED: pair.means[1]},
-            seconds=0.0,
-        )
-        for number, pair in enumerate(tree.pairs, start=1)
-    ]
-    return [first, *pairs]
+    records = [first]
+    for number, pair in enumerate(tree.pairs, start=1):
+        sides, counts = (pair.chosen, pair.rejected), dict(zip((CHOSEN, REJECTED), pair.means, strict=True))
+        untimed = dataclasses.replace(tree.unfinished, attempt=number, seconds=0.0)
+        records.append(dataclasses.replace(untimed, conversations=sides, counts=counts))
+    return records
 
 
 def encode_nodes(trees: Sequence[Tree]) -> bytes:

@@ -82,9 +82,8 @@ def embedding_weights(config: EncoderConfig) -> tuple[Weight, ...]:
     hidden = config.hidden_size
 
     def table(name: str, rows: int, theirs: str) -> Weight:
-        return Weight(
-            name=name, shape=(rows, hidden), axes=(None, None), hugging_face=f"embeddings.{theirs}_embeddings.weight"
-        )
+        stored = f"embeddings.{theirs}_embeddings.weight"
+        return Weight(name=name, shape=(rows, hidden), axes=(None, None), hugging_face=stored)
 
     return (
         table("words", config.vocab_size, "word"),

@@ -85,8 +85,13 @@ class Tensors:
                 if name in self.files:
                     raise UserError(f"tensor {name} is set twice in {folder}: remove one of its files")
                 self.files[name] = path, stored
-        if tied is not None:
-            self._drop_tied(*tied)
+        # Some exports of tied models store the embedding a second time as head; a head that differs would be lost.
+        if (
+            tied is not None
+            and self.files.keys() >= {*tied}
+            and np.array_equal(self._stored(tied[0]), self._stored(tied[1]))
+        ):
+            del self.files[tied[0]]
         for name in sorted(self.files.keys() - expected.keys()):
             raise UserError(
                 f"{self.files[name][0]} has a tensor {name} and none of our weights is mapped to it, as "
@@ -125,9 +130,8 @@ class Tensors:
             shape, axes = (len(names), *weight.shape)[1 - leading :], (self.table.stacked, *weight.axes)[1 - leading :]
 
             def part(index: Index) -> np.ndarray:
-                values = _aligned(
-                    tuple(len(range(size)[of]) for size, of in zip(shape, index, strict=True)), jnp.dtype(dtype)
-                )
+                sizes = tuple(len(range(size)[of]) for size, of in zip(shape, index, strict=True))
+                values = _aligned(sizes, jnp.dtype(dtype))
                 stacked = values if leading else values[None]
                 for place, name in enumerate(names[index[0]] if leading else names):
                     stacked[place] = self.read(weight, name, index[leading:])
@@ -145,11 +149,6 @@ class Tensors:
         path, stored = self.files[name]
         with open_file(path) as opened:
             return opened.get_tensor(stored)
-
-    def _drop_tied(self, name: str, original: str) -> None:
-        """Some exports of tied models store the embedding a second time as head; a head that differs would be lost."""
-        if {name, original} <= self.files.keys() and np.array_equal(self._stored(name), self._stored(original)):
-            del self.files[name]
 
 
 def _placed(
@@ -201,9 +200,8 @@ def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
             f"{folder} has only pickled weights ({pickled[0]}), which can run code when opened: convert them to "
             "safetensors first"
         )
-    raise UserError(
-        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the directory of a Hugging Face checkpoint"
-    )
+    either = f"{SINGLE_FILE} nor {INDEX_FILE}"
+    raise UserError(f"{folder} has neither {either}: give the directory of a Hugging Face checkpoint")
 
 
 def open_file(path: pathlib.Path) -> Any:

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from mujica_jax.errors import UserError
@@ -129,9 +129,7 @@ class Preemption:
             self._listener.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._handlers:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)

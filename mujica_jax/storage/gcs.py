@@ -159,14 +159,14 @@ class Bucket:
         return self._write_once(blob, token, write, given, size_bytes=size_bytes, **how)
 
     def _write_once(
-        self, blob: "Blob", token: str, write: Callable[..., Any], *given: Any, **options: Any
+        self, blob: "Blob", token: str, write: Callable[..., Any], *what: Any, **options: Any
     ) -> int | None:
         """A write under a precondition: the object's new generation, also where only the answer to it was lost."""
         from google.api_core.exceptions import PreconditionFailed
 
         name, blob.metadata = str(blob.name), {WRITER: token}
         try:
-            self._ask("written", name, write, *given, **options)
+            self._ask("written", name, write, *what, **options)
         except PreconditionFailed:
             found = self._ask("found", name, self._bucket.get_blob, name)
             if found is None or (found.metadata or {}).get(WRITER) != token:

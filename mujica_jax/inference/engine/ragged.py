@@ -24,18 +24,8 @@ from jaxtyping import Array, Int, Num
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference import sampling
-from mujica_jax.inference.engine.base import (
-    Decoded,
-    Engine,
-    FlushRow,
-    PrefillRow,
-    SlotState,
-    advance,
-    bucket,
-    filtered,
-    lots,
-    narrowed,
-)
+from mujica_jax.inference.engine import base
+from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState
 from mujica_jax.inference.engine.kv_quantization import KVScales, scaled
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -98,7 +88,7 @@ class RaggedEngine(Engine):
         return free[0]
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for sources, targets in lots(pairs):
+        for sources, targets in base.lots(pairs):
             self._programs.add(("copy",))
             self._pages = _copy(self._pages, sources, targets, num_pages=self.num_pages)
 
@@ -109,7 +99,7 @@ class RaggedEngine(Engine):
         if not rows:
             return
         most = max(self.prefill_tokens, MIN_PREFILL_TOKENS)
-        size = bucket(sum(len(row.tokens) for row in rows), MIN_PREFILL_TOKENS, most)
+        size = base.bucket(sum(len(row.tokens) for row in rows), MIN_PREFILL_TOKENS, most)
         tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
         targets = np.full(size, self.num_pages * self.page_tokens, np.int32)  # padding is written nowhere
         ends, lengths = np.zeros(self.slots + 1, np.int32), np.zeros(self.slots, np.int32)
@@ -131,11 +121,11 @@ class RaggedEngine(Engine):
             self._pages = _prefill(*policy, self._pages, tokens, positions, targets, sequences, layout=self._layout)
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
-        self._programs.add(("decode", filtered(state)))
+        self._programs.add(("decode", base.filtered(state)))
         given = self._graph, self._weights, self._scales, self._pages, state, self._tables, self._stops
         with self._over_mesh():
             self._pages, state, decoded = _decode(
-                *given, layout=self._layout, steps=self.decode_steps, filtered=filtered(state)
+                *given, layout=self._layout, steps=self.decode_steps, filtered=base.filtered(state)
             )
         return jax.tree.map(np.array, (state, decoded))
 
@@ -144,7 +134,7 @@ class RaggedEngine(Engine):
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         self._tables[slot] = 0
-        for (pages,) in lots([(page,) for page in broken_pages]):
+        for (pages,) in base.lots([(page,) for page in broken_pages]):
             self._pages = _clear(self._pages, pages, num_pages=self.num_pages)
 
     def _empty_pages(self) -> Array:
@@ -214,7 +204,7 @@ def _decode(
         sequences = Sequences(lengths, tables, every, jnp.full(1, slots, jnp.int32))
         attend = scaled(_attend(layout, targets, sequences, BLOCK_DECODE_QUERIES), scales)
         hidden, pages = decoder.with_memory(state.token[None], state.position[None], attend, pages)
-        state, decoded = advance(decoder.logits(hidden[0]), state, stops, filters)
+        state, decoded = base.advance(decoder.logits(hidden[0]), state, stops, filters)
         return (pages, state), decoded
 
     (pages, state), decoded = jax.lax.scan(step, (pages, state), None, length=steps)
@@ -238,7 +228,7 @@ def _attend(layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences
         both = both.reshape(key.shape[0], -1, pages.shape[3])
         flat = pages.reshape(-1, *pages.shape[2:])
         place = jnp.where(targets < layer_tokens, layer * layer_tokens + targets, flat.shape[0])
-        pages = flat.at[place].set(narrowed(both, pages.dtype), mode="drop").reshape(pages.shape)
+        pages = flat.at[place].set(base.narrowed(both, pages.dtype), mode="drop").reshape(pages.shape)
         mixed = ragged_paged_attention(
             jnp.pad(query, filling),
             pages,

@@ -24,6 +24,7 @@ from mujica_jax.trajectories.packing import Batch
 
 Counts = Mapping[str, Int[Array, ""]]
 Metrics = dict[str, Float[Array, ""]]
+LossAndMetrics = tuple[Float[Array, ""], Metrics]
 
 
 class Loss:
@@ -38,9 +39,7 @@ class Loss:
         """Of the whole batch; `trained_tokens` is among them."""
         return {"trained_tokens": jnp.sum(jnp.asarray(batch.loss_mask), dtype=jnp.int32)}
 
-    def of(
-        self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
-    ) -> tuple[Float[Array, ""], Metrics]:
+    def of(self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts) -> LossAndMetrics:
         """Loss and metrics, from the log-probabilities of the trained tokens (0 elsewhere)."""
         raise NotImplementedError
 
@@ -52,7 +51,7 @@ class Loss:
         *,
         attention: Implementation = "auto",
         remat: Remat | Literal["auto"] = "auto",
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> LossAndMetrics:
         """`batch` is the whole one that was counted (None: count it here) or a part of it."""
         log_probs = token_log_probs(decoder, batch, jnp.asarray(batch.loss_mask), attention=attention, remat=remat)
         return self.of(log_probs, batch, self.counts(batch) if counts is None else counts)

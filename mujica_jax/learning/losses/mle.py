@@ -11,10 +11,9 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from mujica_jax.learning.log_probs import token_scores
-from mujica_jax.learning.losses.loss import Counts, Loss, Metrics, divided
+from mujica_jax.learning.losses.loss import Counts, Loss, LossAndMetrics, divided
 from mujica_jax.models.attention import Implementation
 from mujica_jax.models.decoder import Decoder, Remat
 from mujica_jax.trajectories.packing import Batch
@@ -34,7 +33,7 @@ class MLE(Loss):
         *,
         attention: Implementation = "auto",
         remat: Remat | Literal["auto"] = "auto",
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> LossAndMetrics:
         trained, normalized = jnp.asarray(batch.loss_mask), self.z_loss > 0
         found = token_scores(decoder, batch, trained, attention=attention, remat=remat, normalized=normalized)
         count = (self.counts(batch) if counts is None else counts)["trained_tokens"]

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mujica_jax.learning.losses.loss import Counts, Loss, Metrics, divided, sum_by_id
+from mujica_jax.learning.losses.loss import Counts, Loss, LossAndMetrics, Metrics, divided, sum_by_id
 from mujica_jax.trajectories.packing import Batch
 
 
@@ -104,9 +104,7 @@ class GRPO(_Clipped):
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
         return super().counts(batch) | {"conversations": jnp.sum(_tokens_of_segments(batch) > 0, dtype=jnp.int32)}
 
-    def of(
-        self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
-    ) -> tuple[Float[Array, ""], Metrics]:
+    def of(self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts) -> LossAndMetrics:
         objective, metrics = self._objective(log_probs, batch, counts)
         tokens = jnp.take_along_axis(_tokens_of_segments(batch), jnp.asarray(batch.segment_ids), axis=1)
         return -divided(jnp.sum(objective / jnp.maximum(tokens, 1)), counts["conversations"]), metrics
@@ -116,9 +114,7 @@ class GRPO(_Clipped):
 class DAPO(_Clipped):
     """Every trained token counts the same. 0 if there is none."""
 
-    def of(
-        self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
-    ) -> tuple[Float[Array, ""], Metrics]:
+    def of(self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts) -> LossAndMetrics:
         objective, metrics = self._objective(log_probs, batch, counts)
         return -divided(jnp.sum(objective), counts["trained_tokens"]), metrics
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mujica_jax.learning.losses.loss import Counts, Loss, Metrics, divided, sum_by_id
+from mujica_jax.learning.losses.loss import Counts, Loss, LossAndMetrics, divided, sum_by_id
 from mujica_jax.trajectories.packing import Batch
 
 
@@ -32,9 +32,7 @@ class DPO(Loss):
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
         return super().counts(batch) | {"pairs": jnp.sum(_is_pair(_pairs(batch)), dtype=jnp.int32)}
 
-    def of(
-        self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
-    ) -> tuple[Float[Array, ""], Metrics]:
+    def of(self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts) -> LossAndMetrics:
         # Chosen before the difference is summed: what an untrained token holds reaches neither value nor gradient.
         gains = jnp.where(jnp.asarray(batch.loss_mask), log_probs - batch.columns["reference_log_probs"], 0.0)
         pairs = _pairs(batch)

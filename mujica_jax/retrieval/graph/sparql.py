@@ -97,7 +97,7 @@ def check_languages(languages: Sequence[str]) -> None:
 
 def triples_query(entity: "pyoxigraph.NamedNode", languages: Sequence[str], most: int) -> str:
     """At most `most` triples in each direction with their labels, the entity's own label, and who took over from it."""
-    spoken = _spoken(languages)
+    spoken = ", ".join(f'"{language}"' for language in (*languages, ""))
     outgoing, incoming = (
         f"""{{ {{ SELECT ?property ?other WHERE {{
       {pattern}
@@ -200,20 +200,15 @@ def read_ends(rows: Iterable[Row], entity: "pyoxigraph.NamedNode", languages: Se
 
 def _end(inverse: bool, relation: str, other: Any, entity: str, labels: dict[str, str]) -> tuple[Any, End] | None:
     """The triple with what it is sorted by; None where it cannot be read."""
-    is_literal = _is_literal(other)
-    text = readable(other) if is_literal else labels.get(other.value) or _last_part(other.value)
+    literal = _is_literal(other)
+    text = readable(other) if literal else labels.get(other.value) or _last_part(other.value)
     if not text:
         return None
     own = labels.get(entity) or _last_part(entity) or key_of(entity)
     name = labels.get(relation) or _last_part(relation) or key_of(relation)
-    ids = [_id(entity), "" if is_literal else _id(other.value)]
-    names = [own, text]
-    if inverse:
-        ids.reverse()
-        names.reverse()
-    triple = Triple(
-        subject=names[0], relation=name, object=names[1], subject_id=ids[0], object_id=ids[1], literal=is_literal
-    )
+    ends = [(own, _id(entity)), (text, "" if literal else _id(other.value))]
+    (subject, key), (found, found_key) = reversed(ends) if inverse else ends
+    triple = Triple(subject=subject, relation=name, object=found, subject_id=key, object_id=found_key, literal=literal)
     return (inverse, _natural(key_of(relation)), text, other.value), End.of(triple, inverse)
 
 
@@ -255,7 +250,3 @@ def _line(text: str) -> str:
 
 def _is_literal(term: Any) -> bool:
     return hasattr(term, "datatype")
-
-
-def _spoken(languages: Sequence[str]) -> str:
-    return ", ".join(f'"{language}"' for language in (*languages, ""))

@@ -17,15 +17,8 @@ import tensorflow_datasets as tfds
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus_records import records_of
+from mujica_jax.tasks.open_domain import records
 from mujica_jax.tasks.open_domain.qald import official_records
-from mujica_jax.tasks.open_domain.records import (
-    SOURCES,
-    OpenRecord,
-    as_row,
-    from_row,
-    question_files,
-    read_open_records,
-)
 from mujica_jax.tasks.two_wiki.records import QUESTION_FILES, data_files, read_questions
 
 _HOTPOT = "http://curtis.ml.cmu.edu/datasets/hotpot"
@@ -87,13 +80,13 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
             place = Path(places[split])
             parts[split] = sorted(place.rglob(member)) if member else [place]
             if not parts[split]:
-                raise UserError(f"{address} has no file {member}: put {SOURCES[self._kind]} into --manual_dir")
+                raise UserError(f"{address} has no file {member}: put {records.SOURCES[self._kind]} into --manual_dir")
         return parts
 
     def _files(self, folder: Path) -> list[Path]:
         if self._kind == "two_wiki":
             return data_files(folder, QUESTION_FILES, "questions")
-        return [folder] if self._kind == "qald10" else question_files(folder, self._kind)
+        return [folder] if self._kind == "qald10" else records.question_files(folder, self._kind)
 
     def _generate_examples(self, files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         if self._kind in RECORDS:
@@ -103,10 +96,10 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
             return
         seen = set()
         for file in files:
-            for record in read_open_records(file, self._kind):
+            for record in records.read_open_records(file, self._kind):
                 if record.id not in seen:
                     seen.add(record.id)
-                    yield record.id, as_row(record)
+                    yield record.id, records.as_row(record)
 
     def _records(self, files: list[Path]) -> Iterable[tuple[str, object]]:
         if self._kind == "qald10":
@@ -120,22 +113,22 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
 
 
 def _builder(kind: str) -> type[_Questions]:
-    said = f"Put {(SOURCES | RECORDS)[kind]} into the manual folder, plain or .gz"
+    said = f"Put {(records.SOURCES | RECORDS)[kind]} into the manual folder, plain or .gz"
     said += ", or leave it empty: they are downloaded." if kind in DOWNLOADS else "."
     about = {"__doc__": f"Questions of {kind}.", "MANUAL_DOWNLOAD_INSTRUCTIONS": said, "__module__": __name__}
     about |= {"name": f"mujica_{kind}", "SKIP_REGISTERING": False}
     return type(f"Mujica{kind.capitalize()}", (_Questions,), about)
 
 
-BUILDERS = {kind: _builder(kind) for kind in (*SOURCES, *RECORDS)}
+BUILDERS = {kind: _builder(kind) for kind in (*records.SOURCES, *RECORDS)}
 
 
-def read_prepared(folder: Path) -> Iterator[tuple[bool, OpenRecord]]:
+def read_prepared(folder: Path) -> Iterator[tuple[bool, records.OpenRecord]]:
     """The questions of a prepared folder, each with whether it is for training."""
     for training, row in prepared_rows(folder):
         lists = {name: [text.decode() for text in row[name]] for name in ("answers", "titles")}
         texts = {name: of.decode() for name, of in row.items() if name not in lists}
-        yield training, from_row(lists | texts)
+        yield training, records.from_row(lists | texts)
 
 
 def prepared_rows(folder: Path) -> Iterator[tuple[bool, dict[str, Any]]]:

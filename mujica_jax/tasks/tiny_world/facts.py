@@ -164,9 +164,8 @@ class WorldPart:
         for generation in range(GENERATIONS):
             people = []
             for _ in range(count // GENERATIONS):
-                parents = (
-                    self._random.choice(couples) if couples and self._random.random() < SHARE_WITH_PARENTS else None
-                )
+                born_here = couples and self._random.random() < SHARE_WITH_PARENTS
+                parents = self._random.choice(couples) if born_here else None
                 male = self._random.random() < 0.5
                 offered = parents[0].last if parents else lender
                 borrowed = offered if self._borrows() else None
@@ -276,9 +275,8 @@ class WorldPart:
 
     def _hidden_facts(self) -> frozenset[tuple[int, str]]:
         draw, share = self._generator("missing").random, self._config.missing_facts
-        return frozenset(
-            (number, relation) for number, facts in enumerate(self.facts) for relation in facts if draw() < share
-        )
+        everything = ((number, relation) for number, facts in enumerate(self.facts) for relation in facts)
+        return frozenset(fact for fact in everything if draw() < share)
 
     def _known_entities(self) -> frozenset[int]:
         """Empty for renamed copies. Few, so that each fact is read often."""

@@ -177,9 +177,8 @@ class TinyWorld:
             for relation, value in facts.items():
                 seen = values.setdefault(kind, {}).setdefault(relation, [])
                 seen.append(value if isinstance(value, str) else owner.labels[value])
-        vocabulary = Vocabulary(
-            labels=labels, values=values, years=PRETRAINING_YEARS, max_facts=self.config.facts_per_entity
-        )
+        most = self.config.facts_per_entity
+        vocabulary = Vocabulary(labels=labels, values=values, years=PRETRAINING_YEARS, max_facts=most)
         read = documents(vocabulary, seed)
         return self._with_known_facts(read, seed) if self.config.common_knowledge else read
 

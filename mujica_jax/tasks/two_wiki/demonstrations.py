@@ -56,10 +56,7 @@ def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
     if places is None:
         return None
     labels: dict[str, str] = {}
-    chain = [
-        _row(evidence, evidence.subject_id, evidence.object_id or evidence.object, labels)
-        for evidence in question.evidences
-    ]
+    chain = [_row(one, one.subject_id, one.object_id or one.object, labels) for one in question.evidences]
     around: dict[Row, None] = {}
     for key in dict.fromkeys(row.subject for row in chain):
         for triple, as_object, *_ in graph.ends_of(key, NEIGHBOURS):
@@ -149,10 +146,7 @@ def _renamed_triples(plan: CopyPlan, renamer: Renamer, labels: dict[str, str]) -
         else:
             label = renamer.label(row.object, row.object_kind, row.relation)
             key = _key(label)
-        subject, subject_id = labels[row.subject], _key(row.subject)
-        triples.append(
-            Triple(subject=subject, relation=row.relation, object=label, subject_id=subject_id, object_id=key)
-        )
+        triples.append(_triple((labels[row.subject], _key(row.subject)), row.relation, (label, key)))
     return triples
 
 
@@ -184,15 +178,11 @@ def _distractors(plan: CopyPlan, parts: NameParts, renamer: Renamer, triples: Se
             if fact.relation not in objects:
                 found = objects[fact.relation] = _new_object(fact, renamer, objects)
                 found_key = "" if fact.object_is_literal else _key(found)
-                added.append(
-                    Triple(subject=subject, relation=fact.relation, object=found, subject_id=key, object_id=found_key)
-                )
+                added.append(_triple((subject, key), fact.relation, (found, found_key)))
         if sort == "person" and parts.references and draw.random() < EXTRA_REFERENCE:
             reference = draw.choice(parts.references)
             work = renamer.label(reference.subject, "work")
-            added.append(
-                Triple(subject=work, relation=reference.relation, object=subject, subject_id=_key(work), object_id=key)
-            )
+            added.append(_triple((work, _key(work)), reference.relation, (subject, key)))
     return added
 
 
@@ -214,3 +204,8 @@ def _new_object(fact: Triple, renamer: Renamer, objects: dict[str, str]) -> str:
 def _key(key: str) -> str:
     """Keys of a copy are no keys of the real graph."""
     return f"copy:{key}"
+
+
+def _triple(subject: tuple[str, str], relation: str, found: tuple[str, str]) -> Triple:
+    """Of two ends, each a label and a key."""
+    return Triple(subject=subject[0], relation=relation, object=found[0], subject_id=subject[1], object_id=found[1])
