@@ -158,6 +158,5 @@ class Trajectory:
 
 def generated_tokens(trajectories: Sequence[Trajectory]) -> int:
     """Number of tokens the model sampled in these trajectories."""
-    return sum(
-        len(turn.token_ids) for t in trajectories for c in t.conversations for turn in c.turns if turn.role == "model"
-    )
+    turns = (turn for t in trajectories for c in t.conversations for turn in c.turns)
+    return sum(len(turn.token_ids) for turn in turns if turn.role == "model")

@@ -230,10 +230,8 @@ class _Playing(Episode):
     async def _written(self, dialogue: Dialogue, stop_strings: tuple[str, ...], cut_at: str | None = None) -> Written:
         """A turn; one that is cut at its observation may be followed by others."""
         place, self._asked = str(self._asked), self._asked + 1
-        continues = cut_at is not None
-        written = await self.write(
-            dialogue, place, state=None, stop_strings=stop_strings, continues=continues, cut_at=cut_at
-        )
+        limits = {"stop_strings": stop_strings, "cut_at": cut_at, "continues": cut_at is not None}
+        written = await self.write(dialogue, place, state=None, **limits)
         if written.cut is not None:
             raise _Cut(written.cut)
         return written
@@ -247,10 +245,8 @@ class _Playing(Episode):
         pieces = [self.tokenizer.token_bytes(id) for id in ids]
         sentence = _sentence(written.text).encode()
         begin = b"".join(pieces).find(sentence)
-        ends = list(itertools.accumulate(map(len, pieces)))
-        inside = [
-            place for place, end in enumerate(ends) if end > begin and end - len(pieces[place]) < begin + len(sentence)
-        ]
+        ends = [0, *itertools.accumulate(map(len, pieces))]
+        inside = [at for at in range(len(ids)) if ends[at + 1] > begin and ends[at] < begin + len(sentence)]
         least = math.log(self._config.min_probability)
         kept = [ids[place] for place in inside if logprobs[place] >= least]
         if len(kept) == len(inside):

@@ -102,9 +102,8 @@ class _Episode(Episode):
             parallel=self._config.parallel,
         )
         stops = protocol.stop_strings(PLANNER, self.environment.kind)
-        written = await self.write(
-            self._planner, f"{iteration}", state=state, stop_strings=stops, continues=True, cut_at=protocol.OBSERVATION
-        )
+        ends = {"stop_strings": stops, "cut_at": protocol.OBSERVATION}
+        written = await self.write(self._planner, f"{iteration}", state=state, continues=True, **ends)
         if written.cut is not None:
             return protocol.PlannerAction(refused=written.cut)
         kind, candidates, limit = self.environment.kind, len(self._candidates), self._config.max_searches_per_turn
@@ -149,9 +148,8 @@ class _Episode(Episode):
         worker.add_user(protocol.worker_opening(call.query, shown, self.environment.kind, self._config.prompt))
         state = WorkerState(query=call.query, entity=entity, materials=materials)
         stops = protocol.stop_strings(WORKER, self.environment.kind)
-        written = await self.write(
-            worker, f"{iteration}.{number}", state=state, stop_strings=stops, cut_at=protocol.OBSERVATION
-        )
+        ends = {"stop_strings": stops, "cut_at": protocol.OBSERVATION}
+        written = await self.write(worker, f"{iteration}.{number}", state=state, **ends)
         reply = protocol.parse_worker(written.text if written.cut is None else "", materials=len(materials))
         self._malformed_workers += not reply.well_formed
         search = dataclasses.replace(search, selected=reply.selected, sentence=reply.sentence, found=reply.found)

@@ -173,9 +173,8 @@ def numbered(materials: Sequence[Sequence[str]], mode: PromptMode) -> list[str]:
 
 
 def _candidate_line(candidates: Sequence[Entity], first: int) -> str:
-    return "Candidate: " + " ".join(
-        f"[{number}] {one_line(entity.label)}" for number, entity in enumerate(candidates, first)
-    )
+    listed = (f"[{number}] {one_line(entity.label)}" for number, entity in enumerate(candidates, first))
+    return f"Candidate: {' '.join(listed)}"
 
 
 # --- what the model writes; demonstrations are written with these, so that writer and reader cannot drift apart ---

@@ -71,9 +71,8 @@ class ScriptedPolicy:
             needed = dict.fromkeys(evidence.relation for evidence, _ in calls)
             thought = f"{read}I need the {' and '.join(needed)}."
             return protocol.write_graph_searches(thought, [call for _, call in calls])
-        found = {
-            search.query for search in state.searches if search.found and (search.selected or _statement(search)[1])
-        }
+        told = [search for search in state.searches if search.selected or _statement(search)[1]]
+        found = {search.query for search in told if search.found}
         gold = {(evidence.subject_id or evidence.subject, evidence.relation) for evidence in state.question.evidences}
         if len(found) < len(gold):  # an answer would be a guess: the episode ends without one
             return protocol.write_graph_searches(protocol.NOTHING_FOUND, [])
@@ -169,9 +168,8 @@ def conclusion(question: Question, answer: str) -> str:
 
 def _quantity(group: Sequence[Evidence], other: Sequence[Evidence]) -> str:
     """What is compared: years, or the whole values where they are no dates or years do not decide."""
-    years, others = (
-        [found[-1] for evidence in some if (found := _YEAR.findall(evidence.object))] for some in (group, other)
-    )
+    of_both = ([_YEAR.findall(evidence.object) for evidence in some] for some in (group, other))
+    years, others = ([found[-1] for found in some if found] for some in of_both)
     decided = len(years) == len(group) and len(others) == len(other) and years != others
     return " to ".join(years) if decided else " and ".join(evidence.object for evidence in group)
 

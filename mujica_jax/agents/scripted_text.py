@@ -53,9 +53,8 @@ class TextScript:
         if stated is None:
             return protocol.write_worker(f"No passage states the {what}.", [], protocol.NOTHING_FOUND)
         number, value = stated
-        return protocol.write_worker(
-            f"Passage [{number}] states the {what}: {value}.", [number], f"The {what} is {value}."
-        )
+        thought = f"Passage [{number}] states the {what}: {value}."
+        return protocol.write_worker(thought, [number], f"The {what} is {value}.")
 
 
 def query_of(relation: str, label: str) -> str:

@@ -67,13 +67,8 @@ class Judge:
         if answer is None:
             return False
         golds = list(dict.fromkeys(normalise_squad(gold) for gold in question.answers))
-        text = "\n".join(
-            [
-                f"Question: {' '.join(question.text.split())}",
-                f"Given answer: {normalise_squad(answer)}",
-                *(f"Right answer: {gold}" for gold in golds),
-            ]
-        )
+        asked = [f"Question: {' '.join(question.text.split())}", f"Given answer: {normalise_squad(answer)}"]
+        text = "\n".join([*asked, *(f"Right answer: {gold}" for gold in golds)])
         said = self._kept.read(text)
         if said is None:
             params = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=0.0, seed=0)

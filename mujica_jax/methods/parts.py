@@ -67,19 +67,11 @@ def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatist
 
 def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer, reserved_bytes: int = 0) -> BatchedGenerator:
     """`reserved_bytes`: see `make_engine`."""
-    engine = make_engine(
-        decoder,
-        config.engine,
-        positions=config.agent.max_trajectory_tokens,
-        stop_token_ids=tokenizer.stop_token_ids,
-        reserved_bytes=reserved_bytes,
-    )
-    return BatchedGenerator(
-        engine,
-        prefix_reuse=config.engine.prefix_reuse,
-        queue_size=0,  # of streams: episodes have none
-        token_bytes=tokenizer.token_bytes,
-    )
+    limits = {"positions": config.agent.max_trajectory_tokens, "reserved_bytes": reserved_bytes}
+    engine = make_engine(decoder, config.engine, stop_token_ids=tokenizer.stop_token_ids, **limits)
+    reuse = config.engine.prefix_reuse
+    # no queue of streams: episodes have none
+    return BatchedGenerator(engine, prefix_reuse=reuse, queue_size=0, token_bytes=tokenizer.token_bytes)
 
 
 def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
@@ -96,10 +88,8 @@ def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
     return adapter
 
 
-def use_weights(
-    generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
-) -> None:
+def use_weights(generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, kept: Storage, version: int) -> None:
     """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied:
     training reuses its buffers.
     """
-    generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)
+    generator.set_weights(engine_weights(weights, decoder.config, kept, decoder.dtype), version)

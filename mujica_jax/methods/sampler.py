@@ -116,9 +116,7 @@ class Sampler:
             self._looked = time.monotonic()
         return played
 
-    def _later(
-        self, number: int, plan: dict[str, Any], shards: list[list[Question]], firsts: Sequence[Unit]
-    ) -> list[Unit]:
+    def _later(self, number: int, plan: dict[str, Any], shards: list[list[Question]], firsts: list[Unit]) -> list[Unit]:
         """The units of later attempts that have work. The first worker that comes here reads all first attempts and
         writes down what follows from them, for the others."""
         run, name = self._run, f"rounds/{number:04d}/threshold.json"

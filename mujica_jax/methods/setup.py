@@ -84,9 +84,8 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     if mesh.size > 1:  # the model can be split over it
         shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
     check_rank(size, config.trainer.lora_rank)
-    check_engine(
-        size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=jnp.dtype(config.trainer.dtype)
-    )
+    dtype = jnp.dtype(config.trainer.dtype)
+    check_engine(size, config.engine, positions=config.agent.max_trajectory_tokens, dtype=dtype)
     reserved = _check_memory(config, size)
     about = dataclasses.asdict(config)
     store = distributed.primary_first("the run", lambda: _open_shared(directory, about))

@@ -91,7 +91,7 @@ class Progress:
         if self._live or stage.seen - self._last_line < SECONDS_BETWEEN_LINES:
             return
         self._last_line = stage.seen
-        self.line(f"{stage.name}: {stage.headline()}")
+        self.line(f"{stage.name}: {', '.join([stage.counts(), *stage.figures_now()])}")
 
     def _close(self, stage: "Stage", manner: str) -> None:
         self._open.remove(stage)
@@ -109,12 +109,8 @@ class Progress:
     def _display(self) -> contextlib.AbstractContextManager[Any]:
         from rich.live import Live
 
-        return Live(
-            console=self._console(),
-            get_renderable=self._stages,
-            refresh_per_second=REFRESHES_PER_SECOND,
-            transient=True,
-        )
+        shown = {"get_renderable": self._stages, "refresh_per_second": REFRESHES_PER_SECOND, "transient": True}
+        return Live(console=self._console(), **shown)
 
     def _stages(self) -> "Group":
         from rich.console import Group
@@ -196,9 +192,6 @@ class Stage:
     def figures_now(self) -> list[str]:
         """With those of the moment, which the closing line leaves out."""
         return [*self.figures(), *_figures(self._live())]
-
-    def headline(self) -> str:
-        return ", ".join([self.counts(), *self.figures_now()])
 
     def summary(self) -> str:
         """`600/600 steps in 3:05 (3.24 steps/s), loss 0.312`."""

@@ -132,7 +132,5 @@ def rounded(value: Any) -> Any:
 
 
 def _selected_materials(search: Search) -> list[str]:
-    total = len(search.materials)
-    return [
-        search.materials[i] if 0 <= i < total else f"number {i} of {total} (does not exist)" for i in search.selected
-    ]
+    size = len(search.materials)
+    return [search.materials[i] if 0 <= i < size else f"number {i} of {size} (does not exist)" for i in search.selected]

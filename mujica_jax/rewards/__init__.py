@@ -92,10 +92,8 @@ def _staged(rule: Rule, config: StagedRewardConfig, similarity: Similarity | Non
         stage = 1 if number < config.stage_two_round else 2
 
         def of(answer: Score, trajectory: Trajectory) -> Reward:
-            formed = is_well_formed(trajectory)
-            return staged_reward(
-                answer, trajectory, well_formed=formed, stage=stage, config=config, similarity=similarity
-            )
+            given = {"stage": stage, "config": config, "similarity": similarity}
+            return staged_reward(answer, trajectory, well_formed=is_well_formed(trajectory), **given)
 
         return of
 

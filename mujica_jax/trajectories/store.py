@@ -110,11 +110,9 @@ class Store(RunDirectory):
         data = self.read(entry.name)
         found = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for what, value in found.items():
-            expected = getattr(entry, what)
-            if value != expected:
-                raise StoreError(
-                    f"{path} is damaged: its {what} is {value} and the manifest says {expected}; sample it again"
-                )
+            if value != (expected := getattr(entry, what)):
+                differs = f"its {what} is {value} and the manifest says {expected}"
+                raise StoreError(f"{path} is damaged: {differs}; sample it again")
         return shards.decode(data, str(path))
 
     def shards(self, *, round_number: int | None = None, policy_version: int | None = None) -> list[ShardEntry]:
@@ -164,10 +162,8 @@ class Store(RunDirectory):
             return None
         value = self.read_json(name)
         try:
-            entries = tuple(
-                ShardEntry(**{**entry, "policy_versions": tuple(entry["policy_versions"])}) for entry in value["shards"]
-            )
-            return RoundSummary(**{**value, "shards": entries})
+            of_shards = [{**entry, "policy_versions": tuple(entry["policy_versions"])} for entry in value["shards"]]
+            return RoundSummary(**{**value, "shards": tuple(ShardEntry(**entry) for entry in of_shards)})
         except (KeyError, TypeError) as error:
             raise StoreError(f"{self.root / name} has other fields than this program writes ({error})") from error
 

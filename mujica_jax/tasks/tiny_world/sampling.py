@@ -36,9 +36,8 @@ def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Pla
     for pool in _pools(part, config.distractor_names):
         pools[pool.template.kind].append(pool)
     weights = {kind: [len(pool.chains) for pool in members] for kind, members in pools.items()}
-    kinds = random.Random(f"{config.seed} {part.part} kinds").choices(
-        [*KIND_SHARES], weights=[*KIND_SHARES.values()], k=count
-    )
+    drawn = random.Random(f"{config.seed} {part.part} kinds")
+    kinds = drawn.choices([*KIND_SHARES], weights=[*KIND_SHARES.values()], k=count)
     coin = random.Random(f"{config.seed} {part.part} known")
     asked: set[tuple[str, frozenset[int]]] = set()
     plans = []
@@ -67,13 +66,11 @@ def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Pla
 class _Pool:
     """Topics that a template can be asked about."""
 
-    def __init__(
-        self, part: WorldPart, template: Template, chains: dict[int, tuple[Value, ...]], sharing: float
-    ) -> None:
+    def __init__(self, part: WorldPart, template: Template, chains: dict[int, tuple[Value, ...]], share: float) -> None:
         self.template = template
         self.chains = chains
         self._topics = [*chains]
-        self._sharing = sharing
+        self._sharing = share
         self._labels = part.labels
         self._by_end: dict[Value, list[int]] = defaultdict(list)
         self._by_word: dict[str, list[int]] = defaultdict(list)

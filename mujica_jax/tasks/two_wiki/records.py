@@ -57,9 +57,8 @@ def data_files(data_dir: str | Path, patterns: Sequence[str], what: str, *, need
         raise UserError(
             f"the 2WikiMultihopQA folder {folder} does not exist; set data_dir to one with {what}; {expected}"
         )
-    files = {
-        file: None for pattern in patterns for suffix in ("", ".gz") for file in sorted(folder.glob(pattern + suffix))
-    }
+    globs = (folder.glob(pattern + suffix) for pattern in patterns for suffix in ("", ".gz"))
+    files = dict.fromkeys(file for found in globs for file in sorted(found))
     if not files and needed:
         raise UserError(f"{folder} has no file with {what}; {expected}")
     return list(files)
@@ -251,6 +250,4 @@ def _object_ids(fields: Mapping[str, Any], subject_ids: Sequence[str]) -> list[s
     for subject_id, _, object_id in fields.get("evidences_id") or ():
         by_subject.setdefault(subject_id, []).append("" if object_id == LITERAL_ID else object_id)
     complete = all(len(ids) == list(subject_ids).count(subject_id) for subject_id, ids in by_subject.items())
-    return [
-        by_subject[subject_id].pop(0) if complete and by_subject.get(subject_id) else "" for subject_id in subject_ids
-    ]
+    return [by_subject[subject].pop(0) if complete and by_subject.get(subject) else "" for subject in subject_ids]

@@ -250,9 +250,8 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     first = sorted(unread, key=lambda record: hash_of(record.id))[: config.triple_demonstrations]
     demonstrated = [_question(record, {}) for record in first]
     elsewhere |= {question.id: searched for question in demonstrated}
-    return TwoWiki(
-        config, TextEnvironment(retriever, config.top_k), questions, elsewhere=elsewhere, demonstrated=demonstrated
-    )
+    environment = TextEnvironment(retriever, config.top_k)
+    return TwoWiki(config, environment, questions, elsewhere=elsewhere, demonstrated=demonstrated)
 
 
 def _written_passages(records: Sequence[Record]) -> list[Passage]:
@@ -261,10 +260,8 @@ def _written_passages(records: Sequence[Record]) -> list[Passage]:
     for evidence in (evidence for record in records for evidence in chain_evidences(record.triples)):
         said = f"The {evidence.relation} of {evidence.subject} is {evidence.object}."
         facts.setdefault(evidence.subject, {})[said] = None
-    return [
-        Passage(id=str(number), title=subject, text=" ".join(said))
-        for number, (subject, said) in enumerate(facts.items())
-    ]
+    numbered = enumerate(facts.items())
+    return [Passage(id=str(number), title=subject, text=" ".join(said)) for number, (subject, said) in numbered]
 
 
 def _known(record: Record, texts: Mapping[str, str]) -> bool:
