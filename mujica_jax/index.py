@@ -203,9 +203,8 @@ def _refuse_unread(given: argparse.Namespace, kind: str) -> None:
         if not is_read and (value := getattr(given, name, None)) is not None:
             what = f"kind {kind}" + (" with --embeddings" if dense and taken else "")
             shown = " ".join(value) if isinstance(value, list) else value
-            raise UserError(
-                f"--{name.replace('_', '-')} is {shown} and an index of {what} does not read it: leave it out"
-            )
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is {shown} and an index of {what} does not read it: leave it out")
 
 
 def _index_spec(given: argparse.Namespace) -> "IndexSpec":

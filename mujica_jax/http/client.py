@@ -170,22 +170,20 @@ def _retry_after(response: "httpx.Response") -> float:
     return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
 
 
-def _checked(address: str, example: str) -> str:
+def _checked(given: str, example: str) -> str:
     import httpx
 
     try:
-        url = httpx.URL(address)
+        url = httpx.URL(given)
     except httpx.InvalidURL as error:
-        raise UserError(
-            f"the endpoint's address {address!r} cannot be read ({error}): write it as {example}"
-        ) from error
+        raise UserError(f"the endpoint's address {given!r} cannot be read ({error}): write it as {example}") from error
     if url.userinfo or url.query or url.fragment:
         raise UserError(
             "the endpoint's address holds a password, a query or a fragment, and addresses are printed: leave them out "
             "and name an environment variable that holds the key"
         )
     if url.scheme not in ("http", "https") or not url.host:
-        raise UserError(f"the endpoint's address {address!r} names no server: write it as {example}")
+        raise UserError(f"the endpoint's address {given!r} names no server: write it as {example}")
     return str(url).rstrip("/")
 
 

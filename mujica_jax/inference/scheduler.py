@@ -317,9 +317,7 @@ class BatchedGenerator:
         batch that nobody watches, what would not fill a call of the engine waits for more.
         """
         began = time.monotonic()
-        while pending := [
-            (slot, sequence) for slot, sequence in self._running.items() if not self._state.remaining[slot]
-        ]:
+        while pending := [item for item in self._running.items() if not self._state.remaining[item[0]]]:
             budget = self._engine.prefill_tokens
             watched = any(sequence.watched for sequence in self._running.values())
             most = self._most_decode(watched)
@@ -406,11 +404,8 @@ class BatchedGenerator:
         for slot, sequence in ended:
             if not sequence.finite:
                 if not sequence.future.done():
-                    after = len(sequence.tokens)
-                    message = (
-                        f"the policy gave a log-probability that is not finite after {after} tokens: check its weights"
-                    )
-                    self._fail(sequence, PolicyError(message))
+                    when = f"after {len(sequence.tokens)} tokens: check its weights"
+                    self._fail(sequence, PolicyError(f"the policy gave a log-probability that is not finite {when}"))
                 self._engine.free_slot(slot, broken_pages=self._blocks.evict(sequence.block_table))
                 self._drop(slot, sequence, held=0)
                 continue

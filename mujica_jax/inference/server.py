@@ -226,9 +226,7 @@ class _LoopThread:
         """Its result, to another thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def begin(
-        self, coroutine: Coroutine[Any, Any, None], ended: Callable[[BaseException | None], Any]
-    ) -> Callable[[], Any]:
+    def begin(self, work: Coroutine[Any, Any, None], ended: Callable[[BaseException | None], Any]) -> Callable[[], Any]:
         """Run it here, and say how it ended, even if it was cancelled before it began. Returns what cancels it, from
         any thread.
         """
@@ -238,7 +236,7 @@ class _LoopThread:
             ended(asyncio.CancelledError() if task.cancelled() else task.exception())
 
         def start() -> None:
-            tasks.append(self._loop.create_task(coroutine))
+            tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(report)
 
         self._loop.call_soon_threadsafe(start)

@@ -11,7 +11,6 @@ the rows of a batch are split over the mesh's `data` axis.
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from jaxtyping import Array, Float
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.encoder import Encoder, encoder_config
-from mujica_jax.models.tensors import read_json
+from mujica_jax.models.tensors import Folder, read_json
 
 Pooling = Literal["cls", "mean"]
 Role = Literal["query", "passage"]
@@ -61,7 +60,7 @@ class EmbedderConfig:
     passage_prefix: str = ""
 
 
-def embedder_config(directory: str | os.PathLike[str], *, prefixes: str | None = None) -> EmbedderConfig:
+def embedder_config(directory: Folder, *, prefixes: str | None = None) -> EmbedderConfig:
     """What a folder says; without `modules.json` (contriever) the mean of the states, not normalised.
 
     `prefixes` names an entry of PREFIXES; None takes the folder's own prompts, or none.
@@ -108,9 +107,7 @@ def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
 class Embedder:
     """Texts to vectors."""
 
-    def __init__(
-        self, directory: str | os.PathLike[str], config: EmbedderConfig, encoder: Encoder, mesh: Mesh | None = None
-    ) -> None:
+    def __init__(self, directory: Folder, config: EmbedderConfig, encoder: Encoder, mesh: Mesh | None = None) -> None:
         self.config, self.encoder, self.mesh = config, encoder, mesh
         path = pathlib.Path(directory) / "tokenizer.json"
         if not path.exists():
@@ -149,9 +146,8 @@ class Embedder:
         while started < len(order):
             length = lengths[order[started]]  # of the longest that is left
             rows = self._rows(length, role)
-            chosen = [
-                place for place in order[started : started + rows] if role == "passage" or lengths[place] == length
-            ]
+            following = order[started : started + rows]
+            chosen = [place for place in following if role == "passage" or lengths[place] == length]
             started += len(chosen)
             result = self._run([encoded[place] for place in chosen], rows, length)
             if pending is not None:  # read one batch late: the device computes the next while this one is copied

@@ -5,7 +5,6 @@ and `*.safetensors` of a folder are read. Called by `embedder`, which makes one 
 """
 
 import dataclasses
-import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mujica_jax.errors import UserError
 from mujica_jax.models.attention import MASKED_SCORE, softmax_mix
 from mujica_jax.models.layers import Weight
-from mujica_jax.models.tensors import Tensors, WeightTable, read_json
+from mujica_jax.models.tensors import Folder, Tensors, WeightTable, read_json
 
 # A buffer, and a head that no embedder uses.
 IGNORED = re.compile(r"(^|\.)(position_ids|pooler\.dense\.(weight|bias))$")
@@ -209,9 +208,7 @@ class Encoder(nnx.Module):
         return (centred * jax.lax.rsqrt(variance + self.config.layer_norm_eps) * scale + shift).astype(self.dtype)
 
 
-def load_encoder(
-    directory: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
-) -> Encoder:
+def load_encoder(directory: Folder, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Encoder:
     """The encoder of a Hugging Face folder, on every device of `mesh` if one is given."""
     folder = pathlib.Path(directory)
     config = encoder_config(read_json(folder / "config.json"))

@@ -89,10 +89,8 @@ def _convert(file: Path, folder: Path) -> None:
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     with _quiet(transformers.utils.logging):
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            **source, dtype="float32", output_loading_info=True
-        )
-        model, found = loaded
+        read: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model, found = read(**source, dtype="float32", output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise UserError(
                 f"{file} lacks {len(missing)} tensors, the first is {missing[0]}: download it again, or choose another "

@@ -99,17 +99,10 @@ def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
         return Weight(name=name, shape=(size,), axes=("norm",), hugging_face=theirs, initializer="ones")
 
     def projection(name: str, axis: str, heads: int, theirs: str) -> list[Weight]:
-        axes, theirs = ("embed", axis, "head_dim"), f"self_attn.{theirs}"
-        kernel = Weight(
-            name=f"{name}_kernel", shape=(hidden, heads, head_dim), axes=axes, hugging_face=f"{theirs}.weight", inputs=1
-        )
-        bias = Weight(
-            name=f"{name}_bias",
-            shape=(heads, head_dim),
-            axes=axes[1:],
-            hugging_face=f"{theirs}.bias",
-            initializer="zeros",
-        )
+        shape, axes, theirs = (hidden, heads, head_dim), ("embed", axis, "head_dim"), f"self_attn.{theirs}"
+        kernel = Weight(name=f"{name}_kernel", shape=shape, axes=axes, hugging_face=f"{theirs}.weight", inputs=1)
+        own = {"shape": shape[1:], "axes": axes[1:], "hugging_face": f"{theirs}.bias"}
+        bias = Weight(name=f"{name}_bias", **own, initializer="zeros")
         return [kernel, bias] if config.traits.attention_bias else [kernel]
 
     def matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...], theirs: str) -> Weight:

@@ -7,6 +7,7 @@ is missing. Called by `weights` and `encoder`, which say what they expect.
 
 import dataclasses
 import math
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 NOTHING = re.compile(r"(?!)")
 Index = tuple[slice, ...]
+Folder = str | os.PathLike[str]
 ALIGNMENT = 64  # bytes: where XLA wants its arrays on a CPU to begin
 
 

@@ -24,7 +24,7 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import FAMILIES, DecoderConfig, from_hugging_face, to_hugging_face, token_ids
 from mujica_jax.models.layers import Weight, block_weights, model_weights
 from mujica_jax.models.sharding import on_host
-from mujica_jax.models.tensors import INDEX_FILE, Tensors, WeightTable, read_json
+from mujica_jax.models.tensors import INDEX_FILE, Folder, Tensors, WeightTable, read_json
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.storage.local import write_folder
 
@@ -33,7 +33,7 @@ IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # a buffer that old export
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def load_config(directory: str | os.PathLike[str]) -> DecoderConfig:
+def load_config(directory: Folder) -> DecoderConfig:
     """The configuration of a checkpoint, with the stop tokens of `generation_config.json` where that file names
     some."""
     folder = pathlib.Path(directory)
@@ -43,16 +43,12 @@ def load_config(directory: str | os.PathLike[str]) -> DecoderConfig:
     return dataclasses.replace(config, eos_token_ids=stops) if stops else config
 
 
-def load_checkpoint(
-    directory: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
-) -> Decoder:
+def load_checkpoint(directory: Folder, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Decoder:
     """A decoder with float32 parameters that computes in `dtype`, laid out over `mesh` if one is given."""
     return open_checkpoint(directory, dtype=dtype)[1](mesh)
 
 
-def open_checkpoint(
-    directory: str | os.PathLike[str], *, dtype: DTypeLike = jnp.float32
-) -> tuple[Decoder, Callable[..., Decoder]]:
+def open_checkpoint(directory: Folder, *, dtype: DTypeLike = jnp.float32) -> tuple[Decoder, Callable[..., Decoder]]:
     """The decoder without its arrays, and what reads them: `load(mesh, parameter_dtype)`. What the files lack is
     refused here, before the first tensor is read."""
     folder = pathlib.Path(directory)
@@ -76,7 +72,7 @@ def open_checkpoint(
 
 def save_checkpoint(
     decoder: Decoder,
-    directory: str | os.PathLike[str],
+    directory: Folder,
     *,
     tokenizer: Tokenizer | None = None,
     dtype: DTypeLike = jnp.float32,
@@ -149,9 +145,8 @@ def _write_tensors(decoder: Decoder, folder: pathlib.Path, dtype: np.dtype) -> N
 def _exported(decoder: Decoder, weight: Weight, name: str) -> np.ndarray:
     """One tensor in the layout of transformers."""
     layer = LAYER.match(name)
-    values = (
-        getattr(decoder, weight.name)[...] if layer is None else getattr(decoder.layers, weight.name)[int(layer[1])]
-    )
+    module, index = (decoder, ...) if layer is None else (decoder.layers, int(layer[1]))
+    values = getattr(module, weight.name)[index]
     host = on_host(values).astype(np.float32, copy=False)
     theirs = weight.hugging_face_shape
     return np.ascontiguousarray(host.reshape(theirs[::-1]).T if weight.inputs else host.reshape(theirs))

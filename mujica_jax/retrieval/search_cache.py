@@ -28,9 +28,8 @@ class SearchCache:
             database = sqlite3.connect(self.path, timeout=SECONDS_FOR_A_LOCK, check_same_thread=False)
             database.execute("PRAGMA journal_mode=WAL")
             database.execute("PRAGMA synchronous=OFF")  # what a loss of power takes is searched again
-            database.execute(
-                "CREATE TABLE IF NOT EXISTS hits (query TEXT, k INTEGER, found TEXT, PRIMARY KEY (query, k))"
-            )
+            columns = "query TEXT, k INTEGER, found TEXT, PRIMARY KEY (query, k)"
+            database.execute(f"CREATE TABLE IF NOT EXISTS hits ({columns})")
             (page_bytes,) = database.execute("PRAGMA page_size").fetchone()
             database.execute(f"PRAGMA max_page_count={MAX_BYTES // page_bytes}")
             self._database = database

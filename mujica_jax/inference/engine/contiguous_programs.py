@@ -115,9 +115,8 @@ def decode(
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
             keys[layer] = keys[layer].at[every, :, :, write_at].set(narrowed(key[:, 0], keys[layer].dtype), mode="drop")
-            values[layer] = (
-                values[layer].at[every, :, write_at].set(narrowed(value[:, 0], values[layer].dtype), mode="drop")
-            )
+            written = narrowed(value[:, 0], values[layer].dtype)
+            values[layer] = values[layer].at[every, :, write_at].set(written, mode="drop")
             return read(layer, query, keys[layer], values[layer])
 
         hidden = decoder(state.token[:, None], state.position[:, None], scaled(attend, scales), scan=False)
@@ -176,9 +175,8 @@ def _attention(
     """Softmax attention over a row and, together with it, over the row's prefix. Scores and weights are float32."""
     rows, time, heads, head_dim = query.shape
     computed = max(query.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
-    keys, values, prefix_keys, prefix_values = (
-        held.astype(computed) for held in (keys, values, prefix_keys, prefix_values)
-    )
+    held = (keys, values, prefix_keys, prefix_values)
+    keys, values, prefix_keys, prefix_values = (array.astype(computed) for array in held)
     kv_heads, width = keys.shape[1], keys.shape[3]
     queries = heads // kv_heads * time  # of one head of keys
     grouped = query.astype(computed).reshape(rows, time, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
@@ -203,9 +201,8 @@ def _attention(
     if length:
         prefix_weights = jnp.exp(prefix_scores - peak)
         total = total + jnp.sum(prefix_weights, axis=-1, keepdims=True)
-        flat_weights = (
-            prefix_weights.astype(values.dtype).transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, length)
-        )
+        flat_weights = prefix_weights.astype(values.dtype).transpose(1, 0, 2, 3)
+        flat_weights = flat_weights.reshape(kv_heads, rows * queries, length)
         prefix_mixed = _product("kqs,ksd->kqd", flat_weights, flat_values)
         mixed = mixed + prefix_mixed.reshape(kv_heads, rows, queries, head_dim).transpose(1, 0, 2, 3)
     mixed = (mixed / total).astype(query.dtype)

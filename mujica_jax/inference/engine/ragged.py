@@ -121,12 +121,11 @@ class RaggedEngine(Engine):
             self._pages = _prefill(*policy, self._pages, tokens, positions, targets, sequences, layout=self._layout)
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
-        self._programs.add(("decode", base.filtered(state)))
+        static = {"layout": self._layout, "steps": self.decode_steps, "filtered": base.filtered(state)}
+        self._programs.add(("decode", static["filtered"]))
         given = self._graph, self._weights, self._scales, self._pages, state, self._tables, self._stops
         with self._over_mesh():
-            self._pages, state, decoded = _decode(
-                *given, layout=self._layout, steps=self.decode_steps, filtered=base.filtered(state)
-            )
+            self._pages, state, decoded = _decode(*given, **static)
         return jax.tree.map(np.array, (state, decoded))
 
     def flush(self, rows: Sequence[FlushRow]) -> None:

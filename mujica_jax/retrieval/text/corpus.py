@@ -211,9 +211,8 @@ def _passage(record: object, position: str, place: str) -> Passage:
                 "is not empty"
             )
     identifier = fields.get("id", fields.get("_id"))
-    passage = Passage(
-        id=position if identifier is None else str(identifier), title=fields["title"], text=fields["text"]
-    )
+    identifier = position if identifier is None else str(identifier)
+    passage = Passage(id=identifier, title=fields["title"], text=fields["text"])
     for field in ("id", "title", "text"):
         try:
             check_text(getattr(passage, field))

@@ -110,9 +110,8 @@ def _from_hub(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    fetch = functools.partial(
-        huggingface_hub.snapshot_download, name, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES
-    )
+    which = {"allow_patterns": WANTED_FILES, "ignore_patterns": UNWANTED_FILES}
+    fetch = functools.partial(huggingface_hub.snapshot_download, name, **which)
     try:
         folder = Path(fetch(local_files_only=True))
         if any(folder.glob("*.safetensors")):  # else another program has fetched a part of it
