@@ -31,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         check(config)
         check_demonstrations(config)
         distributed.start(config.distributed, preemption.on_notice)
-        directory = config.run or distributed.broadcast("run directory", lambda: _new_directory(config.name))
+        new = f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        directory = config.run or distributed.broadcast("run directory", lambda: new)
         again = words if take_flag([*words], "--run") else [*words, "--run", directory]
         preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
         train(config, directory, preemption)
@@ -65,10 +66,6 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
         if solved := run.solved_question(phases[-1].name):
             run.progress.show(question_tree(*solved))
         run.progress.line(f"policies, predictions and metrics: {directory}")
-
-
-def _new_directory(name: str) -> str:
-    return f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 if __name__ == "__main__":

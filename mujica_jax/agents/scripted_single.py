@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from mujica_jax.agents import protocol
 from mujica_jax.agents.scripted_text import fact, stated
 from mujica_jax.agents.single import INFORMATION, SingleState, information, system_prompt
-from mujica_jax.records import UNKNOWN, Evidence, Question, Search
+from mujica_jax.records import UNKNOWN, Question, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
@@ -31,7 +31,8 @@ def write(state: SingleState, conclude: Conclude, *, recalls: bool = True) -> st
     for evidence in evidences:
         value = stated(evidence, state.searches)
         if value is None:
-            query = next((words for words in _queries(evidence) if words not in asked), None)
+            keywords = (f"{evidence.subject} {evidence.relation}", evidence.subject)  # as the agent's prompt asks for
+            query = next((words for words in keywords if words not in asked), None)
             if query is None:
                 return _thought(state, protocol.NOTHING_FOUND)
             return f"{_thought(state, ' '.join([*learnt, fact(evidence, UNKNOWN)]))}\n<search> {query} </search>"
@@ -66,8 +67,3 @@ def _turn(state: SingleState, thought: str, conclusion: str, answer: str) -> str
 def _thought(state: SingleState, text: str) -> str:
     tag = "reflect" if state.searches and state.style == "reflect" else "think"
     return f"<{tag}> {text} </{tag}>"
-
-
-def _queries(evidence: Evidence) -> tuple[str, str]:
-    """Keywords, as the agent's prompt asks for."""
-    return f"{evidence.subject} {evidence.relation}", evidence.subject
