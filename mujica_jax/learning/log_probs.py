@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -221,9 +221,7 @@ def _walk_backward(
     over devices outside or, where the head is in parts, here.
     """
     table, narrow, pulled, hidden, targets, wanted = kept
-    of_log_probs, of_normalizers = (
-        jnp.zeros(one.shape, jnp.float32) if isinstance(one, SymbolicZero) else one for one in upstream
-    )
+    of_log_probs, of_normalizers = upstream
     states = of_log_probs[..., None] * pulled
     if normalized:
         states += of_normalizers[..., None] * (narrow[targets] - pulled)

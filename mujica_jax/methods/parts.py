@@ -88,8 +88,10 @@ def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
     return adapter
 
 
-def use_weights(generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, kept: Storage, version: int) -> None:
+def use_weights(
+    generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
+) -> None:
     """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied:
     training reuses its buffers.
     """
-    generator.set_weights(engine_weights(weights, decoder.config, kept, decoder.dtype), version)
+    generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)

@@ -84,8 +84,11 @@ def _packed_forward(query: Array, key: Array, value: Array, segment_ids: Array) 
 
 
 def _packed_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
-    kernel = jax.ffi.ffi_call(_registered("pull_packed"), tuple(map(_like, saved[:3])))
-    return *(found.astype(gradient.dtype) for found in kernel(*saved, gradient.astype(jnp.float32))), None
+    query, key = saved[:2]
+    kernel = jax.ffi.ffi_call(_registered("pull_packed"), (_like(query),) * 3)
+    of_query, *in_parts = kernel(*saved, gradient.astype(jnp.float32))
+    of_keys = (parts.reshape(*key.shape[:3], -1, key.shape[3]).sum(axis=3) for parts in in_parts)
+    return *(found.astype(gradient.dtype) for found in (of_query, *of_keys)), None
 
 
 packed_attention.defvjp(_packed_forward, _packed_backward)

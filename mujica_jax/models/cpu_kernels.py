@@ -9,9 +9,11 @@ row, of which no more is read than the row holds.
 Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies, and while two of its
 rows are multiplied the next two are fetched.
 
-Packed rows: of XLA's small products none uses two cores. Here a thread takes a row's head of keys, block after block of
+Packed rows: of XLA's small products none uses two cores. Here a thread takes a head of a row, block after block of
 queries, and no key that lies before their conversation or after them. Only a block's scores exist at a time; the
 gradient computes them again (FlashAttention, Dao et al. 2022, algorithm 4).
+
+All of it is one file: numba's cache on disk asks whether the file of a kernel has changed, and not those that it uses.
 """
 
 import functools
@@ -31,7 +33,7 @@ UNROLLED = 8  # keys, or values, that are added up in one walk along what lies t
 LANES, MATRIX_ROWS, ROWS = 8, 2, 6  # of a product: with AVX2 twelve sums and what they need fill the registers
 PARTS = 64  # of a product, for threads to share
 COLUMNS = 2 * LANES  # of a tile of ROWS x COLUMNS sums
-BLOCK = 24  # tokens whose queries meet their keys together: whole tiles, whatever the number of heads
+BLOCK = 48  # queries that meet their keys together, of packed rows: whole tiles
 # Sums in any order, and no more: with "nnan" a broken number could look like a good one.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
@@ -363,142 +365,123 @@ def _whole(count, of):
 
 
 @compiled()
-def _gather(source, start, from_head, sharing, scale, found):
-    """The heads of tokens from `start` on, token by token, with zeros beyond the last one."""
+def _gather(source, start, head, scale, found):
+    """A head of the tokens from `start` on, with zeros beyond the last one."""
     found[:] = ZERO
-    for number in range(min(found.shape[0], (source.shape[0] - start) * sharing)):
+    for number in range(min(found.shape[0], source.shape[0] - start)):
         for dim in range(source.shape[2]):
-            found[number, dim] = source[start + number // sharing, from_head + number % sharing, dim] * scale
+            found[number, dim] = source[start + number, head, dim] * scale
 
 
 @compiled()
-def _room(query, key):
-    """What a thread needs for a head of keys: [all tokens, head_dim] for its keys or values, and for a block's queries
+def _room(query):
+    """What a thread needs for a head: [all tokens, head_dim] for its keys or values, and for a block's queries
     [queries, head_dim] and [queries, all tokens]."""
-    time, heads, head_dim = query.shape
-    dims, queries = _whole(head_dim, COLUMNS), BLOCK * heads // key.shape[1]
-    width = _whole(time, COLUMNS) + 2 * COLUMNS  # tiles begin with a conversation and end after the last token
+    width = (
+        _whole(query.shape[0], COLUMNS) + 2 * COLUMNS
+    )  # tiles begin with a conversation and end after the last token
+    dims = _whole(query.shape[2], COLUMNS)
     return (
         np.empty((width, dims), np.float32),
-        np.empty((queries, dims), np.float32),
-        np.empty((queries, width), np.float32),
+        np.empty((BLOCK, dims), np.float32),
+        np.empty((BLOCK, width), np.float32),
     )
 
 
 @compiled(fastmath=FAST)
-def _mix_packed(query, key, value, begins, mixed, normalizers, kv_head):
-    sharing = query.shape[1] // key.shape[1]
-    scale = ONE / np.sqrt(np.float32(query.shape[2]))
-    keys, queries, scores = _room(query, key)
+def _mix_head(query, key, value, begins, mixed, normalizers, head):
+    time, heads, head_dim = query.shape
+    of_keys = head * key.shape[1] // heads
+    scale = ONE / np.sqrt(np.float32(head_dim))
+    keys, queries, scores = _room(query)
     values, results = np.empty_like(keys), np.empty_like(queries)
-    _gather(key, 0, kv_head, 1, ONE, keys)
-    _gather(value, 0, kv_head, 1, ONE, values)
+    _gather(key, 0, of_keys, ONE, keys)
+    _gather(value, 0, of_keys, ONE, values)
     turned = keys.T.copy()
-    for start in range(0, query.shape[0], BLOCK):
-        tokens = min(BLOCK, query.shape[0] - start)
-        first = begins[start]
+    for start in range(0, time, BLOCK):
+        tokens, first = min(BLOCK, time - start), begins[start]
         count = _whole(start + tokens - first, COLUMNS)
-        _gather(query, start, kv_head * sharing, sharing, scale, queries)
+        _gather(query, start, head, scale, queries)
         scores[:, :count] = ZERO
         _add_product(queries, turned[:, first:], scores[:, :count])
-        for number in range(tokens * sharing):
-            token, head = start + number // sharing, kv_head * sharing + number % sharing
+        for number in range(tokens):
+            token, row = start + number, scores[number]
             low, high = begins[token] - first, token + 1 - first
-            row = scores[number]
             total, peak = _softmax(row[low:high], high - low)
             row[:low] = ZERO
             row[high:count] = ZERO
             normalizers[head, token, 0] = peak + np.log(total)
             for place in range(low, high):
                 row[place] /= total
-        scores[tokens * sharing :, :count] = ZERO
         results[:] = ZERO
         _add_product(scores[:, :count], values[first:], results)
-        for number in range(tokens * sharing):
-            for dim in range(query.shape[2]):
-                mixed[start + number // sharing, kv_head * sharing + number % sharing, dim] = results[number, dim]
+        mixed[start : start + tokens, head] = results[:tokens, :head_dim]
 
 
 @compiled(fastmath=FAST)
-def _pull_packed(query, key, value, begins, mixed, normalizers, gradient, of_query, of_key, of_value, kv_head):
-    sharing, head_dim = query.shape[1] // key.shape[1], query.shape[2]
+def _pull_head(query, key, value, begins, mixed, normalizers, gradient, of_query, of_key, of_value, head):
+    time, heads, head_dim = query.shape
+    from_head = head * key.shape[1] // heads
     scale = ONE / np.sqrt(np.float32(head_dim))
-    keys, queries, weights = _room(query, key)
+    keys, queries, weights = _room(query)
     of_keys, of_values = np.zeros_like(keys), np.zeros_like(keys)
     pulls, results, slopes = np.empty_like(queries), np.empty_like(queries), np.empty_like(weights)
-    _gather(value, 0, kv_head, 1, ONE, keys)
+    _gather(value, 0, from_head, ONE, keys)
     turned_values = keys.T.copy()
-    _gather(key, 0, kv_head, 1, ONE, keys)
+    _gather(key, 0, from_head, ONE, keys)
     turned_keys = keys.T.copy()
-    for start in range(0, query.shape[0], BLOCK):
-        tokens = min(BLOCK, query.shape[0] - start)
-        first = begins[start]
+    for start in range(0, time, BLOCK):
+        tokens, first = min(BLOCK, time - start), begins[start]
         count = _whole(start + tokens - first, COLUMNS)
-        _gather(query, start, kv_head * sharing, sharing, scale, queries)
-        _gather(gradient, start, kv_head * sharing, sharing, ONE, pulls)
-        weights[:, : count + ROWS] = ZERO
-        slopes[:, : count + ROWS] = ZERO
+        rows = _whole(count, ROWS)  # of the keys' gradients
+        _gather(query, start, head, scale, queries)
+        _gather(gradient, start, head, ONE, pulls)
+        weights[:, :rows] = ZERO
+        slopes[:, :rows] = ZERO
         _add_product(queries, turned_keys[:, first:], weights[:, :count])
         _add_product(pulls, turned_values[:, first:], slopes[:, :count])
-        for number in range(tokens * sharing):
-            token, head = start + number // sharing, kv_head * sharing + number % sharing
+        for number in range(tokens):
+            token, inner = start + number, ZERO
             low, high = begins[token] - first, token + 1 - first
-            normalizer, inner = normalizers[head, token, 0], ZERO
             for dim in range(head_dim):
                 inner += pulls[number, dim] * mixed[token, head, dim]
-            weight, slope = weights[number][low:high], slopes[number][low:high]
-            for place in range(high - low):
-                weight[place] = _exp(weight[place] - normalizer)
+            weight, slope = weights[number], slopes[number]
+            for place in range(low, high):
+                weight[place] = _exp(weight[place] - normalizers[head, token, 0])
                 slope[place] = weight[place] * (slope[place] - inner)
-            for row in (weights[number], slopes[number]):
+            for row in (weight, slope):
                 row[:low] = ZERO
-                row[high : count + ROWS] = ZERO
-        weights[tokens * sharing :, : count + ROWS] = ZERO
-        slopes[tokens * sharing :, : count + ROWS] = ZERO
+                row[high:rows] = ZERO
+        weights[tokens:, :rows] = ZERO
+        slopes[tokens:, :rows] = ZERO
         results[:] = ZERO
         _add_product(slopes[:, :count], keys[first:], results)
-        rows = _whole(count, ROWS)
         _add_product(slopes[:, :rows].T, queries, of_keys[first : first + rows])
         _add_product(weights[:, :rows].T, pulls, of_values[first : first + rows])
-        for number in range(tokens * sharing):
+        for number in range(tokens):
             for dim in range(head_dim):
-                of_query[start + number // sharing, kv_head * sharing + number % sharing, dim] = (
-                    results[number, dim] * scale
-                )
-    for token in range(query.shape[0]):
-        for dim in range(head_dim):
-            of_key[token, kv_head, dim] = of_keys[token, dim]
-            of_value[token, kv_head, dim] = of_values[token, dim]
+                of_query[start + number, head, dim] = results[number, dim] * scale
+    of_key[:, head] = of_keys[:time, :head_dim]
+    of_value[:, head] = of_values[:time, :head_dim]
 
 
 @compiled(cache=True, parallel=THREADS)
 def mix_packed(query, key, value, begins, mixed, normalizers):
     """See `cpu_calls.packed_attention`. `begins`: of each token, the first one of its segment."""
-    kv_heads = key.shape[2]
-    for part in prange(query.shape[0] * kv_heads):
-        row, kv_head = part // kv_heads, part % kv_heads
-        _mix_packed(query[row], key[row], value[row], begins[row], mixed[row], normalizers[row], kv_head)
+    heads = query.shape[2]
+    for part in prange(query.shape[0] * heads):
+        row = part // heads
+        _mix_head(query[row], key[row], value[row], begins[row], mixed[row], normalizers[row], part % heads)
 
 
 @compiled(cache=True, parallel=THREADS)
 def pull_packed(query, key, value, begins, mixed, normalizers, gradient, of_query, of_key, of_value):
-    """The gradient of `mix_packed`."""
-    kv_heads = key.shape[2]
-    for part in prange(query.shape[0] * kv_heads):
-        row, kv_head = part // kv_heads, part % kv_heads
-        _pull_packed(
-            query[row],
-            key[row],
-            value[row],
-            begins[row],
-            mixed[row],
-            normalizers[row],
-            gradient[row],
-            of_query[row],
-            of_key[row],
-            of_value[row],
-            kv_head,
-        )
+    """The gradient of `mix_packed`; that of a head of keys in parts, one for each head of queries."""
+    heads = query.shape[2]
+    for part in prange(query.shape[0] * heads):
+        row, head = part // heads, part % heads
+        given = query[row], key[row], value[row], begins[row], mixed[row], normalizers[row], gradient[row]
+        _pull_head(*given, of_query[row], of_key[row], of_value[row], head)
 
 
 @compiled(inline="always")
