@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-STEP = 8  # channels that the kernels take at a time
-KERNEL_ROWS = range(6, 33)  # with fewer or more, XLA multiplies as fast
-LARGE_MATRIX = 300_000  # numbers: a smaller one lies in the caches, and XLA packs it in no time
+ATTENTION_STEP, PRODUCT_STEP = 8, 16  # channels that a kernel takes at a time
+KERNEL_ROWS = 192  # with more, XLA multiplies as fast
+LARGE_MATRIX = 100_000  # numbers: a smaller one lies in the caches, and XLA packs it in no time
 
 
 def on_cpu() -> bool:
@@ -21,14 +21,14 @@ def on_cpu() -> bool:
 
 def can_attend(keys: Array) -> bool:
     """Whether `attention` takes keys [places, kv_heads, head_dim, width] of this kind, where they are."""
-    return _alone() and keys.dtype == jnp.float32 and keys.shape[2] % STEP == 0
+    return _alone() and keys.dtype == jnp.float32 and keys.shape[2] % ATTENTION_STEP == 0
 
 
 def can_multiply(rows: Array, matrix: Array) -> bool:
     """Whether `product` takes these, and is faster."""
     both_wide = rows.dtype == matrix.dtype == jnp.float32
-    large = matrix.size >= LARGE_MATRIX and matrix.shape[1] % STEP == 0
-    return _alone() and both_wide and large and rows.shape[0] in KERNEL_ROWS
+    large = matrix.size >= LARGE_MATRIX and matrix.shape[1] % PRODUCT_STEP == 0
+    return _alone() and both_wide and large and rows.shape[0] <= KERNEL_ROWS
 
 
 def attention(

@@ -6,8 +6,8 @@ Attention: XLA multiplies each row's few queries with its keys by a product of i
 multiplies. Here a thread takes a few rows of one head of keys: their queries meet the prefix together and each its own
 row, of which no more is read than the row holds.
 
-Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies, and while two of its
-rows are multiplied the next two are fetched.
+Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies, and while some of its
+rows are multiplied the next ones are fetched. Few rows are multiplied along the inner length, more in tiles.
 
 Packed rows: of XLA's small products none uses two cores. Here a thread takes a head of a row, block after block of
 queries, and no key that lies before their conversation or after them. Only a block's scores exist at a time; the
@@ -30,9 +30,14 @@ from numba.extending import intrinsic as _intrinsic
 
 TOGETHER = 12  # queries of one head of keys that a thread takes at a time, if a row has no more
 UNROLLED = 8  # keys, or values, that are added up in one walk along what lies together
-LANES, MATRIX_ROWS, ROWS = 8, 2, 6  # of a product: with AVX2 twelve sums and what they need fill the registers
+LANES = 8  # numbers of a vector: with AVX2 twelve sums and what they need fill the registers
+MATRIX_ROWS = 2  # of a product of few rows that are multiplied together
+FEW_ROWS = 12  # with more, tiles are faster
+PANEL_ROWS, PANEL = 4, 3 * LANES  # of a tile of a product of more rows: of the matrix, and of the rows
+CACHED = 98_304  # numbers of rows that stay in a core's cache while the matrix passes
 PARTS = 64  # of a product, for threads to share
-COLUMNS = 2 * LANES  # of a tile of ROWS x COLUMNS sums
+ROWS, COLUMNS = 6, 2 * LANES  # of a tile of attention
+STEPS = 16  # of a tile, between two that fetch ahead
 BLOCK = 48  # queries that meet their keys together, of packed rows: whole tiles
 # Sums in any order, and no more: with "nnan" a broken number could look like a good one.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -41,6 +46,9 @@ LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.69335
 LEAST = np.float32(-87)  # e to this is about the least float32 that is not denormal
 TERMS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720))
 EXPONENT_BITS, BIAS = np.int32(23), np.int32(127)
+
+VECTOR, SINGLE, WHOLE, WORD = ir.VectorType(ir.FloatType(), LANES), ir.FloatType(), ir.IntType(64), ir.IntType(32)
+NONE = ir.Constant(VECTOR, [0.0] * LANES)
 
 # XLA's foreign function interface, version 0.1 (xla/ffi/api/c_api.h, in jax.ffi.include_dir()): places in structures,
 # counted in words of eight bytes.
@@ -212,117 +220,169 @@ def attend(query, keys, values, prefix_keys, prefix_values, places, mixed):
         _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed, first, stop, kv_head)
 
 
-@intrinsic
-def _add_dots(context, matrix, rows, sums, count, stride):
-    """sums[m, r] = matrix[m] . rows[r] for MATRIX_ROWS and ROWS vectors of `count` floats, which lie `stride` bytes
-    apart; the others are addresses. Written in vectors: LLVM finds neither the form nor the fetching ahead itself."""
-    del context, matrix, rows, sums, count, stride
-    vector, single, whole = ir.VectorType(ir.FloatType(), LANES), ir.FloatType(), ir.IntType(64)
+def _load(builder, address, kind=VECTOR):
+    found = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    found.align = 4
+    return found
+
+
+def _multiply_add(builder, left, right, total):
+    """Add left * right to what `total` points to."""
+    of_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    both = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.fma.v{LANES}f32")
+    builder.store(builder.call(both, [left, right, builder.load(total)]), total)
+
+
+def _fetch(builder, address):
+    """What is to be read soon, to be kept in all caches."""
+    of_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[WORD] * 3])
+    fetch = cgutils.get_or_insert_function(builder.module, of_type, "llvm.prefetch.p0")
+    builder.call(fetch, [builder.inttoptr(address, cgutils.voidptr_t), *(WORD(flag) for flag in (0, 3, 1))])
+
+
+def _offset(builder, base, count, distance):
+    return builder.add(base, builder.mul(WHOLE(count) if isinstance(count, int) else count, distance))
+
+
+def _dot_adder(rows: int) -> Any:
+    """sums[m, r] = matrix[m] . rows[r] for MATRIX_ROWS and so many vectors of `count` floats, which lie `stride` bytes
+    apart, as an instruction for numba; the others are addresses. Written in vectors, as below: LLVM finds neither the
+    form nor the fetching ahead itself."""
 
     def emit(_, builder, __, given):
-        matrix, rows, sums, count, stride = given
-        totals = [cgutils.alloca_once(builder, vector) for _ in range(MATRIX_ROWS * ROWS)]
-        for total in totals:
-            builder.store(ir.Constant(vector, [0.0] * LANES), total)
-
-        def function(name, result, *arguments):
-            return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
-
-        def at(base, number, place):
-            return builder.add(builder.add(base, builder.mul(ir.Constant(whole, number), stride)), place)
-
-        def load(address):
-            found = builder.load(builder.inttoptr(address, vector.as_pointer()))
-            found.align = 4
-            return found
-
-        word = ir.IntType(32)
-        multiply_add = function(f"llvm.fma.v{LANES}f32", vector, vector, vector, vector)
-        fetch = function("llvm.prefetch.p0", ir.VoidType(), cgutils.voidptr_t, word, word, word)
-        zero, step = ir.Constant(whole, 0), ir.Constant(whole, 4 * LANES)
-        stop = builder.mul(count, ir.Constant(whole, 4))
+        matrix, activations, sums, count, stride = given
+        totals = [cgutils.alloca_once_value(builder, NONE) for _ in range(MATRIX_ROWS * rows)]
+        zero, step, stop = WHOLE(0), WHOLE(4 * LANES), builder.mul(count, WHOLE(4))
         with cgutils.for_range_slice(builder, zero, stop, step, inc=True) as (place, _):
-            for number in range(MATRIX_ROWS):  # to be read, kept in all caches, data
-                ahead = builder.inttoptr(at(matrix, MATRIX_ROWS + number, place), cgutils.voidptr_t)
-                builder.call(fetch, [ahead, *(ir.Constant(word, flag) for flag in (0, 3, 1))])
-            held = [load(at(matrix, number, place)) for number in range(MATRIX_ROWS)]
-            for row in range(ROWS):
-                loaded = load(at(rows, row, place))
+            matrix_at, rows_at = builder.add(matrix, place), builder.add(activations, place)
+            for number in range(MATRIX_ROWS):
+                _fetch(builder, _offset(builder, matrix_at, MATRIX_ROWS + number, stride))
+            held = [_load(builder, _offset(builder, matrix_at, number, stride)) for number in range(MATRIX_ROWS)]
+            for row in range(rows):
+                loaded = _load(builder, _offset(builder, rows_at, row, stride))
                 for number in range(MATRIX_ROWS):
-                    total = totals[number * ROWS + row]
-                    builder.store(builder.call(multiply_add, [held[number], loaded, builder.load(total)]), total)
-        add_up = function(f"llvm.vector.reduce.fadd.v{LANES}f32", single, single, vector)
+                    _multiply_add(builder, held[number], loaded, totals[number * rows + row])
+        of_type = ir.FunctionType(SINGLE, [SINGLE, VECTOR])
+        add_up = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.vector.reduce.fadd.v{LANES}f32")
         for number, total in enumerate(totals):
-            added = builder.call(add_up, [ir.Constant(single, 0.0), builder.load(total)], fastmath=("reassoc",))
-            address = builder.add(sums, ir.Constant(whole, 4 * number))
-            builder.store(added, builder.inttoptr(address, single.as_pointer()))
+            added = builder.call(add_up, [SINGLE(0.0), builder.load(total)], fastmath=("reassoc",))
+            builder.store(added, builder.inttoptr(builder.add(sums, WHOLE(4 * number)), SINGLE.as_pointer()))
 
-    return types.void(*[types.int64] * 5), emit
+    def add_dots(context, matrix, activations, sums, count, stride):
+        del context, matrix, activations, sums, count, stride
+        return types.void(*[types.int64] * 5), emit
 
-
-@compiled(cache=True, parallel=THREADS)
-def multiply(rows, matrix, products):
-    """products = rows @ matrix.T, float32; the inner length is a multiple of LANES, and the matrix has two rows."""
-    count, inner = rows.shape
-    outputs = matrix.shape[0]
-    filled = np.zeros((-(-count // ROWS) * ROWS, inner), np.float32)
-    filled[:count] = rows
-    pairs = -(-outputs // MATRIX_ROWS)
-    for part in prange(PARTS):
-        sums = np.empty((MATRIX_ROWS, ROWS), np.float32)
-        for pair in range(pairs * part // PARTS, pairs * (part + 1) // PARTS):
-            output = min(pair * MATRIX_ROWS, outputs - MATRIX_ROWS)
-            for row in range(0, count, ROWS):
-                _add_dots(matrix[output:].ctypes.data, filled[row:].ctypes.data, sums.ctypes.data, inner, 4 * inner)
-                for number in range(MATRIX_ROWS):
-                    for place in range(min(ROWS, count - row)):
-                        products[row + place, output + number] = sums[number, place]
+    return intrinsic(add_dots)
 
 
-@intrinsic
-def _add_tile(context, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes):
-    """sums[r, c] += left[r, s] right[s, c] over s, for ROWS r and COLUMNS c. All are addresses and distances in bytes,
-    on the left `row_bytes` from r to r and `step_bytes` from s to s."""
-    del context, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes
-    vector, single, whole = ir.VectorType(ir.FloatType(), LANES), ir.FloatType(), ir.IntType(64)
+def _tile_adder(rows: int, vectors: int) -> Any:
+    """sums[r, c] += left[r, s] right[s, c] over s, for so many r and vectors of c. All are addresses and distances in
+    bytes, on the left `row_bytes` from r to r and `step_bytes` from s to s. The next rows of the left side are fetched
+    ahead; steps are a multiple of STEPS."""
 
     def emit(_, builder, __, given):
         left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes = given
-        of_type = ir.FunctionType(vector, [vector] * 3)
-        multiply_add = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.fma.v{LANES}f32")
-        none = ir.Constant(vector, [0.0] * LANES)
-        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        everywhere = ir.Constant(ir.VectorType(WORD, LANES), [0] * LANES)
 
-        def number(value):
-            return ir.Constant(whole, value)
+        def vectors_at(base):
+            return [builder.add(base, WHOLE(4 * LANES * part)) for part in range(vectors)]
 
-        def at(base, count, distance, kind):
-            return builder.inttoptr(builder.add(base, builder.mul(count, distance)), kind.as_pointer())
-
-        def load(pointer):
-            found = builder.load(pointer)
-            found.align = 4
-            return found
-
-        def vectors(base):
-            return [at(base, number(part), number(4 * LANES), vector) for part in range(COLUMNS // LANES)]
-
-        homes = [
-            home for row in range(ROWS) for home in vectors(builder.add(sums, builder.mul(number(row), sum_bytes)))
-        ]
-        totals = [cgutils.alloca_once_value(builder, load(home)) for home in homes]
-        with cgutils.for_range(builder, steps) as loop:
-            parts = [load(part) for part in vectors(builder.add(right, builder.mul(loop.index, right_bytes)))]
-            from_left = builder.add(left, builder.mul(loop.index, step_bytes))
-            for row in range(ROWS):
-                one = builder.insert_element(none, load(at(from_left, number(row), row_bytes, single)), number(0))
-                spread = builder.shuffle_vector(one, none, everywhere)
-                for part, total in zip(parts, totals[row * len(parts) :], strict=False):
-                    builder.store(builder.call(multiply_add, [spread, part, builder.load(total)]), total)
+        homes = [home for row in range(rows) for home in vectors_at(_offset(builder, sums, row, sum_bytes))]
+        totals = [cgutils.alloca_once_value(builder, _load(builder, home)) for home in homes]
+        with cgutils.for_range(builder, builder.udiv(steps, WHOLE(STEPS))) as outer:
+            begun = builder.mul(outer.index, WHOLE(STEPS))
+            for row in range(rows, 2 * rows):
+                _fetch(builder, _offset(builder, _offset(builder, left, begun, step_bytes), row, row_bytes))
+            with cgutils.for_range(builder, WHOLE(STEPS)) as inner:
+                step = builder.add(begun, inner.index)
+                parts = [_load(builder, part) for part in vectors_at(_offset(builder, right, step, right_bytes))]
+                from_left = _offset(builder, left, step, step_bytes)
+                for row in range(rows):
+                    one = _load(builder, _offset(builder, from_left, row, row_bytes), SINGLE)
+                    spread = builder.shuffle_vector(builder.insert_element(NONE, one, WHOLE(0)), NONE, everywhere)
+                    for part, total in zip(parts, totals[row * vectors :], strict=False):
+                        _multiply_add(builder, spread, part, total)
         for total, home in zip(totals, homes, strict=True):
-            builder.store(builder.load(total), home).align = 4
+            builder.store(builder.load(total), builder.inttoptr(home, VECTOR.as_pointer())).align = 4
 
-    return types.void(*[types.int64] * 8), emit
+    def add_tile(context, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes):
+        del context, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes
+        return types.void(*[types.int64] * 8), emit
+
+    return intrinsic(add_tile)
+
+
+_add_four_dots, _add_six_dots = _dot_adder(4), _dot_adder(6)
+_add_tile = _tile_adder(ROWS, COLUMNS // LANES)
+_add_thin_panel, _add_half_panel, _add_panel = (_tile_adder(PANEL_ROWS, vectors) for vectors in (1, 2, 3))
+
+
+@compiled(parallel=THREADS)
+def _multiply_few(rows, matrix, products):
+    count, inner = rows.shape
+    outputs = matrix.shape[0]
+    together = 6 if count > 8 else 4
+    filled = np.zeros((-(-count // together) * together, inner), np.float32)
+    filled[:count] = rows
+    pairs = -(-outputs // MATRIX_ROWS)
+    for part in prange(PARTS):
+        sums = np.empty(MATRIX_ROWS * together, np.float32)
+        for pair in range(pairs * part // PARTS, pairs * (part + 1) // PARTS):
+            output = min(pair * MATRIX_ROWS, outputs - MATRIX_ROWS)
+            from_matrix, home = matrix[output:].ctypes.data, sums.ctypes.data
+            for row in range(0, count, together):
+                if together == 4:
+                    _add_four_dots(from_matrix, filled[row:].ctypes.data, home, inner, 4 * inner)
+                else:
+                    _add_six_dots(from_matrix, filled[row:].ctypes.data, home, inner, 4 * inner)
+                for number in range(MATRIX_ROWS):
+                    for place in range(min(together, count - row)):
+                        products[row + place, output + number] = sums[number * together + place]
+
+
+@compiled(parallel=THREADS)
+def _multiply_many(rows, matrix, products):
+    count, inner = rows.shape
+    outputs = matrix.shape[0]
+    together = max(1, CACHED // inner // PANEL) * PANEL
+    groups = -(-outputs // PANEL_ROWS)
+    for first in range(0, count, together):
+        some = min(together, count - first)
+        panels = -(-some // PANEL)
+        turned = np.zeros((panels, inner, PANEL), np.float32)
+        for panel in prange(panels):
+            start = panel * PANEL
+            for row in range(min(PANEL, some - start)):
+                turned[panel, :, row] = rows[first + start + row]
+        for part in prange(PARTS):
+            sums = np.empty((PANEL_ROWS, PANEL), np.float32)
+            for group in range(groups * part // PARTS, groups * (part + 1) // PARTS):
+                output = min(group * PANEL_ROWS, outputs - PANEL_ROWS)
+                left, home, wide = matrix[output:].ctypes.data, sums.ctypes.data, 4 * PANEL
+                for panel in range(panels):
+                    start = first + panel * PANEL
+                    size = min(PANEL, count - start)
+                    right = turned[panel].ctypes.data
+                    sums[:] = ZERO
+                    if size <= LANES:
+                        _add_thin_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
+                    elif size <= 2 * LANES:
+                        _add_half_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
+                    else:
+                        _add_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
+                    for row in range(size):
+                        for number in range(PANEL_ROWS):
+                            products[start + row, output + number] = sums[number, row]
+
+
+@compiled(cache=True)
+def multiply(rows, matrix, products):
+    """products = rows @ matrix.T, float32; the inner length is a multiple of STEPS, and the matrix has PANEL_ROWS rows
+    at least."""
+    if rows.shape[0] <= FEW_ROWS:
+        _multiply_few(rows, matrix, products)
+    else:
+        _multiply_many(rows, matrix, products)
 
 
 @compiled()
