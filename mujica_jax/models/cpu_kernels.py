@@ -37,6 +37,7 @@ PANEL_ROWS, PANEL = 4, 3 * LANES  # of a tile of a product of more rows: of the 
 CACHED = 98_304  # numbers of rows that stay in a core's cache while the matrix passes
 PARTS = 64  # of a product, for threads to share
 ROWS, COLUMNS = 6, 2 * LANES  # of a tile of attention
+LINE = 64  # bytes of a cache's line
 STEPS = 16  # of a tile, between two that fetch ahead
 BLOCK = 48  # queries that meet their keys together, of packed rows: whole tiles
 # Sums in any order, and no more: with "nnan" a broken number could look like a good one.
@@ -75,6 +76,28 @@ def _float_of_bits(context, bits):
 def _pointer(context, address):
     del context, address
     return types.voidptr(types.int64), lambda _, builder, __, given: builder.inttoptr(given[0], cgutils.voidptr_t)
+
+
+def _fetch(builder, address):
+    """What is to be read soon, to be kept in all caches."""
+    of_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[WORD] * 3])
+    fetch = cgutils.get_or_insert_function(builder.module, of_type, "llvm.prefetch.p0")
+    builder.call(fetch, [builder.inttoptr(address, cgutils.voidptr_t), *(WORD(flag) for flag in (0, 3, 1))])
+
+
+@intrinsic
+def _fetch_line(context, address):
+    del context, address
+    return types.void(types.int64), lambda _, builder, __, given: _fetch(builder, given[0])
+
+
+@compiled()
+def _fetch_rows(matrix, rows, columns):
+    """What of a matrix is to be read soon."""
+    for row in range(rows):
+        address = matrix[row].ctypes.data
+        for line in range(0, 4 * columns, LINE):
+            _fetch_line(address + line)
 
 
 @compiled(fastmath=FAST, inline="always")
@@ -167,6 +190,12 @@ def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed,
                 of = queries[(row - first) * each + step * sharing + head]
                 for dim in range(head_dim):
                     of[dim] = query[row, step, from_head + head, dim] * scale
+    for row in range(first, stop):
+        place, seen = places[row, 0], places[row, 1]
+        if seen > 0:
+            held = min(seen + time - 1, keys.shape[3])
+            _fetch_rows(keys[place, kv_head], head_dim, held)
+            _fetch_rows(values[place, kv_head], held, head_dim)
     for prefix in range(prefix_keys.shape[0]):
         chosen = _queries_of_prefix(places, first, stop, each, prefix)
         if chosen.size:
@@ -231,13 +260,6 @@ def _multiply_add(builder, left, right, total):
     of_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
     both = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.fma.v{LANES}f32")
     builder.store(builder.call(both, [left, right, builder.load(total)]), total)
-
-
-def _fetch(builder, address):
-    """What is to be read soon, to be kept in all caches."""
-    of_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[WORD] * 3])
-    fetch = cgutils.get_or_insert_function(builder.module, of_type, "llvm.prefetch.p0")
-    builder.call(fetch, [builder.inttoptr(address, cgutils.voidptr_t), *(WORD(flag) for flag in (0, 3, 1))])
 
 
 def _offset(builder, base, count, distance):

@@ -124,7 +124,8 @@ class Engine(abc.ABC):
         self._stops = jnp.asarray(sorted(stop_token_ids), jnp.int32)
         self.mesh = mesh
         self._graph, weights = nnx.split(decoder)
-        self._dtype = jnp.dtype(decoder.dtype if cache_dtype is None else cache_dtype)
+        self._compute_dtype = jnp.dtype(decoder.dtype)
+        self._dtype = self._compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         self.release_weights()
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
             self._use(weights)

@@ -90,7 +90,7 @@ class ContiguousEngine(Engine):
         super()._use(weights)
         with self._over_mesh():
             turned = jax.default_backend() == "cpu" and self.mesh is None
-            least = cpu_calls.LARGE_MATRIX if turned else None
+            least = cpu_calls.LARGE_MATRIX[self._compute_dtype.name] if turned else None
             self._weights = unstacked(self._weights, self.config, output_major_from=least)
 
     def reset_cache(self) -> None:
