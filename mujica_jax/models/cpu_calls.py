@@ -27,8 +27,8 @@ def can_attend(keys: Array) -> bool:
 def can_multiply(rows: Array, matrix: Array) -> bool:
     """Whether `product` takes these, and is faster."""
     both_wide = rows.dtype == matrix.dtype == jnp.float32
-    large = matrix.size >= LARGE_MATRIX["float32"] and matrix.shape[1] % PRODUCT_STEP == 0
-    return _alone() and both_wide and large and rows.shape[0] <= KERNEL_ROWS
+    large = matrix.size >= LARGE_MATRIX["float32"] and matrix.shape[0] >= PRODUCT_STEP
+    return _alone() and both_wide and large and matrix.shape[1] % PRODUCT_STEP == 0 and rows.shape[0] <= KERNEL_ROWS
 
 
 def attention(

@@ -239,7 +239,7 @@ THREADS = _has_threads()
 
 @compiled(cache=True, parallel=THREADS)
 def attend(query, keys, values, prefix_keys, prefix_values, places, mixed):
-    """See `cpu_attention.attention`; all are float32 but places."""
+    """See `cpu_calls.attention`; all are float32 but places."""
     rows, kv_heads = query.shape[0], keys.shape[1]
     together = max(1, TOGETHER // (query.shape[1] * query.shape[2] // kv_heads))
     groups = -(-rows // together)
