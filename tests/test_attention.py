@@ -95,3 +95,5 @@ def test_a_kernel_of_another_platform_is_refused(monkeypatch, kernel, needed):
         check_platform(kernel)
     monkeypatch.setattr(jax, "default_backend", lambda: needed)
     check_platform(kernel)
+    with pytest.raises(UserError, match=f"trainer.attention blocks runs on cpu and this is {needed}"):
+        check_platform("blocks")

@@ -197,6 +197,15 @@ def test_a_frozen_head_has_its_logits_once_and_gives_the_same_gradient(decoder, 
     assert [len(re.findall(vocabulary, each)) for each in text] == [1, 3]
 
 
+def test_a_loss_may_leave_the_normalizers_out(decoder, batch):
+    def gradient(normalized: bool) -> nnx.State:
+        return nnx.grad(lambda decoder: log_probs.token_scores(decoder, batch, None, normalized=normalized)[0].sum())(
+            decoder
+        )
+
+    assert_close(gradient(True), gradient(False))
+
+
 def test_a_deep_model_scans_to_the_same_numbers(decoder, batch, monkeypatch):
     monkeypatch.setattr(log_probs, "UNROLLED_LAYERS", 0)
     assert_close(numbers_compiled_again(decoder, batch), numbers(decoder, batch))

@@ -230,8 +230,10 @@ class _Playing(Episode):
     async def _written(self, dialogue: Dialogue, stop_strings: tuple[str, ...], cut_at: str | None = None) -> Written:
         """A turn; one that is cut at its observation may be followed by others."""
         place, self._asked = str(self._asked), self._asked + 1
-        limits = {"stop_strings": stop_strings, "cut_at": cut_at, "continues": cut_at is not None}
-        written = await self.write(dialogue, place, state=None, **limits)
+        continues = cut_at is not None
+        written = await self.write(
+            dialogue, place, state=None, stop_strings=stop_strings, cut_at=cut_at, continues=continues
+        )
         if written.cut is not None:
             raise _Cut(written.cut)
         return written

@@ -83,7 +83,7 @@ class BatchedGenerator:
         self._running: dict[int, SequenceState] = {}
         self._submitted = 0
         self._driver: asyncio.Task | None = None
-        counted = "requests prompt_tokens prefilled_tokens generated_tokens refused".split()
+        counted = ("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens", "refused")
         self._counts = dict.fromkeys(counted, 0)
         self._seconds = 0.0
         self._evicted = self._deferred_calls = 0

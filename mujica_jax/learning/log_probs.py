@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import CustomVJPPrimal
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -221,7 +221,9 @@ def _walk_backward(
     over devices outside or, where the head is in parts, here.
     """
     table, narrow, pulled, hidden, targets, wanted = kept
-    of_log_probs, of_normalizers = upstream
+    of_log_probs, of_normalizers = (  # a loss may leave one of them out
+        jnp.zeros(given.shape, given.dtype) if isinstance(given, SymbolicZero) else given for given in upstream
+    )
     states = of_log_probs[..., None] * pulled
     if normalized:
         states += of_normalizers[..., None] * (narrow[targets] - pulled)

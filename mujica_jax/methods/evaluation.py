@@ -157,9 +157,18 @@ def score_policy(
             policy = TwoPolicies(policy, EnginePolicy(worker))
             worker.reset_cache()
         generator.reset_cache()  # so that a score does not depend on what was decoded before
-        limits = {"concurrency": concurrency, "poll": preemption.check}
-        episodes = run_episodes(agent, part, task.environment, policy, reward=reward, on_episode=on_episode, **limits)
-        return asyncio.run(episodes)
+        return asyncio.run(
+            run_episodes(
+                agent,
+                part,
+                task.environment,
+                policy,
+                reward=reward,
+                on_episode=on_episode,
+                concurrency=concurrency,
+                poll=preemption.check,
+            )
+        )
 
     def evaluated(temperature: float) -> Evaluation:
         kind = "greedy" if temperature == 0 else "sampled"

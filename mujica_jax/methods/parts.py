@@ -67,8 +67,13 @@ def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatist
 
 def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer, reserved_bytes: int = 0) -> BatchedGenerator:
     """`reserved_bytes`: see `make_engine`."""
-    limits = {"positions": config.agent.max_trajectory_tokens, "reserved_bytes": reserved_bytes}
-    engine = make_engine(decoder, config.engine, stop_token_ids=tokenizer.stop_token_ids, **limits)
+    engine = make_engine(
+        decoder,
+        config.engine,
+        positions=config.agent.max_trajectory_tokens,
+        stop_token_ids=tokenizer.stop_token_ids,
+        reserved_bytes=reserved_bytes,
+    )
     reuse = config.engine.prefix_reuse
     # no queue of streams: episodes have none
     return BatchedGenerator(engine, prefix_reuse=reuse, queue_size=0, token_bytes=tokenizer.token_bytes)

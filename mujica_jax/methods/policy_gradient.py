@@ -202,7 +202,9 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
     with sampling(run, f"round {number}: sampling", number, total=wanted, unit="groups") as stage:
 
         def attempts_at(shard: Sequence[Question]) -> list[Attempt]:
-            return [attempt(run, asked, place, number) for asked in shard for place in range(config.group_attempts)]
+            return [
+                attempt(run, question, place, number) for question in shard for place in range(config.group_attempts)
+            ]
 
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal episodes

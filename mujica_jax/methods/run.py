@@ -162,10 +162,8 @@ class Run:
         """Of all phases before the newest; the control begins with the warm-up's. Called by the first process, when the
         newest phase is whole."""
         kept = {self.newest_phase, phases.WARM_UP.name} if self.config.eval.control else {self.newest_phase}
-        folders = {learning_folder(name) for name in kept}
-        for name in sorted(
-            {"/".join(file.split("/")[:2]) for file in self.store.names(f"{phases.LEARNING}/")} - folders
-        ):
+        held = {"/".join(file.split("/")[:2]) for file in self.store.names(f"{phases.LEARNING}/")}
+        for name in sorted(held - {learning_folder(name) for name in kept}):
             self.store.remove_folder(name)
 
     @contextlib.contextmanager

@@ -2,8 +2,8 @@
 by block where rows are long, XLA elsewhere.
 
 All take query [batch, time, heads, head_dim], key and value [batch, time, kv_heads, head_dim] and segment ids [batch,
-time], and mix in float32. Segment 0 is padding: its output is zero and carries no gradient. Called by `learning.losses`
-through `causal_self_attention`.
+time], and mix in float32. Segment 0 is padding: its output is zero and carries no gradient. Called by
+`learning.log_probs` through `causal_self_attention`.
 """
 
 import functools

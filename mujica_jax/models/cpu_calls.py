@@ -1,5 +1,6 @@
-"""Kernels of our own for a CPU, as functions of JAX (`cpu_kernels`). On a mesh and in other types what they
-do is left to XLA, with the same numbers but for rounding."""
+"""Kernels of our own for a CPU, as functions of JAX (`cpu_kernels`). On a mesh and in other types decoding's are left
+to XLA, with the same numbers but for rounding; attention of packed rows computes in float32, on each device of a mesh.
+"""
 
 import functools
 import importlib

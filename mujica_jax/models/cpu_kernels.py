@@ -32,7 +32,7 @@ TOGETHER = 12  # queries of one head of keys that a thread takes at a time, if a
 UNROLLED = 8  # keys, or values, that are added up in one walk along what lies together
 LANES = 8  # numbers of a vector: with AVX2 twelve sums and what they need fill the registers
 MATRIX_ROWS = 2  # of a product of few rows that are multiplied together
-FEW_ROWS = 12  # with more, tiles are faster
+MAX_UNTILED_ROWS = 12  # with more, tiles are faster
 PANEL_ROWS, PANEL = 4, 3 * LANES  # of a tile of a product of more rows: of the matrix, and of the rows
 CACHED = 98_304  # numbers of rows that stay in a core's cache while the matrix passes
 PARTS = 64  # of a product, for threads to share
@@ -48,7 +48,7 @@ LEAST = np.float32(-87)  # e to this is about the least float32 that is not deno
 TERMS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720))
 EXPONENT_BITS, BIAS = np.int32(23), np.int32(127)
 
-VECTOR, SINGLE, WHOLE, WORD = ir.VectorType(ir.FloatType(), LANES), ir.FloatType(), ir.IntType(64), ir.IntType(32)
+VECTOR, SINGLE, LONG, WORD = ir.VectorType(ir.FloatType(), LANES), ir.FloatType(), ir.IntType(64), ir.IntType(32)
 NONE = ir.Constant(VECTOR, [0.0] * LANES)
 
 # XLA's foreign function interface, version 0.1 (xla/ffi/api/c_api.h, in jax.ffi.include_dir()): places in structures,
@@ -226,12 +226,14 @@ def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed,
 
 
 def _has_threads() -> bool:
-    """Two engines of a process may decode at once, which numba's threads stand with OpenMP alone."""
+    """Two engines of a process may decode at once, which numba's threads stand with OpenMP alone. (Not by the number of
+    cores, which numba's cache does not look at.)"""
     try:
         importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
         return False
-    return get_num_threads() > 1  # asking starts them, which what comes from numba's cache relies on
+    get_num_threads()  # which starts them: what comes from numba's cache relies on it
+    return True
 
 
 THREADS = _has_threads()
@@ -263,7 +265,7 @@ def _multiply_add(builder, left, right, total):
 
 
 def _offset(builder, base, count, distance):
-    return builder.add(base, builder.mul(WHOLE(count) if isinstance(count, int) else count, distance))
+    return builder.add(base, builder.mul(LONG(count) if isinstance(count, int) else count, distance))
 
 
 def _dot_adder(rows: int) -> Any:
@@ -274,7 +276,7 @@ def _dot_adder(rows: int) -> Any:
     def emit(_, builder, __, given):
         matrix, activations, sums, count, stride = given
         totals = [cgutils.alloca_once_value(builder, NONE) for _ in range(MATRIX_ROWS * rows)]
-        zero, step, stop = WHOLE(0), WHOLE(4 * LANES), builder.mul(count, WHOLE(4))
+        zero, step, stop = LONG(0), LONG(4 * LANES), builder.mul(count, LONG(4))
         with cgutils.for_range_slice(builder, zero, stop, step, inc=True) as (place, _):
             matrix_at, rows_at = builder.add(matrix, place), builder.add(activations, place)
             for number in range(MATRIX_ROWS):
@@ -288,7 +290,7 @@ def _dot_adder(rows: int) -> Any:
         add_up = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.vector.reduce.fadd.v{LANES}f32")
         for number, total in enumerate(totals):
             added = builder.call(add_up, [SINGLE(0.0), builder.load(total)], fastmath=("reassoc",))
-            builder.store(added, builder.inttoptr(builder.add(sums, WHOLE(4 * number)), SINGLE.as_pointer()))
+            builder.store(added, builder.inttoptr(builder.add(sums, LONG(4 * number)), SINGLE.as_pointer()))
 
     def add_dots(context, matrix, activations, sums, count, stride):
         del context, matrix, activations, sums, count, stride
@@ -307,21 +309,21 @@ def _tile_adder(rows: int, vectors: int) -> Any:
         everywhere = ir.Constant(ir.VectorType(WORD, LANES), [0] * LANES)
 
         def vectors_at(base):
-            return [builder.add(base, WHOLE(4 * LANES * part)) for part in range(vectors)]
+            return [builder.add(base, LONG(4 * LANES * part)) for part in range(vectors)]
 
         homes = [home for row in range(rows) for home in vectors_at(_offset(builder, sums, row, sum_bytes))]
         totals = [cgutils.alloca_once_value(builder, _load(builder, home)) for home in homes]
-        with cgutils.for_range(builder, builder.udiv(steps, WHOLE(STEPS))) as outer:
-            begun = builder.mul(outer.index, WHOLE(STEPS))
+        with cgutils.for_range(builder, builder.udiv(steps, LONG(STEPS))) as outer:
+            begun = builder.mul(outer.index, LONG(STEPS))
             for row in range(rows, 2 * rows):
                 _fetch(builder, _offset(builder, _offset(builder, left, begun, step_bytes), row, row_bytes))
-            with cgutils.for_range(builder, WHOLE(STEPS)) as inner:
+            with cgutils.for_range(builder, LONG(STEPS)) as inner:
                 step = builder.add(begun, inner.index)
                 parts = [_load(builder, part) for part in vectors_at(_offset(builder, right, step, right_bytes))]
                 from_left = _offset(builder, left, step, step_bytes)
                 for row in range(rows):
                     one = _load(builder, _offset(builder, from_left, row, row_bytes), SINGLE)
-                    spread = builder.shuffle_vector(builder.insert_element(NONE, one, WHOLE(0)), NONE, everywhere)
+                    spread = builder.shuffle_vector(builder.insert_element(NONE, one, LONG(0)), NONE, everywhere)
                     for part, total in zip(parts, totals[row * vectors :], strict=False):
                         _multiply_add(builder, spread, part, total)
         for total, home in zip(totals, homes, strict=True):
@@ -336,7 +338,7 @@ def _tile_adder(rows: int, vectors: int) -> Any:
 
 _add_four_dots, _add_six_dots = _dot_adder(4), _dot_adder(6)
 _add_tile = _tile_adder(ROWS, COLUMNS // LANES)
-_add_thin_panel, _add_half_panel, _add_panel = (_tile_adder(PANEL_ROWS, vectors) for vectors in (1, 2, 3))
+_add_one_vector, _add_two_vectors, _add_panel = (_tile_adder(PANEL_ROWS, vectors) for vectors in (1, 2, 3))
 
 
 @compiled(parallel=THREADS)
@@ -387,9 +389,9 @@ def _multiply_many(rows, matrix, products):
                     right = turned[panel].ctypes.data
                     sums[:] = ZERO
                     if size <= LANES:
-                        _add_thin_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
+                        _add_one_vector(left, 4 * inner, 4, right, wide, inner, home, wide)
                     elif size <= 2 * LANES:
-                        _add_half_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
+                        _add_two_vectors(left, 4 * inner, 4, right, wide, inner, home, wide)
                     else:
                         _add_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
                     for row in range(size):
@@ -401,7 +403,7 @@ def _multiply_many(rows, matrix, products):
 def multiply(rows, matrix, products):
     """products = rows @ matrix.T, float32; the inner length is a multiple of STEPS, and the matrix has PANEL_ROWS rows
     at least."""
-    if rows.shape[0] <= FEW_ROWS:
+    if rows.shape[0] <= MAX_UNTILED_ROWS:
         _multiply_few(rows, matrix, products)
     else:
         _multiply_many(rows, matrix, products)
@@ -459,9 +461,8 @@ def _gather(source, start, head, scale, found):
 def _room(query):
     """What a thread needs for a head: [all tokens, head_dim] for its keys or values, and for a block's queries
     [queries, head_dim] and [queries, all tokens]."""
-    width = (
-        _whole(query.shape[0], COLUMNS) + 2 * COLUMNS
-    )  # tiles begin with a conversation and end after the last token
+    # Tiles begin with a conversation and end at most COLUMNS + ROWS places after the last token.
+    width = _whole(query.shape[0], COLUMNS) + 2 * COLUMNS
     dims = _whole(query.shape[2], COLUMNS)
     return (
         np.empty((width, dims), np.float32),
