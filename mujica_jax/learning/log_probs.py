@@ -222,7 +222,7 @@ def _walk_backward(
     """
     table, narrow, pulled, hidden, targets, wanted = kept
     of_log_probs, of_normalizers = (  # a loss may leave one of them out
-        jnp.zeros(given.shape, given.dtype) if isinstance(given, SymbolicZero) else given for given in upstream
+        jnp.zeros(given.shape, jnp.float32) if isinstance(given, SymbolicZero) else given for given in upstream
     )
     states = of_log_probs[..., None] * pulled
     if normalized:

@@ -251,7 +251,7 @@ def attend(query, keys, values, prefix_keys, prefix_values, places, mixed):
         _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed, first, stop, kv_head)
 
 
-def _load(builder, address, kind=VECTOR):
+def _load(builder, address, kind: Any = VECTOR):
     found = builder.load(builder.inttoptr(address, kind.as_pointer()))
     found.align = 4
     return found
