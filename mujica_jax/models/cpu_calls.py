@@ -52,7 +52,7 @@ def attention(
 
 @jax.custom_vjp
 def product(rows: Float[Array, "rows inputs"], matrix: Float[Array, "outputs inputs"]) -> Float[Array, "rows outputs"]:
-    """rows @ matrix.T, of few rows faster than XLA's; float32."""
+    """rows @ matrix.T in float32, of shapes that `can_multiply` admits: others are not computed whole."""
     result = jax.ShapeDtypeStruct((rows.shape[0], matrix.shape[0]), jnp.float32)
     return jax.ffi.ffi_call(_registered("multiply"), result)(rows, matrix)
 
