@@ -16,6 +16,8 @@ results=$(mkdir -p "$1" && realpath "$1") data=$(realpath "$2")
 shift 2
 chosen=" $* " status=0
 PYTHON=${PYTHON:-python} SECONDS_A_STEP=${SECONDS_A_STEP:-570}
+# 8 layers of 7B and their optimizer need more than the three quarters that JAX takes by itself.
+export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.93}
 
 step() { # NAME COMMAND...: its last line of output is the result
     local name=$1 ended
@@ -33,20 +35,29 @@ step() { # NAME COMMAND...: its last line of output is the result
     fi
 }
 
-train() { # NAME CONFIG: the run directory is kept, the result is its summary
+train() { # NAME CONFIG FLAG...: the run directory is kept, the result is its summary
     # shellcheck disable=SC2016 # the inner shell expands
-    step "$1" bash -c '"$0" -m mujica_jax.train "configs/$2.py" --task.data-dir "$3" --init smollm2 --run "$1/$2" \
-        --eval.split test --eval.control True >&2 && tr -d "\n" <"$1/$2/summary.json" && echo' \
-        "$PYTHON" "$results" "$2" "$data"
+    step "$1" bash -c 'python=$0 run=$1/$2 config=configs/$2.py data=$3 && shift 3 &&
+        "$python" -m mujica_jax.train "$config" --task.data-dir "$data" --init smollm2 --run "$run" "$@" \
+        --engine.slots 128 --engine.prefill-tokens 4096 --eval.questions 200 --eval.control True >&2 &&
+        tr -d "\n" <"$run/summary.json" && echo' "$PYTHON" "$results" "$2" "$data" "${@:3}"
 }
 
-train text two_wiki_text_smollm2
+# All questions in every round, scored on dev; compare_policies.py scores the policies on test.
+train text two_wiki_text_smollm2 --sampling.questions-per-round 727 --sampling.shard-questions 364 \
+    --method.max-attempts 4 --method.epochs 2
 train kg two_wiki_kg_smollm2
 # Training at the shapes of Qwen2.5-7B: 8 of its layers, of which all are alike, with every weight trained; then all of
 # them with adapters.
 seven=benchmarks/shapes/qwen2.5-7b
-step train-7b "$PYTHON" benchmarks/train_step.py $seven --layers 8 --rows 8 --row-tokens 2048 --dtype bfloat16
-step train-7b-lora "$PYTHON" benchmarks/train_step.py $seven --lora-rank 16 --rows 8 --row-tokens 2048 --dtype bfloat16
+train_step() { # NAME FLAG...
+    step "$1" "$PYTHON" benchmarks/train_step.py $seven --rows 8 --row-tokens 2048 --dtype bfloat16 "${@:2}"
+}
+train_step train-7b --layers 8
+train_step train-7b-lora --lora-rank 16
+# Where the rest goes: XLA's attention in place of the kernel, and what is computed again in the backward pass.
+train_step train-7b-xla --layers 8 --attention xla
+train_step train-7b-dots --layers 8 --remat dots
 for size in 0.5b 1.5b 7b; do
     step "rollout-$size" "$PYTHON" benchmarks/rollout.py --checkpoint "benchmarks/shapes/qwen2.5-$size" --dtype bfloat16
 done
