@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that waits for a GPU, the most valuable first: commands of at most ten minutes each, results as JSON.
+# Everything that is measured on a GPU, the most valuable first: commands of at most ten minutes each, results as JSON.
 #
 #     benchmarks/gpu.sh RESULTS DATA [STEP ...]       # DATA: a folder with the official files of 2WikiMultihopQA
 #
@@ -38,12 +38,13 @@ step() { # NAME COMMAND...: its last line of output is the result
 train() { # NAME CONFIG FLAG...: the run directory is kept, the result is its summary
     # shellcheck disable=SC2016 # the inner shell expands
     step "$1" bash -c 'python=$0 run=$1/$2 config=configs/$2.py data=$3 && shift 3 &&
-        "$python" -m mujica_jax.train "$config" --task.data-dir "$data" --init smollm2 --run "$run" "$@" \
-        --engine.slots 128 --engine.prefill-tokens 4096 --eval.questions 200 --eval.control True >&2 &&
+        "$python" -m mujica_jax.train "$config" --task.data-dir "$data" --init smollm2 --run "$run" \
+        --engine.slots 128 --engine.prefill-tokens 4096 --eval.control True "$@" >&2 &&
         tr -d "\n" <"$run/summary.json" && echo' "$PYTHON" "$results" "$2" "$data" "${@:3}"
 }
 
-# All questions in every round, scored on dev; compare_policies.py scores the policies on test.
+# All questions of text in every round. Scored on dev; on test by
+# compare_policies.py RESULTS/two_wiki_text_smollm2/0 RESULTS/two_wiki_text_smollm2/1 --split test
 train text two_wiki_text_smollm2 --sampling.questions-per-round 727 --sampling.shard-questions 364 \
     --method.max-attempts 4 --method.epochs 2
 train kg two_wiki_kg_smollm2

@@ -99,7 +99,8 @@ def _convert(file: Path, folder: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
         # transformers takes the token that begins a turn for the one that ends it, if both have names of their own.
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-        model.hf_quantizer = None  # transformers 5.17 leaves its reader there, and saves no model that has one
+        # transformers 5.17 still calls the model quantized, which it is no more, and does not save it.
+        model.hf_quantizer = None
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
