@@ -4,9 +4,10 @@
     python benchmarks/compare_policies.py ADAPTER ADAPTER --init smollm2 --eval --task.data-dir DIR
 
 A policy is a run directory and its number there (0 is the warm-up), or the folder of a LoRA adapter of `--init`. After
-`--eval` come flags of that program's sections. `eval` draws one sample a question, and on few questions what it draws
-decides. Here the score of a question is the mean over its samples. Scores that are printed are percent with 95%
-bootstrap intervals over the questions, those of differences paired; `--out` has the scores of every question, 0 to 1.
+`--eval` come flags of that program's sections, as in `--eval --eval.questions 200`. `eval` draws one sample a question,
+and on few questions what it draws decides. Here the score of a question is the mean over its samples. Scores that are
+printed are percent with 95% bootstrap intervals over the questions, those of differences paired; `--out` has the scores
+of every question, 0 to 1.
 """
 
 import argparse
@@ -16,18 +17,21 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, EnginePolicy, run_episodes
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.eval import command_line, find_checkpoint
+from mujica_jax.methods.evaluation import held_out_questions
 from mujica_jax.methods.parts import check_prompts, make_agent, make_reward
 from mujica_jax.methods.policies import Checkpoint
 from mujica_jax.methods.setup import build_task
 from mujica_jax.records import Question
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.host_memory import keep_freed_memory
+from mujica_jax.storage.run_directory import atomic_write
 from mujica_jax.tasks.task import Task
 
 SCORES = ("em", "f1", "em_sampled", "f1_sampled")
@@ -40,11 +44,13 @@ def main() -> int:
     parser.add_argument("--init", help="the checkpoint that adapters belong to")
     parser.add_argument("--split", default="dev", choices=["dev", "test"])
     parser.add_argument("--samples", type=int, default=8, help="a question, beside the greedy episode")
-    parser.add_argument("--out", type=argparse.FileType("w", encoding="utf-8"))
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--eval", nargs=argparse.REMAINDER, default=[])
     given = parser.parse_args()
     if given.samples < 1:
         parser.error(f"--samples is {given.samples}: draw at least one")
+    if given.out and not given.out.absolute().parent.is_dir():
+        parser.error(f"--out is {given.out}, and its folder is not there: make it, or name another file")
     keep_freed_memory()
     use_compilation_cache()
     try:
@@ -66,16 +72,17 @@ def compared(given: argparse.Namespace) -> tuple[Sequence[Question], dict[str, S
             "--task.data-dir DIR"
         )
     task, began, scores = build_task(configs[0], learns=False), time.monotonic(), {}
-    questions = task.questions(given.split)
+    questions = held_out_questions(task, configs[0])
     for name, config, checkpoint in zip(given.policies, configs, checkpoints, strict=True):
         scores[name] = played(checkpoint, config, task, questions, given.samples)
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         if given.out:  # again after each: they take minutes
-            given.out.seek(0)
-            for place, question in enumerate(questions):
-                of_question = {of: {score: found[score][place] for score in SCORES} for of, found in scores.items()}
-                given.out.write(json.dumps({"id": question.id, "kind": question.kind, **of_question}) + "\n")
-            given.out.flush()
+            rows = (
+                {"id": question.id, "kind": question.kind}
+                | {of: {score: found[score][place] for score in SCORES} for of, found in scores.items()}
+                for place, question in enumerate(questions)
+            )
+            atomic_write(given.out, "".join(json.dumps(row) + "\n" for row in rows).encode())
     return questions, scores
 
 
@@ -87,7 +94,9 @@ def named(name: str, given: argparse.Namespace) -> tuple[Config, Checkpoint]:
         which = ["--init", given.init, "--adapter", name]
     else:
         raise UserError(f"{name} ends with no number of a policy: for an adapter give --init, as in --init smollm2")
-    arguments, config = command_line([*which, *given.eval])
+    arguments, config = command_line([*which, *given.eval, "--eval.split", given.split])
+    if arguments.worker or arguments.agents or arguments.tasks:
+        raise UserError("--worker, --agents and --tasks are eval's own and are not read here: leave them out")
     return config, find_checkpoint(arguments)
 
 

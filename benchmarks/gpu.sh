@@ -16,7 +16,7 @@ results=$(mkdir -p "$1" && realpath "$1") data=$(realpath "$2")
 shift 2
 chosen=" $* " status=0
 PYTHON=${PYTHON:-python} SECONDS_A_STEP=${SECONDS_A_STEP:-570}
-# 8 layers of 7B and their optimizer need more than the three quarters that JAX takes by itself.
+# 47 GB of parameters, gradients and moments in train-7b leave little of the three quarters that JAX takes by itself.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.93}
 
 step() { # NAME COMMAND...: its last line of output is the result
