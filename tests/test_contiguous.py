@@ -16,6 +16,7 @@ from tiny_engine import (
     make_engine,
     pages_of_slot,
     random_tokens,
+    without_kernels,
 )
 
 from mujica_jax.inference.engine import contiguous
@@ -24,6 +25,12 @@ from mujica_jax.inference.engine.base import Engine, FlushRow, PrefillRow, SlotS
 EXACT = 1e-5  # float32, the same sums in another order
 ONE_LAYER = dataclasses.replace(MODEL, num_layers=1)
 BEGINNING_PAGES = 8  # as long as the shortest prefix
+
+
+@pytest.fixture(params=["kernels", "xla"], autouse=True)
+def _reader_of_rows(request, monkeypatch):
+    if request.param == "xla":
+        without_kernels(monkeypatch)
 
 
 def decoded_after(
@@ -109,7 +116,8 @@ def test_a_prefix_needs_more_requests_than_one_turn_may_ask_at_once():
 
 
 @pytest.mark.parametrize(("smallest", "widths"), [(128, [128, 192]), (129, [192])])
-def test_a_second_width_must_save_a_third_of_the_largest(smallest: int, widths: list[int]):
+def test_a_second_width_must_save_a_third_of_the_largest(smallest: int, widths: list[int], monkeypatch):
+    without_kernels(monkeypatch)
     with mock.patch.object(contiguous, "MIN_WIDTH_TOKENS", smallest):
         engine = contiguous.ContiguousEngine(
             decoder(ONE_LAYER), slots=2, positions=192, page_tokens=PAGE_TOKENS, num_pages=48, prefill_tokens=128,

@@ -106,9 +106,9 @@ def test_the_gradient_of_a_product():
 
 def test_they_are_used_by_a_cpu_alone_in_float32_where_they_are_faster():
     engine: object = make_engine(decoder())
-    assert cpu_calls.can_attend(engine._memory.rows.keys[0])  # pyright: ignore[reportAttributeAccessIssue]
-    assert not cpu_calls.can_attend(jnp.zeros((1, 1, 64, 1), jnp.bfloat16))
-    assert not cpu_calls.can_attend(jnp.zeros((1, 1, 12, 1)))
+    assert cpu_calls.can_attend(engine.config.head_dim, engine._memory.rows.keys[0].dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    assert not cpu_calls.can_attend(64, jnp.bfloat16)
+    assert not cpu_calls.can_attend(12, jnp.float32)
     rows, matrix = jnp.zeros((12, 576)), jnp.zeros((1536, 576))
     assert cpu_calls.can_multiply(rows, matrix)
     assert not cpu_calls.can_multiply(rows, matrix[:64]) and not cpu_calls.can_multiply(rows[:, 1:], matrix[:, 1:])

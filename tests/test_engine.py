@@ -275,7 +275,7 @@ def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
         for slot in range(1, 6)
     ]
     engine.prefill(rows)
-    assert engine._memory.prefixes.shape[1] == len(SHARED)
+    assert [prefix.tokens for prefix in engine._prefixes] == [len(SHARED)]
     assert [held.offset for held in engine._slot_caches] == [len(SHARED)] * 6 + [0, 0]
     for slot in range(1, 6):
         state.token[slot], state.position[slot], state.remaining[slot] = prompts[slot][-1], len(prompts[slot]) - 1, 12
@@ -313,7 +313,7 @@ def lowered_decode(engine: Engine) -> Any:
         engine._scales,
         engine._memory,
         idle(engine._num_rows),
-        Places(whole, whole - 1),
+        Places(whole, whole, whole - 1),
         engine._prefix_lengths(),
         engine._stops,
         steps=DECODE_STEPS,
@@ -324,7 +324,7 @@ def lowered_decode(engine: Engine) -> Any:
 
 def lowered_prefill(engine: Engine) -> Any:
     whole = np.zeros(4, np.int32)
-    tiles = Tiles(np.zeros((4, 16), np.int32), whole, whole, whole, Places(whole, whole - 1))
+    tiles = Tiles(np.zeros((4, 16), np.int32), whole, whole, Places(whole, whole, whole - 1))
     lowered = prefill_program.lower(
         engine._graph, engine._weights, engine._scales, engine._memory, tiles, engine._prefix_lengths()
     )

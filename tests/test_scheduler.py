@@ -15,7 +15,7 @@ from countable_engine import CountableEngine
 from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_engine import MODEL, POSITIONS, SLOTS, decoder, log_probs_of, make_engine, random_tokens
+from tiny_engine import MODEL, POSITIONS, SLOTS, decoder, log_probs_of, make_engine, random_tokens, without_kernels
 from traffic import assert_by_hand, complete_all, make_generator, params, run
 
 from mujica_jax.inference.engine import contiguous_programs as resident_programs
@@ -399,7 +399,11 @@ def counting_compilations() -> Iterator[list[str]]:
         jax.monitoring.clear_event_listeners()
 
 
-def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothing():
+@pytest.mark.parametrize(("kernels", "shapes"), [(True, 1 + 1), (False, 2 + 2)])
+def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothing(kernels, shapes, monkeypatch):
+    """One program that prefills 128 tokens and one that decodes 4 rows; by XLA both for rows of 128 and of 192."""
+    if not kernels:
+        without_kernels(monkeypatch)
     # A model of its own, so that no other test has compiled for it.
     of = decoder(dataclasses.replace(MODEL, num_layers=1, intermediate_size=16))
     lengths = [*range(1, POSITIONS - 4, 7), POSITIONS - 4]
@@ -410,9 +414,7 @@ def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothi
         first = make_generator(make_engine(of))
         completions = complete_all(first, requests)
         programs = resident_programs.prefill._cache_size() + resident_programs.decode._cache_size() - before
-        # Rows of 128 and of 192 tokens; for each of them one program that decodes, and one that prefills 8 tiles of 16
-        # tokens.
-        assert programs == 2 + 2
+        assert programs == shapes
         assert first.statistics.compiled_programs >= programs, "and a few that move pages"
         assert len(compiled) >= programs, "the count below sees compilations"
         compiled.clear()

@@ -9,12 +9,14 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from packed_rows import MODEL as ONE_LAYER
 from tiny_models import filled_decoder
 
 from mujica_jax.inference.engine import contiguous
 from mujica_jax.inference.engine.base import Engine, SlotState
+from mujica_jax.models import cpu_calls
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -40,7 +42,7 @@ def make_engine(
     pages: int = SLOTS * PAGES_A_SLOT,
     cache_dtype: Any = None,
 ) -> Engine:
-    # Read once, by the constructor. With rows of 128 tokens at least, 192 positions have two widths.
+    # Read once, by the constructor. With rows read by XLA, of 128 tokens at least, 192 positions have two widths.
     with mock.patch.object(contiguous, "MIN_WIDTH_TOKENS", 128):
         return contiguous.ContiguousEngine(
             decoder() if of is None else of,
@@ -53,6 +55,11 @@ def make_engine(
             stop_token_ids=[stop],
             cache_dtype=cache_dtype,
         )
+
+
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are read by XLA, as on a GPU: then their number and width change."""
+    monkeypatch.setattr(cpu_calls, "can_attend", lambda *_: False)
 
 
 def pages_of_slot(slot: int) -> range:

@@ -7,6 +7,7 @@ import importlib
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 ATTENTION_STEP, PRODUCT_STEP = 8, 16  # channels that a kernel takes at a time
@@ -20,9 +21,9 @@ def on_cpu() -> bool:
     return (device.platform if device else jax.default_backend()) == "cpu"
 
 
-def can_attend(keys: Array) -> bool:
-    """Whether `attention` takes keys [places, kv_heads, head_dim, width] of this kind, where they are."""
-    return _alone() and keys.dtype == jnp.float32 and keys.shape[2] % ATTENTION_STEP == 0
+def can_attend(head_dim: int, dtype: DTypeLike) -> bool:
+    """Whether `attention` takes keys and values of this kind here."""
+    return _alone() and dtype == jnp.float32 and head_dim % ATTENTION_STEP == 0
 
 
 def can_multiply(rows: Array, matrix: Array) -> bool:

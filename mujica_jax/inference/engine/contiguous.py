@@ -7,9 +7,12 @@ is to be shared. A row remembers which pages it holds, so a conversation that co
 
 What several rows begin with (a system prompt, worked examples) is held once, as a prefix: its scores are one matrix
 product for all rows instead of a read for each, and the rows hold only what follows. With a shared prompt of 384 tokens
-this reads a third of the memory (prefix sharing as in Hydragen, arXiv 2402.05099, section 3). Rows are as wide as the
-longest of them needs, in steps of 1, 1.5, 2, 3, ..., and there are as many as run: all slots, a half or a quarter of
-them. Every shape of the rows is a program of its own (docs/LOG.md has what that costs).
+this reads a third of the memory (prefix sharing as in Hydragen, arXiv 2402.05099, section 3).
+
+Every shape of the memory is a program of its own (docs/LOG.md has what that costs). Kernels of our own read what a row
+holds, wherever it lies: then the memory has one shape, and a call takes as many rows as run, all slots, a half, a
+quarter or an eighth of them. XLA reads every row to its end: then rows are as wide as the longest of them needs, in
+steps of 1, 1.5, 2, 3, ..., and as many as run.
 
 Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim], where n counts
 pages, rows or prefixes: both products then run along what lies together (on CPU a fifth to a half faster with 48 rows
@@ -42,6 +45,7 @@ MIN_PREFIX_TOKENS, MIN_PREFIX_ROWS = 64, 4  # below, a product of its own costs 
 TILES = {"cpu kernels": (8, (16, 64)), "cpu": (16, (8, 64))}
 OTHER_TILES = (64, (8, 64))
 ROW_LEVELS = (1, 2, 4)  # rows there may be: slots divided by one of these
+KERNEL_ROW_LEVELS = (*ROW_LEVELS, 8)  # of a decode call
 CALLS_BEFORE_FEWER_ROWS = 2  # few requests in this many decode calls: not only between a turn and the next
 
 
@@ -72,17 +76,18 @@ class ContiguousEngine(Engine):
         super().__init__(decoder, **settings)
         self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
         self._smallest_width = max(MIN_WIDTH_TOKENS, 2 * self.page_tokens)
-        if self._largest_width < 1.5 * self._smallest_width:  # a second width is not worth its programs
+        with self._over_mesh():
+            self._kernels = cpu_calls.can_attend(self.config.head_dim, self._dtype)
+        if self._kernels or self._largest_width < 1.5 * self._smallest_width:  # a second one is not worth its programs
             self._smallest_width = self._largest_width
         # More than the searches of one turn, which may all be the same.
         self._prefix_rows = max(MIN_PREFIX_ROWS, self.slots // 8)
-        self._row_levels = sorted({-(-self.slots // level) for level in ROW_LEVELS})
+        levels = KERNEL_ROW_LEVELS if self._kernels else ROW_LEVELS
+        self._row_levels = sorted({-(-self.slots // level) for level in levels})
         self._version = np.zeros(self.num_pages, np.int64)  # counts what was written into a page
         self._clock = 0
         self._start(self._empty(self.num_pages, self.page_tokens))
-        with self._over_mesh():
-            kernels = cpu_calls.can_attend(self._memory.rows.keys[0])
-        reader = "cpu kernels" if kernels else jax.default_backend()
+        reader = "cpu kernels" if self._kernels else jax.default_backend()
         self.tile_tokens, self.call_tiles = TILES.get(reader, OTHER_TILES)
         self.min_call_tokens = self.call_tiles[0] * self.tile_tokens
 
@@ -104,10 +109,11 @@ class ContiguousEngine(Engine):
         killed.
         """
         self._width = min(self._smallest_width, self._largest_width)  # that the rows are to have
-        rows = self._empty(self._row_levels[0], self._width)
-        self._memory = programs.Memory(pages, rows, self._empty(1, 0))
+        count = self._row_levels[-1 if self._kernels else 0]
+        prefixes = self._empty(MAX_PREFIXES, self._width) if self._kernels else self._empty(1, 0)
+        self._memory = programs.Memory(pages, self._empty(count, self._width), prefixes)
         self._slot_caches = [_SlotCache() for _ in range(self.slots)]
-        self._slot_of_row = [-1] * self._row_levels[0]
+        self._slot_of_row = [-1] * count
         self._prefixes: list[_SharedPrefix | None] = []
         self._calls_with_few = 0
 
@@ -142,18 +148,22 @@ class ContiguousEngine(Engine):
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
         slots = np.flatnonzero(state.remaining)
-        self._shrink_rows(len(slots))
-        rows = np.asarray([self._slot_caches[slot].row for slot in slots])
         held = [self._slot_caches[slot] for slot in slots]
-        places = programs.Places(np.zeros(self._num_rows, np.int32), np.full(self._num_rows, -1, np.int32))
+        if self._kernels:
+            count, rows = self._level(len(slots)), np.arange(len(slots))
+        else:
+            self._shrink_rows(len(slots))
+            count, rows = self._num_rows, np.asarray([one.row for one in held])
+        places = programs.Places.nowhere(count)
+        places.row[rows] = [one.row for one in held]
         places.offset[rows] = [one.offset for one in held]
         places.prefix[rows] = [one.prefix for one in held]
-        in_rows = SlotState.idle(self._num_rows)
+        in_rows = SlotState.idle(count)
         for all_rows, all_slots in zip(in_rows, state, strict=True):
             all_rows[rows] = all_slots[slots]
         written = in_rows.position + np.minimum(in_rows.remaining, self.decode_steps) - places.offset
         self._fit_rows(int(written[rows].max(initial=1)))
-        self._count("decode", filtered(state))
+        self._count("decode", filtered(state), count)
         with self._over_mesh():
             self._memory, after, found = programs.decode(
                 self._graph,
@@ -210,6 +220,9 @@ class ContiguousEngine(Engine):
     def _num_rows(self) -> int:
         return len(self._slot_of_row)
 
+    def _level(self, rows: int) -> int:
+        return next(level for level in self._row_levels if level >= rows)
+
     def _evict(self, held: _SlotCache) -> None:
         """Drops what the slot had in a row."""
         if held.row >= 0:
@@ -255,8 +268,7 @@ class ContiguousEngine(Engine):
             self._slot_caches[row.slot].active = True
         needed = sum(held.active for held in self._slot_caches)
         if needed > self._num_rows:
-            count = next(level for level in self._row_levels if level >= needed)
-            self._slot_of_row += [-1] * (count - self._num_rows)
+            self._slot_of_row += [-1] * (self._level(needed) - self._num_rows)
         without = [row.slot for row in rows if self._slot_caches[row.slot].row < 0]
         free = [place for place, slot in enumerate(self._slot_of_row) if slot < 0]
         idle = sorted(
@@ -273,7 +285,7 @@ class ContiguousEngine(Engine):
         """Go on with fewer rows where few requests run: a step costs what its rows cost, whether they run or not."""
         active = sum(held.active for held in self._slot_caches)
         assert running <= active, "what decodes was prefilled"
-        count = next(level for level in self._row_levels if level >= active)
+        count = self._level(active)
         self._calls_with_few = self._calls_with_few + 1 if count < self._num_rows else 0
         if self._calls_with_few < CALLS_BEFORE_FEWER_ROWS:
             return
@@ -357,15 +369,14 @@ class ContiguousEngine(Engine):
 
     def _prefill_tiles(self, tiles: Sequence[tuple[_SlotCache, int, Any]], count: int) -> None:
         tokens = np.zeros((count, self.tile_tokens), np.int32)
-        rows = np.full(count, self._num_rows, np.int32)  # tiles that are not used write nowhere
-        starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        places = programs.Places(np.zeros(count, np.int32), np.full(count, -1, np.int32))
+        starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)  # tiles of length 0 write nowhere
+        places = programs.Places.nowhere(count)
         for index, (held, start, ids) in enumerate(tiles):
             tokens[index, : len(ids)] = ids
-            rows[index], starts[index], lengths[index] = held.row, start, len(ids)
-            places.offset[index], places.prefix[index] = held.offset, held.prefix
+            starts[index], lengths[index] = start, len(ids)
+            places.row[index], places.offset[index], places.prefix[index] = held.row, held.offset, held.prefix
         self._count("prefill", count)
-        call = programs.Tiles(tokens, rows, starts, lengths, places)
+        call = programs.Tiles(tokens, starts, lengths, places)
         with self._over_mesh():
             self._memory = programs.prefill(
                 self._graph, self._weights, self._scales, self._memory, call, self._prefix_lengths()

@@ -39,17 +39,22 @@ class Memory(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the sequences of a call begin: one entry a row, or a tile."""
+    """Where the sequences of a call lie: one entry a sequence, or a tile."""
 
+    row: Int[np.ndarray | Array, " rows"]
     offset: Int[np.ndarray | Array, " rows"]  # tokens before it are in the prefix
     prefix: Int[np.ndarray | Array, " rows"]  # -1: none
 
+    @classmethod
+    def nowhere(cls, count: int) -> "Places":
+        """numpy's, to be written."""
+        return cls(*np.zeros((2, count), np.int32), np.full(count, -1, np.int32))
+
 
 class Tiles(NamedTuple):
-    """A prefill call. A tile that is not used has row = rows and length 0."""
+    """A prefill call. A tile that is not used has length 0."""
 
     tokens: Int[np.ndarray | Array, "tiles time"]
-    row: Int[np.ndarray | Array, " tiles"]
     start: Int[np.ndarray | Array, " tiles"]
     length: Int[np.ndarray | Array, " tiles"]
     places: Places
@@ -66,18 +71,17 @@ def prefill(
 ) -> Memory:
     decoder = nnx.merge(graph, weights)
     keys, values = list(memory.rows.keys), list(memory.rows.values)
-    rows, width = memory.rows.shape
+    width = memory.rows.shape[1]
     offsets = jnp.arange(tiles.tokens.shape[1])[None, :]
     positions = tiles.start[:, None] + offsets
     in_row = positions - tiles.places.offset[:, None]
     # Padding is written out of bounds, that is nowhere.
     targets = jnp.where(offsets < tiles.length[:, None], in_row, width)
     seen = jnp.where(tiles.length > 0, in_row[:, 0] + 1, 0)
-    mine = jnp.minimum(tiles.row, rows - 1)
-    read = _reader(memory, tiles.places.prefix, prefix_lengths, seen, tiles.tokens.shape[1], mine)
+    read = _reader(memory, tiles.places, prefix_lengths, seen, tiles.tokens.shape[1])
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-        row = tiles.row[:, None]
+        row = tiles.places.row[:, None]
         keys[layer] = keys[layer].at[row, :, :, targets].set(narrowed(key, keys[layer].dtype), mode="drop")
         values[layer] = values[layer].at[row, :, targets].set(narrowed(value, values[layer].dtype), mode="drop")
         return read(layer, query, keys[layer], values[layer])
@@ -100,9 +104,9 @@ def decode(
     steps: int,
     filtered: bool,
 ) -> tuple[Memory, SlotState, Decoded]:
+    """Without kernels of our own the sequences are all rows, in order."""
     decoder = nnx.merge(graph, weights)
-    rows, width = memory.rows.shape
-    every = jnp.arange(rows)
+    width, row = memory.rows.shape[1], places.row
     filters = sampling.Filters(state.top_k, state.top_p, state.min_p) if filtered else None
 
     def step(carry: tuple[KeysValues, SlotState], _: None) -> tuple:
@@ -111,12 +115,12 @@ def decode(
         running = state.remaining > 0
         in_row = state.position - places.offset
         write_at = jnp.where(running, in_row, width)  # a slot that does not run writes nowhere
-        read = _reader(memory, places.prefix, prefix_lengths, jnp.where(running, in_row + 1, 0), 1)
+        read = _reader(memory, places, prefix_lengths, jnp.where(running, in_row + 1, 0), 1, in_order=True)
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-            keys[layer] = keys[layer].at[every, :, :, write_at].set(narrowed(key[:, 0], keys[layer].dtype), mode="drop")
+            keys[layer] = keys[layer].at[row, :, :, write_at].set(narrowed(key[:, 0], keys[layer].dtype), mode="drop")
             written = narrowed(value[:, 0], values[layer].dtype)
-            values[layer] = values[layer].at[every, :, write_at].set(written, mode="drop")
+            values[layer] = values[layer].at[row, :, write_at].set(written, mode="drop")
             return read(layer, query, keys[layer], values[layer])
 
         hidden = decoder(state.token[:, None], state.position[:, None], scaled(attend, scales), scan=False)
@@ -129,27 +133,27 @@ def decode(
 
 def _reader(
     memory: Memory,
-    prefix: Int[np.ndarray | Array, " rows"],
+    places: Places,
     lengths: Int[Array, " prefixes"],
     seen: Int[Array, " rows"],
     time: int,
-    places: Int[Array, " rows"] | None = None,
+    *,
+    in_order: bool = False,
 ) -> Callable[[int, Array, Array, Array], Array]:
     """`read(layer, query, keys, values)`: attention of rows over a prefix and over what they hold, of which the first
-    query sees `seen` tokens and each of the `time` queries one more. `places`: where the rows lie, None: in order."""
-    rows, width = len(seen), memory.rows.shape[1]
-    lying = jnp.arange(rows) if places is None else places
+    query sees `seen` tokens and each of the `time` queries one more. `in_order`: they are all rows, as they lie."""
+    prefix = places.prefix
     shared = jnp.where(prefix < 0, 0, lengths[prefix])
-    of_rows = jnp.stack([lying, seen, jnp.maximum(prefix, 0), shared], axis=1)
-    readable = jnp.arange(width) < (seen[:, None] + jnp.arange(time))[:, :, None]
+    of_rows = jnp.stack([places.row, seen, jnp.maximum(prefix, 0), shared], axis=1)
+    readable = jnp.arange(memory.rows.shape[1]) < (seen[:, None] + jnp.arange(time))[:, :, None]
     visible = _visible(prefix, lengths, memory.prefixes)
 
     def read(layer: int, query: Array, keys: Array, values: Array) -> Array:
         prefixes = memory.prefixes.keys[layer], memory.prefixes.values[layer]
-        if cpu_calls.can_attend(keys):
+        if cpu_calls.can_attend(keys.shape[2], keys.dtype):
             return cpu_calls.attention(query, keys, values, *prefixes, of_rows)
-        if places is not None:
-            keys, values = keys[places], values[places]
+        if not in_order:
+            keys, values = keys[places.row], values[places.row]
         return _attention(query, keys, values, readable, *prefixes, visible)
 
     return read
