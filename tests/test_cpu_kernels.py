@@ -88,18 +88,18 @@ def test_scores_far_apart_weigh_as_they_should():
     [(1, 7, 64), (6, 576, 1536), (9, 4, 16), (13, 1001, 48), (24, 30, 16), (40, 5, 32), (171, 577, 1040)],
 )
 def test_products_of_few_rows_are_exact(rows: int, outputs: int, inputs: int):
-    left, right = drawn(0, rows, inputs), drawn(1, outputs, inputs)
-    found = jax.jit(cpu_calls.product)(left, right)
-    np.testing.assert_allclose(found, left.astype(np.float64) @ right.T, atol=3e-4)
+    left, matrices = drawn(0, rows, inputs), (drawn(1, outputs, inputs), drawn(2, 5, inputs))
+    for found, matrix in zip(jax.jit(cpu_calls.products)(left, *matrices), matrices, strict=True):
+        np.testing.assert_allclose(found, left.astype(np.float64) @ matrix.T, atol=3e-4)
 
 
-def test_the_gradient_of_a_product():
-    def loss(product, left, right):
-        return jnp.sum(jnp.sin(product(left, right)))
+def test_the_gradient_of_products():
+    def loss(products, left, *matrices):
+        return sum(jnp.sum(jnp.sin(product)) for product in products(left, *matrices))
 
-    left, right = jnp.asarray(drawn(0, 6, 16)), jnp.asarray(drawn(1, 10, 16))
-    ours = jax.grad(loss, (1, 2))(cpu_calls.product, left, right)
-    theirs = jax.grad(loss, (1, 2))(lambda left, right: left @ right.T, left, right)
+    given = jnp.asarray(drawn(0, 6, 16)), jnp.asarray(drawn(1, 10, 16)), jnp.asarray(drawn(2, 4, 16))
+    ours = jax.grad(loss, (1, 2, 3))(cpu_calls.products, *given)
+    theirs = jax.grad(loss, (1, 2, 3))(lambda left, *matrices: [left @ matrix.T for matrix in matrices], *given)
     for found, expected in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -111,6 +111,7 @@ def test_they_are_used_by_a_cpu_alone_in_float32_where_they_are_faster():
     assert not cpu_calls.can_attend(12, jnp.float32)
     rows, matrix = jnp.zeros((12, 576)), jnp.zeros((1536, 576))
     assert cpu_calls.can_multiply(rows, matrix)
+    assert not cpu_calls.can_multiply(rows, matrix, matrix[:64])
     assert not cpu_calls.can_multiply(rows, matrix[:64]) and not cpu_calls.can_multiply(rows[:, 1:], matrix[:, 1:])
     assert not cpu_calls.can_multiply(jnp.zeros((512, 576)), matrix)
     with jax.set_mesh(jax.make_mesh((1,), ("data",))):

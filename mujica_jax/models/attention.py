@@ -81,8 +81,7 @@ def check_platform(implementation: Implementation) -> None:
 
 def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
     """Heads come before time, and the query heads that share a key head are the rows of one product: XLA on CPU is
-    three times faster that way than on [batch, time, heads, head_dim].
-    """
+    three times faster that way than on [batch, time, heads, head_dim]."""
     batch, time, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     sharing = heads // kv_heads
@@ -116,8 +115,7 @@ def softmax_mix(
     """softmax(queries keys^T + bias) values, in float32.
 
     Dividing after the second product instead of before it spares the backward pass a sum over keys, and the additive
-    mask a select: a third of the time of the textbook form on CPU.
-    """
+    mask a select: a third of the time of the textbook form on CPU."""
     scores = jnp.matmul(queries, keys.mT, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     mixed = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
@@ -142,8 +140,7 @@ def _cudnn(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
 def _splash(query: Array, key: Array, value: Array, segment_ids: Array, *, interpret: bool = False) -> Array:
     """The TPU kernel, a grid of blocks of which those above the diagonal are never visited.
 
-    The compiler cannot split a kernel, so each device runs it on its own rows and heads.
-    """
+    The compiler cannot split a kernel, so each device runs it on its own rows and heads."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

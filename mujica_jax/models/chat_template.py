@@ -69,8 +69,7 @@ def read_messages(
     writes next.
 
     Added tokens stand in all of it as surrogates, which `spell` replaces by their text; with `turn_ends` a model may
-    have ended its turn, as with the first token of `after_model`. Raises UserError where it is no such conversation.
-    """
+    have ended its turn, as with the first token of `after_model`. Raises UserError where it is no such conversation."""
     for piece in (pieces.before_user, pieces.before_model):
         if pieces.before_system is not None and not any(0 <= ord(one) - FIRST_SURROGATE < 2048 for one in piece):
             raise UserError(

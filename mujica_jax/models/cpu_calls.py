@@ -4,6 +4,7 @@ to XLA, with the same numbers but for rounding; attention of packed rows compute
 
 import functools
 import importlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,12 @@ def can_attend(head_dim: int, dtype: DTypeLike) -> bool:
     return _alone() and dtype == jnp.float32 and head_dim % ATTENTION_STEP == 0
 
 
-def can_multiply(rows: Array, matrix: Array) -> bool:
-    """Whether `product` takes these, and is faster."""
-    both_wide = rows.dtype == matrix.dtype == jnp.float32
-    large = matrix.size >= LARGE_MATRIX["float32"] and matrix.shape[0] >= PRODUCT_STEP
-    return _alone() and both_wide and large and matrix.shape[1] % PRODUCT_STEP == 0 and rows.shape[0] <= KERNEL_ROWS
+def can_multiply(rows: Array, *matrices: Array) -> bool:
+    """Whether `products` takes these, and is faster."""
+    wide = all(array.dtype == jnp.float32 for array in (rows, *matrices))
+    least = LARGE_MATRIX["float32"]
+    large = all(matrix.size >= least and matrix.shape[0] >= PRODUCT_STEP for matrix in matrices)
+    return _alone() and wide and large and rows.shape[1] % PRODUCT_STEP == 0 and rows.shape[0] <= KERNEL_ROWS
 
 
 def attention(
@@ -44,23 +46,25 @@ def attention(
     """Softmax attention of each row over a prefix and a place of the memory, in float32.
 
     `of_rows`: the place; how many tokens of it the first query of the row sees (each further query sees one more, a row
-    that sees none becomes 0); the prefix; how many tokens of that.
-    """
+    that sees none becomes 0); the prefix; how many tokens of that."""
     kernel = jax.ffi.ffi_call(_registered("attend"), jax.ShapeDtypeStruct(query.shape, jnp.float32))
     mixed = kernel(query.astype(jnp.float32), keys, values, prefix_keys, prefix_values, of_rows)
     return mixed.astype(query.dtype)
 
 
 @jax.custom_vjp
-def product(rows: Float[Array, "rows inputs"], matrix: Float[Array, "outputs inputs"]) -> Float[Array, "rows outputs"]:
-    """rows @ matrix.T in float32, of shapes that `can_multiply` admits: others are not computed whole."""
-    result = jax.ShapeDtypeStruct((rows.shape[0], matrix.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(_registered("multiply"), result)(rows, matrix)
+def products(rows: Float[Array, "rows inputs"], *matrices: Float[Array, "_ inputs"]) -> Sequence[Array]:
+    """rows @ matrix.T in float32 for each, of shapes that `can_multiply` admits: others are not computed whole."""
+    results = [jax.ShapeDtypeStruct((rows.shape[0], matrix.shape[0]), jnp.float32) for matrix in matrices]
+    return jax.ffi.ffi_call(_registered("multiply"), results)(rows, *matrices)
 
 
-product.defvjp(
-    lambda rows, matrix: (product(rows, matrix), (rows, matrix)),
-    lambda saved, gradient: (gradient @ saved[1], gradient.T @ saved[0]),
+products.defvjp(
+    lambda rows, *matrices: (products(rows, *matrices), (rows, matrices)),
+    lambda saved, gradients: (
+        sum(gradient @ matrix for gradient, matrix in zip(gradients, saved[1], strict=True)),
+        *(gradient.T @ saved[0] for gradient in gradients),
+    ),
 )
 
 

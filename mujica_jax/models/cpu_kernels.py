@@ -53,7 +53,7 @@ NONE = ir.Constant(VECTOR, [0.0] * LANES)
 
 # XLA's foreign function interface, version 0.1 (xla/ffi/api/c_api.h, in jax.ffi.include_dir()): places in structures,
 # counted in words of eight bytes.
-EXTENSION, ARGUMENTS, RESULTS = 1, 9, 14  # of a call frame
+EXTENSION, ARGUMENTS, RESULT_COUNT, RESULTS = 1, 9, 12, 14  # of a call frame
 EXTENSION_KIND, METADATA, API_VERSION = 1, 3, 3
 DATA, DIMENSIONS = 3, 5  # of a buffer
 METADATA_KIND, VERSION_0_1 = 1, 1 << 32
@@ -341,35 +341,65 @@ _add_tile = _tile_adder(ROWS, COLUMNS // LANES)
 _add_one_vector, _add_two_vectors, _add_panel = (_tile_adder(PANEL_ROWS, vectors) for vectors in (1, 2, 3))
 
 
+@compiled(inline="always")
+def _words(address, count):
+    return carray(_pointer(address), (count,), np.int64)
+
+
+@compiled(inline="always")
+def _buffer(buffer, rank):
+    """The data of a buffer and its dimensions."""
+    of = _words(buffer, DIMENSIONS + 1)
+    return _pointer(of[DATA]), _words(of[DIMENSIONS], rank)
+
+
+@compiled()
+def _matrix(buffer):
+    data, dims = _buffer(buffer, 2)
+    return carray(data, (dims[0], dims[1]), np.float32)
+
+
+@compiled()
+def _integers(buffer):
+    data, dims = _buffer(buffer, 2)
+    return carray(data, (dims[0], dims[1]), np.int32)
+
+
+@compiled()
+def _four_dimensions(buffer):
+    data, dims = _buffer(buffer, 4)
+    return carray(data, (dims[0], dims[1], dims[2], dims[3]), np.float32)
+
+
 @compiled(parallel=THREADS)
-def _multiply_few(rows, matrix, products):
+def _multiply_few(rows, matrices, results, many):
     count, inner = rows.shape
-    outputs = matrix.shape[0]
     together = 6 if count > 8 else 4
     filled = np.zeros((-(-count // together) * together, inner), np.float32)
     filled[:count] = rows
-    pairs = -(-outputs // MATRIX_ROWS)
     for part in prange(PARTS):
         sums = np.empty(MATRIX_ROWS * together, np.float32)
-        for pair in range(pairs * part // PARTS, pairs * (part + 1) // PARTS):
-            output = min(pair * MATRIX_ROWS, outputs - MATRIX_ROWS)
-            from_matrix, home = matrix[output:].ctypes.data, sums.ctypes.data
-            for row in range(0, count, together):
-                if together == 4:
-                    _add_four_dots(from_matrix, filled[row:].ctypes.data, home, inner, 4 * inner)
-                else:
-                    _add_six_dots(from_matrix, filled[row:].ctypes.data, home, inner, 4 * inner)
-                for number in range(MATRIX_ROWS):
-                    for place in range(min(together, count - row)):
-                        products[row + place, output + number] = sums[number * together + place]
+        for which in range(many):
+            matrix, products = _matrix(matrices[which]), _matrix(results[which])
+            outputs = matrix.shape[0]
+            pairs = -(-outputs // MATRIX_ROWS)
+            for pair in range(pairs * part // PARTS, pairs * (part + 1) // PARTS):
+                output = min(pair * MATRIX_ROWS, outputs - MATRIX_ROWS)
+                from_matrix, home = matrix[output:].ctypes.data, sums.ctypes.data
+                for row in range(0, count, together):
+                    if together == 4:
+                        _add_four_dots(from_matrix, filled[row:].ctypes.data, home, inner, 4 * inner)
+                    else:
+                        _add_six_dots(from_matrix, filled[row:].ctypes.data, home, inner, 4 * inner)
+                    for number in range(MATRIX_ROWS):
+                        for place in range(min(together, count - row)):
+                            products[row + place, output + number] = sums[number * together + place]
 
 
 @compiled(parallel=THREADS)
-def _multiply_many(rows, matrix, products):
+def _multiply_many(rows, matrices, results, many):
     count, inner = rows.shape
-    outputs = matrix.shape[0]
     together = max(1, CACHED // inner // PANEL) * PANEL
-    groups = -(-outputs // PANEL_ROWS)
     for first in range(0, count, together):
         some = min(together, count - first)
         panels = -(-some // PANEL)
@@ -380,33 +410,37 @@ def _multiply_many(rows, matrix, products):
                 turned[panel, :, row] = rows[first + start + row]
         for part in prange(PARTS):
             sums = np.empty((PANEL_ROWS, PANEL), np.float32)
-            for group in range(groups * part // PARTS, groups * (part + 1) // PARTS):
-                output = min(group * PANEL_ROWS, outputs - PANEL_ROWS)
-                left, home, wide = matrix[output:].ctypes.data, sums.ctypes.data, 4 * PANEL
-                for panel in range(panels):
-                    start = first + panel * PANEL
-                    size = min(PANEL, count - start)
-                    right = turned[panel].ctypes.data
-                    sums[:] = ZERO
-                    if size <= LANES:
-                        _add_one_vector(left, 4 * inner, 4, right, wide, inner, home, wide)
-                    elif size <= 2 * LANES:
-                        _add_two_vectors(left, 4 * inner, 4, right, wide, inner, home, wide)
-                    else:
-                        _add_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
-                    for row in range(size):
-                        for number in range(PANEL_ROWS):
-                            products[start + row, output + number] = sums[number, row]
+            for which in range(many):
+                matrix, products = _matrix(matrices[which]), _matrix(results[which])
+                outputs = matrix.shape[0]
+                groups = -(-outputs // PANEL_ROWS)
+                for group in range(groups * part // PARTS, groups * (part + 1) // PARTS):
+                    output = min(group * PANEL_ROWS, outputs - PANEL_ROWS)
+                    left, home, wide = matrix[output:].ctypes.data, sums.ctypes.data, 4 * PANEL
+                    for panel in range(panels):
+                        start = first + panel * PANEL
+                        size = min(PANEL, count - start)
+                        right = turned[panel].ctypes.data
+                        sums[:] = ZERO
+                        if size <= LANES:
+                            _add_one_vector(left, 4 * inner, 4, right, wide, inner, home, wide)
+                        elif size <= 2 * LANES:
+                            _add_two_vectors(left, 4 * inner, 4, right, wide, inner, home, wide)
+                        else:
+                            _add_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
+                        for row in range(size):
+                            for number in range(PANEL_ROWS):
+                                products[start + row, output + number] = sums[number, row]
 
 
 @compiled(cache=True)
-def multiply(rows, matrix, products):
-    """products = rows @ matrix.T, float32; the inner length is a multiple of STEPS, and the matrix has PANEL_ROWS rows
-    at least."""
+def multiply(rows, matrices, results, many):
+    """results = rows @ matrix.T for so many matrices, float32; these and the results are XLA's buffers. The inner
+    length is a multiple of STEPS, and a matrix has PANEL_ROWS rows at least."""
     if rows.shape[0] <= MAX_UNTILED_ROWS:
-        _multiply_few(rows, matrix, products)
+        _multiply_few(rows, matrices, results, many)
     else:
-        _multiply_many(rows, matrix, products)
+        _multiply_many(rows, matrices, results, many)
 
 
 @compiled()
@@ -567,36 +601,6 @@ def pull_packed(query, key, value, begins, mixed, normalizers, gradient, of_quer
         _pull_head(*given, of_query[row], of_key[row], of_value[row], head)
 
 
-@compiled(inline="always")
-def _words(address, count):
-    return carray(_pointer(address), (count,), np.int64)
-
-
-@compiled(inline="always")
-def _buffer(buffer, rank):
-    """The data of a buffer and its dimensions."""
-    of = _words(buffer, DIMENSIONS + 1)
-    return _pointer(of[DATA]), _words(of[DIMENSIONS], rank)
-
-
-@compiled()
-def _matrix(buffer):
-    data, dims = _buffer(buffer, 2)
-    return carray(data, (dims[0], dims[1]), np.float32)
-
-
-@compiled()
-def _integers(buffer):
-    data, dims = _buffer(buffer, 2)
-    return carray(data, (dims[0], dims[1]), np.int32)
-
-
-@compiled()
-def _four_dimensions(buffer):
-    data, dims = _buffer(buffer, 4)
-    return carray(data, (dims[0], dims[1], dims[2], dims[3]), np.float32)
-
-
 @compiled()
 def _asked_for_version(frame):
     """XLA asks once, in place of a call."""
@@ -632,8 +636,9 @@ def multiply_target(frame_address):
     """`multiply` as XLA calls it: 0 is no error."""
     frame = _words(frame_address, RESULTS + 1)
     if not _asked_for_version(frame):
-        given = _words(frame[ARGUMENTS], 2)
-        multiply(_matrix(given[0]), _matrix(given[1]), _matrix(_words(frame[RESULTS], 1)[0]))
+        many = frame[RESULT_COUNT]
+        given = _words(frame[ARGUMENTS], 1 + many)
+        multiply(_matrix(given[0]), given[1:], _words(frame[RESULTS], many), many)
     return 0
 
 

@@ -77,8 +77,7 @@ class Decoder(nnx.Module):
         With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep no state. Without
         it they run in a Python loop and `layer_index` is an int. `remat` says what the backward pass computes again
         instead of keeping it: "full" whole layers, "dots" everything but the products with weights (attention's
-        products are computed again).
-        """
+        products are computed again)."""
 
         def without_memory(index: LayerIndex, query: Array, key: Array, value: Array, memory: None) -> tuple:
             return attend(index, query, key, value), memory

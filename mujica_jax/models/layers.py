@@ -8,7 +8,7 @@ tables.
 import dataclasses
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -181,10 +181,9 @@ def output_major_product(
     Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes longer than the
     product, so there the matrix is the first one: with 12 rows in bfloat16 the products of SmolLM2's layers take half
     of the time (docs/LOG.md). One barrier keeps XLA from turning the product round again, the other one lets what
-    follows read the result row by row.
-    """
+    follows read the result row by row."""
     if cpu_calls.can_multiply(rows, matrix):
-        return cpu_calls.product(rows, matrix)
+        return cpu_calls.products(rows, matrix)[0]
     both = (((1,), (1,)), ((), ()))
     few = FEW_ROWS[rows.dtype.name]
     if cpu_calls.on_cpu() and rows.shape[0] <= few <= matrix.shape[0]:
@@ -260,14 +259,16 @@ class Block(nnx.Module):
         # dimensions.
         rows = hidden.reshape(batch * time, width)
         normed = self._norm(rows, "attention_norm")
-        query, key, value = (self._project(normed, name, batch) for name in ("query", "key", "value"))
+        names = ("query", "key", "value")
+        projected = self._products(normed, *(f"{name}_kernel" for name in names))
+        query, key, value = (self._heads(*each, batch) for each in zip(projected, names, strict=True))
         if self.config.traits.qk_norm:
             query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
         mixed = attend(layer_index, rotate(query, rotation), rotate(key, rotation), value)
         rows = rows + self.product(mixed.reshape(batch * time, -1), "output_kernel", inputs=2)
         normed = self._norm(rows, "mlp_norm")
-        gated = jax.nn.silu(self.product(normed, "gate_kernel")) * self.product(normed, "up_kernel")
-        rows = rows + self.product(gated, "down_kernel")
+        gate, up = self._products(normed, "gate_kernel", "up_kernel")
+        rows = rows + self.product(jax.nn.silu(gate) * up, "down_kernel")
         return constrain(rows.reshape(hidden.shape), ("batch", None, None))
 
     def product(self, rows: Float[Array, "rows inputs"], name: str, inputs: int = 1) -> Float[Array, "rows outputs"]:
@@ -289,10 +290,17 @@ class Block(nnx.Module):
     def _norm(self, inputs: Float[Array, "*batch features"], name: str) -> Float[Array, "*batch features"]:
         return rms_norm(inputs, getattr(self, name)[...], self.config.rms_norm_eps)
 
-    def _project(
-        self, rows: Float[Array, "rows hidden"], name: str, batch: int
+    def _products(self, rows: Float[Array, "rows hidden"], *names: str) -> Sequence[Float[Array, "rows _"]]:
+        """A product with each of these kernels, by one call where `cpu_calls` makes them."""
+        kernels = [getattr(self, name).get_value() for name in names]
+        matrices = [kernel.matrix for kernel in kernels if isinstance(kernel, OutputMajor)]
+        if len(matrices) == len(names) and cpu_calls.can_multiply(rows, *matrices):
+            return cpu_calls.products(rows, *matrices)
+        return [self.product(rows, name) for name in names]
+
+    def _heads(
+        self, projected: Float[Array, "rows outputs"], name: str, batch: int
     ) -> Float[Array, "batch time heads head_dim"]:
-        projected = self.product(rows, f"{name}_kernel")
         if self.config.traits.attention_bias:
             projected = projected + getattr(self, f"{name}_bias")[...].astype(self.dtype).reshape(-1)
         return projected.reshape(batch, -1, *getattr(self, f"{name}_kernel").shape[1:])

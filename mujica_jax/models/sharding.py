@@ -102,8 +102,7 @@ def shardings_of(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     gradients).
 
     The result has the structure of the state, so it can stand beside it in `jax.tree.map`, `jax.jit` and
-    `jax.device_put`. An array that declares no logical axes, such as a step counter, is replicated.
-    """
+    `jax.device_put`. An array that declares no logical axes, such as a step counter, is replicated."""
     state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
 
     def of_variable(leaf):
@@ -153,8 +152,7 @@ def constrain(array: Array, logical_axes: Sequence[str | None]) -> Array:
     happens.
 
     Without this the compiler may carry the layout of the embedding table (split over features) through the whole
-    network.
-    """
+    network."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.axis_names != MESH_AXES or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return array

@@ -38,8 +38,7 @@ ALIGNMENT = 64  # bytes: where XLA wants its arrays on a CPU to begin
 class WeightTable:
     """Every weight of a model: those outside the layers, and those of one layer, which a module stacks under the
     leading logical axis `stacked`. In a checkpoint the latter have `layer`, with the layer's number, before their
-    names.
-    """
+    names."""
 
     outer: Sequence[Weight]
     inner: Sequence[Weight]
@@ -58,8 +57,7 @@ class WeightTable:
 
 class Tensors:
     """The tensors of a checkpoint directory. A file is mapped while one of its tensors is read, and no longer: what was
-    read would stay in memory as part of the mapping.
-    """
+    read would stay in memory as part of the mapping."""
 
     def __init__(
         self,
@@ -72,8 +70,7 @@ class Tensors:
         tied: tuple[str, str] | None = None,
     ) -> None:
         """`wanted` completes "give". `prefix` before a name is dropped. `tied` names a tensor and the one it must
-        equal: it is then no tensor of its own.
-        """
+        equal: it is then no tensor of its own."""
         self.folder, self.table = folder, table
         expected = dict(table.names())
         self.files: dict[str, tuple[pathlib.Path, str]] = {}

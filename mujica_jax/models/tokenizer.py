@@ -87,8 +87,7 @@ class Tokenizer:
         """Of at most `vocab_tokens` ids, special tokens and two tokens a tag (<tag>, </tag>) included.
 
         If there is room for every word of the texts, each is one token, and any other word is its bytes: what a small
-        model has to copy then has no pieces that other words share. Otherwise a byte-level BPE.
-        """
+        model has to copy then has no pieces that other words share. Otherwise a byte-level BPE."""
         from transformers import PreTrainedTokenizerFast
 
         special = [END_OF_TEXT, START_OF_TURN, END_OF_TURN]
@@ -181,8 +180,7 @@ class Tokenizer:
         """The inverse of the two above: the messages of a conversation that ends where the model writes next, for a
         chat API.
 
-        Contents are as the conversation holds them: of untrusted text that is what `neutralise` left.
-        """
+        Contents are as the conversation holds them: of untrusted text that is what `neutralise` left."""
         symbols: dict[int, str] = {}
 
         def written(parts: Iterable[int | str]) -> str:

@@ -80,8 +80,7 @@ def save_checkpoint(
     """Write a directory that transformers loads, its tensors in `dtype`. It appears whole or not at all; an existing
     one is not overwritten.
 
-    Where the decoder lies on the devices of several processes, the others call `gather_checkpoint` meanwhile.
-    """
+    Where the decoder lies on the devices of several processes, the others call `gather_checkpoint` meanwhile."""
     target = pathlib.Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not empty: choose another directory, or remove this one")
@@ -103,8 +102,7 @@ def save_checkpoint(
 
 def gather_checkpoint(decoder: Decoder) -> None:
     """What the other processes do while one saves a decoder that lies on the devices of all: they take part in
-    gathering each tensor, and keep none.
-    """
+    gathering each tensor, and keep none."""
     for name, weight in _table(decoder.config).names():
         _exported(decoder, weight, name)
 

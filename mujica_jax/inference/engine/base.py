@@ -112,8 +112,7 @@ class Engine(abc.ABC):
     ) -> None:
         """With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys and values are kept in
         the compute type unless `cache_dtype` says otherwise; they are computed with in the compute type. A decoder
-        without arrays (`nnx.eval_shape`) gives the shapes alone: `set_weights` comes before the first prompt.
-        """
+        without arrays (`nnx.eval_shape`) gives the shapes alone: `set_weights` comes before the first prompt."""
         if mesh is not None:
             check_heads(decoder.config, mesh)
         self.config = decoder.config
@@ -173,8 +172,7 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages (from, to), in the order of their leases: a page may be copied from and then copied to, never the
-        other way.
-        """
+        other way."""
 
     @abc.abstractmethod
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
@@ -191,8 +189,7 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         """The slot's request is over. `broken_pages` hold values that are not finite: masked positions weigh 0, and 0 x
-        NaN is NaN for the next request too, so they and the slot are emptied.
-        """
+        NaN is NaN for the next request too, so they and the slot are emptied."""
 
 
 def advance(
@@ -219,8 +216,7 @@ def filtered(state: SlotState) -> bool:
 
 def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*shape"]:
     """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its range would become NaN;
-    and int8 would wrap round.
-    """
+    and int8 would wrap round."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(values), -LEVELS, LEVELS).astype(dtype)
     if jnp.dtype(dtype).itemsize == 1:
@@ -239,8 +235,7 @@ def bucket(needed: int, smallest: int, largest: int) -> int:
 
 def lots(moves: Sequence[tuple[int, ...]]) -> Iterator[list[np.ndarray]]:
     """The columns of moves of pages, in lots of LOT_SIZE: one program. A lot is filled up with its last move: made
-    twice, it changes nothing.
-    """
+    twice, it changes nothing."""
     for first in range(0, len(moves), LOT_SIZE):
         lot = moves[first : first + LOT_SIZE]
         yield list(np.asarray([*lot, *[lot[-1]] * (LOT_SIZE - len(lot))], np.int32).T)

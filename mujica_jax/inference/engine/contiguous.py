@@ -106,8 +106,7 @@ class ContiguousEngine(Engine):
 
     def _start(self, pages: programs.KeysValues) -> None:
         """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of one that was never
-        killed.
-        """
+        killed."""
         self._width = min(self._smallest_width, self._largest_width)  # that the rows are to have
         count = self._row_levels[-1 if self._kernels else 0]
         prefixes = self._empty(MAX_PREFIXES, self._width) if self._kernels else self._empty(1, 0)

@@ -48,7 +48,8 @@ class Places(NamedTuple):
     @classmethod
     def nowhere(cls, count: int) -> "Places":
         """numpy's, to be written."""
-        return cls(*np.zeros((2, count), np.int32), np.full(count, -1, np.int32))
+        row, offset = np.zeros((2, count), np.int32)
+        return cls(row, offset, np.full(count, -1, np.int32))
 
 
 class Tiles(NamedTuple):

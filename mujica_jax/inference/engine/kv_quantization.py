@@ -57,8 +57,7 @@ def scaled(attend: Callable[..., Any], scales: KVScales | None) -> Callable[...,
     """`attend(layer, query, key, value, *memory)` with keys and values divided by their scales, and what it mixes
     multiplied again.
 
-    The result is an array, or a tuple that begins with it. Without scales nothing is done.
-    """
+    The result is an array, or a tuple that begins with it. Without scales nothing is done."""
     if scales is None:
         return attend
 

@@ -212,8 +212,7 @@ def _decode(
 
 def _attend(layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences, block_queries: int) -> Callable:
     """attend(layer, query, key, value, pages) -> (mixed values, pages with the new keys and values); [1, tokens, heads,
-    head_dim].
-    """
+    head_dim]."""
     key_pages = max(1, min(BLOCK_KEY_TOKENS // layout.page_tokens, sequences.tables.shape[1]))
 
     def on_a_device(
