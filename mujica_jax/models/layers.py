@@ -272,8 +272,8 @@ class Block(nnx.Module):
         return constrain(rows.reshape(hidden.shape), ("batch", None, None))
 
     def product(self, rows: Float[Array, "rows inputs"], name: str, inputs: int = 1) -> Float[Array, "rows outputs"]:
-        """Rows times a kernel whose first `inputs` dimensions are contracted, and what `models.lora` adds to that. The
-        only place that multiplies with one."""
+        """Rows times a kernel whose first `inputs` dimensions are contracted, and what `models.lora` adds to that. Only
+        this and `_products` multiply with one."""
         kernel = getattr(self, name).get_value()
         if isinstance(kernel, IntegerProduct | OutputMajor):
             return kernel.product(rows, inputs)
