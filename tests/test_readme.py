@@ -21,7 +21,11 @@ from mujica_jax.train import DEFAULT_CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCKS = {path.name: re.findall(r"^```\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE) for path in DOCUMENTS}
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # of every language, or pairs go wrong
+BLOCKS = {
+    path.name: [text for language, text in FENCED.findall(path.read_text()) if language in ("", "bash")]
+    for path in DOCUMENTS
+}
 WHOLE = [block.replace("\\\n", " ") for blocks in BLOCKS.values() for block in blocks]  # a line that goes on is one
 LINES = [line.split("  #")[0].strip() for block in WHOLE for line in block.splitlines()]
 MAKE = sorted({line for line in LINES if line.startswith("make ")})
@@ -39,8 +43,8 @@ def test_make_knows_the_target(line):
 
 
 def arguments(line: str) -> list[str]:
-    """Words after `python -m mujica_jax.train`, placeholders filled in."""
-    return [str(TWO_WIKI) if word == "DIR" else word for word in shlex.split(line)[3:]]
+    """Words after `python -m mujica_jax.train`, placeholders filled in; "..." are those of any other command."""
+    return [str(TWO_WIKI) if word == "DIR" else word for word in shlex.split(line)[3:] if word != "..."]
 
 
 def given(flag: str, config: Config) -> object:
@@ -66,7 +70,10 @@ def test_the_arguments_are_taken(line, monkeypatch):
     config = command_line(words, default=DEFAULT_CONFIG)
     check(config)
     flags = {word: value for word, value in itertools.pairwise(words) if word.startswith("--")}
-    assert {flag: str(given(flag, config)) for flag in flags} == flags
+    taken = {flag: given(flag, config) for flag in flags}
+    assert {flag: str(value) for flag, value in taken.items()} == {
+        flag: str(float(flags[flag])) if isinstance(value, float) else flags[flag] for flag, value in taken.items()
+    }
     named = [word for word in words if word.startswith("configs/")]
     assert config.name == (Path(named[0]).stem if named else DEFAULT_CONFIG)
 
