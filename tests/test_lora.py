@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -141,3 +142,21 @@ def test_a_rank_above_the_smallest_side_is_refused():
     check_rank(MODEL, 16)
     with pytest.raises(UserError, match=r"lora_rank is 17 and query_kernel .* 16 x 32: use a rank of at most 16"):
         check_rank(MODEL, 17)
+
+
+@pytest.mark.parametrize(("remat", "products", "mixed"), [("dots", 3, 1), ("full", 5, 2)])
+@pytest.mark.parametrize("kind", [nnx.Param, nnx.LoRAParam])
+def test_what_a_backward_pass_computes_again(plain, trained, kind, remat, products, mixed):
+    """With "dots" no product with a weight, with adapters too, and not the attention of our own kernel: a layer
+    multiplies to the width of its MLP for gate and up, and for the gradient before down."""
+    graph, chosen, rest = nnx.split(trained if kind is nnx.LoRAParam else plain, kind, ...)
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+
+    def loss(weights):
+        attend = causal_self_attention(jnp.ones_like(TOKENS), "blocks")
+        return nnx.merge(graph, weights, rest)(TOKENS, positions, attend, remat=remat).sum()
+
+    program = jax.jit(jax.grad(loss)).lower(chosen).as_text()
+    to_mlp = rf"stablehlo.dot_general.*-> tensor<{TOKENS.size}x{MODEL.intermediate_size}xf32>"
+    assert len(re.findall(to_mlp, program)) == products
+    assert program.count("@mujica_jax_mix_packed") == mixed

@@ -112,7 +112,7 @@ def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monke
     """By automatic differentiation of the whole logits; chunks of two positions a row, so that some hold trained tokens
     and some none.
     """
-    monkeypatch.setattr(log_probs, "CHUNK_POSITIONS", 2 * len(batch.tokens))
+    monkeypatch.setattr(log_probs, "CPU_CHUNK_POSITIONS", 2 * len(batch.tokens))
     graph, params = nnx.split(decoder)
 
     def plain(params: nnx.State, batch: Batch) -> Array:
@@ -161,13 +161,13 @@ def test_packed_equals_unpacked(decoder):
 
 @pytest.mark.parametrize("positions", [40, 10_000])
 def test_the_size_of_the_chunks_changes_nothing(decoder, batch, positions, monkeypatch):
-    monkeypatch.setattr(log_probs, "CHUNK_POSITIONS", positions)
+    monkeypatch.setattr(log_probs, "CPU_CHUNK_POSITIONS", positions)
     assert_close(numbers_compiled_again(decoder, batch), numbers(decoder, batch))
 
 
 def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
     """Chunks of two positions a row, so that some hold trained tokens and some none."""
-    monkeypatch.setattr(log_probs, "CHUNK_POSITIONS", 2 * len(batch.tokens))
+    monkeypatch.setattr(log_probs, "CPU_CHUNK_POSITIONS", 2 * len(batch.tokens))
     graph, params = nnx.split(decoder)
 
     def whole(params: nnx.State, batch: Batch) -> Array:
@@ -259,6 +259,6 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(batch):
     program = str(jax.make_jaxpr(jax.grad(loss_of))(params, whole))
     with_vocab = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[((?:\d+,)*9973)\]", program)]
     assert with_vocab, "the program holds logits under the name this test looks for"
-    assert max(with_vocab) == log_probs.CHUNK_POSITIONS * 9973
+    assert max(with_vocab) == log_probs.CPU_CHUNK_POSITIONS * 9973
     heads = re.findall(rf"\[((?:\d+,)*9973,{MODEL.hidden_size})\]", program)
     assert set(heads) == {f"9973,{MODEL.hidden_size}"}, "a head for every chunk would fill the memory"

@@ -106,8 +106,7 @@ async def run_episodes(
     """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in the order of
     `attempts`.
 
-    What `poll` raises ends all episodes (`gather_polled`).
-    """
+    What `poll` raises ends all episodes (`gather_polled`)."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(attempt: Attempt) -> Trajectory:

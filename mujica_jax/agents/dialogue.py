@@ -32,8 +32,7 @@ class Dialogue:
         """Append what the model generated and return its text, without the stop token.
 
         A turn that was cut off by a length limit carries no loss: it would teach the policy to be cut off. Where the
-        stop string `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write.
-        """
+        stop string `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write."""
         self._stopped = completion.finish_reason == "stop"
         ids, logprobs = completion.token_ids, completion.logprobs or None
         if cut_at is not None and completion.stop_string == cut_at:
@@ -69,8 +68,7 @@ def with_system(conversation: Conversation, tokenizer: Tokenizer, system: str) -
     text.
 
     Used for trajectories sampled with worked examples in the prompt, which are learnt without them (appendix D.3 of the
-    paper). Their log-probabilities belonged to the old prompt and are dropped.
-    """
+    paper). Their log-probabilities belonged to the old prompt and are dropped."""
     first, *rest = conversation.turns
     opening = Turn(role="context", token_ids=tuple(tokenizer.open_conversation(system, first.text)), text=first.text)
     turns = (dataclasses.replace(turn, logprobs=None) for turn in rest)

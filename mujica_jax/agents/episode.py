@@ -47,8 +47,7 @@ class Episode:
         cut_at: str | None = None,
     ) -> Written:
         """Let the policy write one turn. `place` is unique in the episode; where the stop string `cut_at` ended the
-        turn, it is left out.
-        """
+        turn, it is left out."""
         room = self.limits.max_trajectory_tokens - len(dialogue.token_ids)
         if room < 1:
             return Written(text="", cut=StopReason.TRAJECTORY_LENGTH)

@@ -57,8 +57,7 @@ class WorkerReply:
 def stop_strings(role: Literal["planner", "worker"], kind: EnvironmentKind) -> tuple[str, ...]:
     """What ends a turn besides the stop token: the tag that closes it, and the beginning of an observation.
 
-    A planner over texts may write several searches, so its closing tag of a search ends nothing.
-    """
+    A planner over texts may write several searches, so its closing tag of a search ends nothing."""
     if role == "worker":
         return ("</sentence>", OBSERVATION)
     return ("</answer>", OBSERVATION) if kind == "text" else ("</action>", "</answer>", OBSERVATION)
@@ -92,8 +91,7 @@ def parse_answer(text: str) -> str | None:
 def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int) -> PlannerAction:
     """Read one planner turn. `candidates` is how many are numbered so far; thoughts are not read.
 
-    An answer ends the episode even where the turn also searches: searching on after an answer has no meaning.
-    """
+    An answer ends the episode even where the turn also searches: searching on after an answer has no meaning."""
     said = without_thoughts(text)
     if (answer := parse_answer(text)) is not None:
         return PlannerAction(answer=answer)
@@ -159,8 +157,7 @@ def numbered(materials: Sequence[Sequence[str]], mode: PromptMode) -> list[str]:
 
     In `brief` mode, for small models trained from scratch, the number also stands between the relation that is looked
     for and its object, or at a passage's end: naming the line is then copying one token on, where otherwise it means
-    looking back.
-    """
+    looking back."""
     lines = []
     for index, material in enumerate(materials):
         *before, last = (one_line(part) for part in material)
@@ -325,8 +322,7 @@ def system_prompt(
     role: Literal["planner", "worker"], kind: EnvironmentKind, mode: PromptMode, *, parallel: bool = True
 ) -> str:
     """`brief` is one line for models trained on the format, `zero_shot` the rules, `few_shot` worked examples too.
-    Without `parallel` the planner is told to search once a turn, and not shown the example that searches twice.
-    """
+    Without `parallel` the planner is told to search once a turn, and not shown the example that searches twice."""
     key = (role, kind)
     if mode == "brief":
         return _BRIEF[key]

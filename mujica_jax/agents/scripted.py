@@ -34,8 +34,7 @@ class ScriptedPolicy:
 
     Its one kind of noise: with the probability `miss_rate` its worker says that nothing was found where the fact stands
     before it. The planner then gives up, as after any fact that is missing. An agent without workers searches, with the
-    same probability, for what is common knowledge.
-    """
+    same probability, for what is common knowledge."""
 
     version = 0
 

@@ -69,8 +69,7 @@ def queries_of(evidence: Evidence) -> tuple[str, str]:
 
 def first_statement(evidence: Evidence, materials: Sequence[Material]) -> tuple[int, str] | None:
     """The passage that states the object, and the words in which it does: the subject's own passage, or the first one
-    that names the subject, too.
-    """
+    that names the subject, too."""
     subject = PARENTHESIS.sub("", evidence.subject).casefold()
     own = [n for n, material in enumerate(materials) if PARENTHESIS.sub("", material.title).casefold() == subject]
     naming = [n for n, material in enumerate(materials) if n not in own and subject in material.text.casefold()]

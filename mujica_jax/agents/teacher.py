@@ -49,8 +49,7 @@ class Lesson:
         self, step: str, dialogue: Dialogue, params: SamplingParams, state: object, read: Callable[[str], Read]
     ) -> Read:
         """What `read` makes of the reply, once it accepts one; each try has a seed of its own. Raises Refused with the
-        last reason.
-        """
+        last reason."""
         limit, reason = self._teacher.max_tokens, ""
         if limit is not None and len(dialogue.token_ids) + params.max_new_tokens > limit:
             raise Refused("teacher_prompt_length")

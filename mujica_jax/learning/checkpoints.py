@@ -46,15 +46,13 @@ _log = logging.getLogger(__name__)
 
 def _is_not_raised_by_finish(record: logging.LogRecord) -> bool:
     """Orbax logs what its threads raised, with a traceback. `finish` raises the same, and a full disk is worth one
-    sentence.
-    """
+    sentence."""
     return record.funcName not in RAISED_BY_FINISH
 
 
 class Checkpoints:
     """The checkpoints of one directory. Every process of a multi-host run sees the same directory and calls every
-    method.
-    """
+    method."""
 
     def __init__(self, directory: str | PurePath, *, keep: int, io_statistics: IoStatistics | None = None) -> None:
         """`io_statistics` gets the seconds and bytes of every save and restore."""
@@ -89,8 +87,7 @@ class Checkpoints:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors
         gone. Not where an error ends one of several processes: a save needs them all, and `distributed.abort` runs no
-        thread's end.
-        """
+        thread's end."""
         if error is not None and distributed.processes() > 1:
             return
         try:
@@ -114,8 +111,7 @@ class Checkpoints:
     def save(self, state: Any, loop_state: dict[str, Any]) -> None:
         """Begin to write a checkpoint, after which those beyond the last `keep` are removed.
 
-        `loop_state` holds what JSON holds. Returns when `state` may be consumed.
-        """
+        `loop_state` holds what JSON holds. Returns when `state` may be consumed."""
         import orbax.checkpoint as orbax
 
         self.finish()
@@ -134,8 +130,7 @@ class Checkpoints:
         `jax.ShapeDtypeStruct`s).
 
         None if there is none. A checkpoint of other shapes or types is an error: the run directory belongs to another
-        model.
-        """
+        model."""
         import orbax.checkpoint as orbax
 
         self.finish()

@@ -20,14 +20,15 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.models.attention import Implementation, causal_self_attention
+from mujica_jax.models.cpu_calls import on_cpu
 from mujica_jax.models.decoder import Decoder, Remat, scores
 from mujica_jax.models.layers import matrix_product
 from mujica_jax.models.sharding import RULES
 from mujica_jax.trajectories.packing import Batch
 
 # Positions whose logits one device holds at a time. 512 rows keep a matrix unit busy; their float32 logits take 0.3 GB
-# at a vocabulary of 152k and 4 MB (a core's cache) at 2k. On two CPU cores 512, 1024 and 2048 were equally fast.
-CHUNK_POSITIONS = 512
+# at a vocabulary of 152k. A CPU multiplies fewer as fast, and of the last chunk half is for nothing.
+CHUNK_POSITIONS, CPU_CHUNK_POSITIONS = 512, 256
 
 # Up to this depth the layers are unrolled and keep their activations: on CPU a step is then 12% faster than under
 # `lax.scan`, which copies every layer's weights and residuals. Deeper models scan and recompute, so that neither
@@ -53,8 +54,7 @@ def token_log_probs(
     """log p of each token given its prefix in its segment, float32; 0 where undefined (padding, the first token of a
     segment).
 
-    `wanted` limits the work to some tokens (0 elsewhere).
-    """
+    `wanted` limits the work to some tokens (0 elsewhere)."""
     return token_scores(decoder, batch, wanted, attention=attention, remat=remat, normalized=False).log_probs
 
 
@@ -95,8 +95,7 @@ def _target_scores(
     Each device walks through the rows it holds: the head is gathered once and its gradient summed once, where the
     compiler, left alone, would do both in every chunk. A head that is split over devices comes in parts and its
     gradient leaves in parts, a sum that moves half as much as one that everybody gets whole. The tensor axis stays the
-    compiler's.
-    """
+    compiler's."""
     mesh = jax.sharding.get_abstract_mesh()
     split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     if not split:
@@ -121,7 +120,7 @@ def _chunked_scores(
     parts: tuple[str, ...],
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     rows, time = targets.shape
-    chunk = min(time, max(1, CHUNK_POSITIONS // rows))
+    chunk = min(time, max(1, (CPU_CHUNK_POSITIONS if on_cpu() else CHUNK_POSITIONS) // rows))
     chunks = -(-time // chunk)
     # Wanted positions first, the others after them, both in their order: where each position goes, and which one comes
     # from where.
@@ -159,8 +158,7 @@ def _walk(
     The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands
     all that its backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a
     gigabyte for 512 tokens. And since upstream is one number a position, the forward pass leaves the gradient by the
-    hidden states but for that number, which saves a frozen head half of its products.
-    """
+    hidden states but for that number, which saves a frozen head half of its products."""
     narrow = _narrow(table, hidden, parts)
     return _forward(normalized, False, narrow, hidden, targets, wanted)[:2]
 
@@ -218,8 +216,7 @@ def _walk_backward(
     normalized: bool, parts: tuple[str, ...], kept: tuple[Any, ...], upstream: tuple[Any, Any]
 ) -> tuple[Array | None, ...]:
     """d normalizer / d logits = softmax(logits). The head's gradient adds up in float32, over chunks in one place and
-    over devices outside or, where the head is in parts, here.
-    """
+    over devices outside or, where the head is in parts, here."""
     table, narrow, pulled, hidden, targets, wanted = kept
     of_log_probs, of_normalizers = (  # a loss may leave one of them out
         jnp.zeros(given.shape, jnp.float32) if isinstance(given, SymbolicZero) else given for given in upstream

@@ -37,8 +37,7 @@ class Schedule(NamedTuple):
     """Linear from 0 to `peak` over `warmup_steps`, then a stretch of half a cosine from `peak` to `end_value` until
     `total_steps`.
 
-    `begin` and `end` say which stretch: 0 is the peak of the cosine, 1 its end, where the rate stays.
-    """
+    `begin` and `end` say which stretch: 0 is the peak of the cosine, 1 its end, where the rate stays."""
 
     peak: np.float32 | Float[Array, ""]
     end_value: np.float32 | Float[Array, ""]

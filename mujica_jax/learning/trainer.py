@@ -125,8 +125,7 @@ class Trainer:
 
     def next_phase(self, state: TrainState) -> TrainState:
         """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients, and
-        what a usual loss is has to be learnt again.
-        """
+        what a usual loss is has to be learnt again."""
         shardings = self._program.shardings
         spikes = jax.device_put(no_spikes(), shardings.spikes) if self.config.spike_deviations else ()
         return state._replace(step=jax.device_put(np.int32(0), shardings.step), spikes=spikes)
@@ -197,8 +196,7 @@ def fit(
     """Train from `state.step` until `steps` updates are made in this phase, or `should_stop` ends the loop.
 
     `input_state` is what the checkpoint of `state` says about the place in the data; without one it is the place of
-    `state.step`. `on_step` sees every step once, in order.
-    """
+    `state.step`. `on_step` sees every step once, in order."""
     own, columns = trainer.own_rows(), trainer.loss.columns
     batches = Batches(rows, trainer.config.rows_per_step, seed=seed, own=own, columns=columns)
     done = int(state.step)
@@ -340,8 +338,7 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
 
 def _parts(batch: Batch, count: int, mesh: Mesh) -> Batch:
     """The rows in `count` parts, [count, rows / count, time]. Part n has every count-th row from n on, so that each
-    device cuts what it holds and no row moves.
-    """
+    device cuts what it holds and no row moves."""
     layout = NamedSharding(mesh, PartitionSpec(None, RULES["batch"].mesh_axes))
 
     def cut(array: Array) -> Array:

@@ -91,8 +91,7 @@ class Scores:
 
     def predictions(self) -> bytes:
         """One JSON object a line: what was asked, what came greedily, how it scored and what its reward was; and what
-        came when it was sampled.
-        """
+        came when it was sampled."""
         lines = []
         for place, (question, trajectory) in enumerate(zip(self.questions, self.greedy.trajectories, strict=True)):
             score = metrics.score(trajectory.final_answer, question.answers, self.rule)
@@ -138,8 +137,7 @@ def score_policy(
     progress; without `sampled` it is greedy alone. `worker` is another model for the turns of workers. Several
     processes share the questions, and `gather(kind, own trajectories)` brings together what they played. Each process
     plays `part_questions` at a time (None: all at once): `keep(name of the part, play)` gives what an earlier start has
-    played of a part, or plays it.
-    """
+    played of a part, or plays it."""
     questions = held_out_questions(task, config)
     if not (own := distributed.shard_for_process(questions)):
         raise UserError(
@@ -237,8 +235,7 @@ def _further(
     """`set_f1`, the plain macro F1, and `gerbil_macro_f1` where questions ask for several answers. Where they have gold
     passages and passages were searched: `gold_found`, the share of them among all that was found, and `support_em` and
     `support_f1` of those that were read for an answer: what a worker selected, or all that was found where nobody
-    selects.
-    """
+    selects."""
     found: dict[str, list[float]] = {}
     sets: list[metrics.SetScore] = []
     answered: list[bool] = []

@@ -157,8 +157,7 @@ def next_attempts(
     left.
 
     A trajectory counts if it would be kept, so one that repeats another does not (`trajectories.select`). Waves double:
-    with `tried` attempts behind them, questions get as many again.
-    """
+    with `tried` attempts behind them, questions get as many again."""
     m = config.keep_per_question
     tried = 1 + max(trajectory.attempt for trajectory in trajectories)
     kept = collections.Counter(

@@ -97,6 +97,5 @@ def use_weights(
     generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
 ) -> None:
     """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied:
-    training reuses its buffers.
-    """
+    training reuses its buffers."""
     generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)

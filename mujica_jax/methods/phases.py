@@ -39,8 +39,7 @@ class PhaseResult:
 class PhaseState:
     """The state that a phase ends with: trained, or restored, when it is first called for.
 
-    Training that goes on from it reuses its buffers; called again after that, it is restored from its checkpoint.
-    """
+    Training that goes on from it reuses its buffers; called again after that, it is restored from its checkpoint."""
 
     def __init__(self, make: GetState) -> None:
         self._make = make

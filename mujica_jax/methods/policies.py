@@ -92,8 +92,7 @@ def init_as_checkpoint(words: Sequence[str]) -> list[str]:
 def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> SavedPolicy:
     """What `--checkpoint`, `--policy` and `--adapter` name; the files of a run are compared with their checksums.
 
-    Raises UserError.
-    """
+    Raises UserError."""
     folder = checkpoint_folder(checkpoint) if is_converted(checkpoint) else run_path(checkpoint)
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {WANTED}")

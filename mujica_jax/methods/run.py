@@ -228,8 +228,7 @@ class Run:
         The engine's slots are emptied first, so that a unit is a function of its attempts and the policy alone. For the
         same reason a preemption keeps nothing of the unit under way: its rest, played without the others, would be
         rounded differently. What is returned is what the store holds: another process may have been first. None if
-        there was nothing to play.
-        """
+        there was nothing to play."""
 
         def play() -> list[Trajectory]:
             trajectories: list[Trajectory] = []
@@ -344,8 +343,7 @@ class Run:
         The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine that several phases
         share. `loss` is one of `learning.losses`, whose columns `rows` carry; None is maximum likelihood. `config` has
         this phase's own rows. `over` is the file that says that the phase is over (None: that of its evaluation). A
-        preemption saves the step it comes at.
-        """
+        preemption saves the step it comes at."""
         file = over or phase_file(name)
         is_past = distributed.broadcast(f"{name} is over", lambda: self.store.exists(file))
         rates = schedule(peak=peak, end_value=end_value, total_steps=steps, warmup_steps=warmup_steps, stretch=stretch)

@@ -63,8 +63,7 @@ SCRIPT_REPEATS = 200  # how often the scripts' own words are shown to the tokeni
 def open_training(config: Config, directory: RunPath, preemption: Preemption) -> Iterator[Run]:
     """The run in `directory`, new or begun before; its metrics files are closed at the end.
 
-    What can be refused is refused before the directory is made, which remembers the configuration it was begun with.
-    """
+    What can be refused is refused before the directory is made, which remembers the configuration it was begun with."""
     require_packages(config)
     use_compilation_cache()
     # The machine has the devices and runs the attention kernel: checked before a checkpoint is read.
@@ -261,8 +260,7 @@ def build_task(config: Config, *, learns: bool = True) -> Task:
 
 def open_model(directory_or_file: str | Path, dtype: str) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:
     """A Hugging Face checkpoint or a GGUF file: its tokenizer, the decoder without its arrays, and what reads them
-    (`weights.open_checkpoint`). Its vocabulary must hold every id of the tokenizer.
-    """
+    (`weights.open_checkpoint`). Its vocabulary must hold every id of the tokenizer."""
     directory = distributed.primary_first("the checkpoint", lambda: checkpoint_folder(directory_or_file))
     if not Path(directory).is_dir():
         raise UserError(

@@ -151,8 +151,7 @@ def from_scratch(task: Task) -> FromScratchTask:
 
 def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     """Play the demonstrations in their environments. A script that fails by a miss stays in, as the noise it is meant
-    to be; one that cannot reach the gold answer is left out.
-    """
+    to be; one that cannot reach the gold answer is left out."""
     policy = ScriptedPolicy(run.tokenizer, miss_rate=run.config.warmup.miss_rate, seed=run.config.seed)
     trajectories: list[Trajectory] = []
     right: list[bool] = []

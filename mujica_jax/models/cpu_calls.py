@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 ATTENTION_STEP, PRODUCT_STEP = 8, 16  # channels that a kernel takes at a time
+ATTENDED = "attended"  # the name of what a backward pass needs of `packed_attention`
 KERNEL_ROWS = 192  # with more, XLA multiplies as fast
 LARGE_MATRIX = {"float32": 50_000, "bfloat16": 300_000}  # numbers: XLA packs a smaller one in no time
 
@@ -80,24 +82,31 @@ def packed_attention(
 
 
 def _packed_forward(query: Array, key: Array, value: Array, segment_ids: Array) -> tuple[Array, tuple[Array, ...]]:
-    changes = segment_ids != jnp.roll(segment_ids, 1, axis=1)
-    begins = jax.lax.cummax(jnp.where(changes, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), 0), axis=1)
-    given = *(array.astype(jnp.float32) for array in (query, key, value)), begins
-    normalizers = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1], 1), jnp.float32)
-    kernel = jax.ffi.ffi_call(_registered("mix_packed"), (_like(query), normalizers))
-    mixed, normalizers = kernel(*given)
-    return mixed.astype(query.dtype), (*given, mixed, normalizers)
+    """To the kernels all rows are one, in which a segment ends where its row does. What a backward pass needs of the
+    result has a name, for `Decoder.with_memory` to keep it."""
+    changes = (segment_ids != jnp.roll(segment_ids, 1, axis=1)).at[:, 0].set(True).reshape(1, -1)
+    begins = jax.lax.cummax(jnp.where(changes, jnp.arange(changes.size, dtype=jnp.int32), 0), axis=1)
+    given = *map(_one_row, (query, key, value)), begins
+    normalizers = jax.ShapeDtypeStruct((1, query.shape[2], changes.size, 1), jnp.float32)
+    kernel = jax.ffi.ffi_call(_registered("mix_packed"), (_like(given[0]), normalizers))
+    results = checkpoint_name(kernel(*given), ATTENDED)
+    return results[0].reshape(query.shape).astype(query.dtype), (*given, *results)
 
 
 def _packed_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
     query, key = saved[:2]
     kernel = jax.ffi.ffi_call(_registered("pull_packed"), (_like(query),) * 3)
-    of_query, *in_parts = kernel(*saved, gradient.astype(jnp.float32))
+    of_query, *in_parts = kernel(*saved, _one_row(gradient))
     of_keys = (parts.reshape(*key.shape[:3], -1, key.shape[3]).sum(axis=3) for parts in in_parts)
-    return *(found.astype(gradient.dtype) for found in (of_query, *of_keys)), None
+    found = (of_one.astype(gradient.dtype) for of_one in (of_query, *of_keys))
+    return *(of_one.reshape(*gradient.shape[:2], *of_one.shape[2:]) for of_one in found), None
 
 
 packed_attention.defvjp(_packed_forward, _packed_backward)
+
+
+def _one_row(array: Float[Array, "rows time heads head_dim"]) -> Float[Array, "1 tokens heads head_dim"]:
+    return array.astype(jnp.float32).reshape(1, -1, *array.shape[2:])
 
 
 def _like(array: Array) -> jax.ShapeDtypeStruct:

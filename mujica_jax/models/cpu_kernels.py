@@ -9,9 +9,9 @@ row, of which no more is read than the row holds.
 Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies, and while some of its
 rows are multiplied the next ones are fetched. Few rows are multiplied along the inner length, more in tiles.
 
-Packed rows: of XLA's small products none uses two cores. Here a thread takes a head of a row, block after block of
-queries, and no key that lies before their conversation or after them. Only a block's scores exist at a time; the
-gradient computes them again (FlashAttention, Dao et al. 2022, algorithm 4).
+Packed rows: of XLA's small products none uses two cores. Here a thread takes a head of a segment, block after block of
+queries, and no key after them. Only a block's scores exist at a time, keys by queries, so that all lies in the order in
+which it is read; the gradient computes them again (FlashAttention, Dao et al. 2022, algorithm 4).
 
 All of it is one file: numba's cache on disk asks whether the file of a kernel has changed, and not those that it uses.
 """
@@ -42,7 +42,7 @@ STEPS = 16  # of a tile, between two that fetch ahead
 BLOCK = 48  # queries that meet their keys together, of packed rows: whole tiles
 # Sums in any order, and no more: with "nnan" a broken number could look like a good one.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
-ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
+ZERO, ONE, HALF, NOTHING = np.float32(0), np.float32(1), np.float32(0.5), np.float32(-np.inf)
 LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
 LEAST = np.float32(-87)  # e to this is about the least float32 that is not denormal
 TERMS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720))
@@ -371,6 +371,11 @@ def _four_dimensions(buffer):
     return carray(data, (dims[0], dims[1], dims[2], dims[3]), np.float32)
 
 
+@compiled()
+def _one_row(buffer):
+    return _four_dimensions(buffer)[0]
+
+
 @compiled(parallel=THREADS)
 def _multiply_few(rows, matrices, results, many):
     count, inner = rows.shape
@@ -483,122 +488,126 @@ def _whole(count, of):
 
 
 @compiled()
-def _gather(source, start, head, scale, found):
-    """A head of the tokens from `start` on, with zeros beyond the last one."""
-    found[:] = ZERO
-    for number in range(min(found.shape[0], source.shape[0] - start)):
+def _gathered(source, start, stop, head, scale):
+    """A head of these tokens, in whole blocks: beyond the last one there are zeros."""
+    found = np.zeros((_whole(stop - start, BLOCK), _whole(source.shape[2], COLUMNS)), np.float32)
+    for number in range(stop - start):
         for dim in range(source.shape[2]):
             found[number, dim] = source[start + number, head, dim] * scale
+    return found
 
 
 @compiled()
-def _room(query):
-    """What a thread needs for a head: [all tokens, head_dim] for its keys or values, and for a block's queries
-    [queries, head_dim] and [queries, all tokens]."""
-    # Tiles begin with a conversation and end at most COLUMNS + ROWS places after the last token.
-    width = _whole(query.shape[0], COLUMNS) + 2 * COLUMNS
-    dims = _whole(query.shape[2], COLUMNS)
-    return (
-        np.empty((width, dims), np.float32),
-        np.empty((BLOCK, dims), np.float32),
-        np.empty((BLOCK, width), np.float32),
-    )
+def _set_later(scores, value):
+    """Of a block that meets itself [keys, queries], what lies after a query."""
+    for key in range(1, BLOCK):
+        scores[key, :key] = value
 
 
 @compiled(fastmath=FAST)
-def _mix_head(query, key, value, begins, mixed, normalizers, head):
-    time, heads, head_dim = query.shape
-    of_keys = head * key.shape[1] // heads
-    scale = ONE / np.sqrt(np.float32(head_dim))
-    keys, queries, scores = _room(query)
-    values, results = np.empty_like(keys), np.empty_like(queries)
-    _gather(key, 0, of_keys, ONE, keys)
-    _gather(value, 0, of_keys, ONE, values)
-    turned = keys.T.copy()
-    for start in range(0, time, BLOCK):
-        tokens, first = min(BLOCK, time - start), begins[start]
-        count = _whole(start + tokens - first, COLUMNS)
-        _gather(query, start, head, scale, queries)
-        scores[:, :count] = ZERO
-        _add_product(queries, turned[:, first:], scores[:, :count])
-        for number in range(tokens):
-            token, row = start + number, scores[number]
-            low, high = begins[token] - first, token + 1 - first
-            total, peak = _softmax(row[low:high], high - low)
-            row[:low] = ZERO
-            row[high:count] = ZERO
-            normalizers[head, token, 0] = peak + np.log(total)
-            for place in range(low, high):
-                row[place] /= total
+def _mix_segment(query, key, value, mixed, normalizers, head, start, stop):
+    head_dim, from_head = query.shape[2], head * key.shape[1] // query.shape[1]
+    keys, values = _gathered(key, start, stop, from_head, ONE), _gathered(value, start, stop, from_head, ONE)
+    scores = np.empty((keys.shape[0], BLOCK), np.float32)
+    results, totals = np.empty((BLOCK, keys.shape[1]), np.float32), np.empty(BLOCK, np.float32)
+    peaks = np.empty(BLOCK, np.float32)
+    for begin in range(start, stop, BLOCK):
+        tokens = min(BLOCK, stop - begin)
+        seen, across, down = begin - start + BLOCK, _whole(tokens, COLUMNS), _whole(tokens, ROWS)
+        queries = _gathered(query, begin, begin + tokens, head, ONE / np.sqrt(np.float32(head_dim)))
+        scores[:seen] = ZERO
+        _add_product(keys[:seen], queries.T.copy()[:, :across], scores[:seen, :across])
+        _set_later(scores[seen - BLOCK :], NOTHING)
+        peaks[:] = scores[0]
+        for place in range(1, seen):
+            for number in range(BLOCK):
+                score = scores[place, number]
+                peaks[number] = score if score > peaks[number] else peaks[number]
+        totals[:] = ZERO
+        for place in range(seen):
+            for number in range(BLOCK):
+                weight = _exp(scores[place, number] - peaks[number])
+                scores[place, number] = weight
+                totals[number] += weight
+        _set_later(scores[seen - BLOCK :], ZERO)
         results[:] = ZERO
-        _add_product(scores[:, :count], values[first:], results)
-        mixed[start : start + tokens, head] = results[:tokens, :head_dim]
+        _add_product(scores[:seen].T, values[:seen], results[:down])
+        for number in range(tokens):
+            normalizers[head, begin + number, 0], share = peaks[number] + np.log(totals[number]), ONE / totals[number]
+            for dim in range(head_dim):
+                mixed[begin + number, head, dim] = results[number, dim] * share
 
 
 @compiled(fastmath=FAST)
-def _pull_head(query, key, value, begins, mixed, normalizers, gradient, of_query, of_key, of_value, head):
-    time, heads, head_dim = query.shape
-    from_head = head * key.shape[1] // heads
+def _pull_segment(query, key, value, mixed, normalizers, gradient, of_query, of_key, of_value, head, start, stop):
+    head_dim, from_head = query.shape[2], head * key.shape[1] // query.shape[1]
     scale = ONE / np.sqrt(np.float32(head_dim))
-    keys, queries, weights = _room(query)
+    keys, values = _gathered(key, start, stop, from_head, ONE), _gathered(value, start, stop, from_head, ONE)
     of_keys, of_values = np.zeros_like(keys), np.zeros_like(keys)
-    pulls, results, slopes = np.empty_like(queries), np.empty_like(queries), np.empty_like(weights)
-    _gather(value, 0, from_head, ONE, keys)
-    turned_values = keys.T.copy()
-    _gather(key, 0, from_head, ONE, keys)
-    turned_keys = keys.T.copy()
-    for start in range(0, time, BLOCK):
-        tokens, first = min(BLOCK, time - start), begins[start]
-        count = _whole(start + tokens - first, COLUMNS)
-        rows = _whole(count, ROWS)  # of the keys' gradients
-        _gather(query, start, head, scale, queries)
-        _gather(gradient, start, head, ONE, pulls)
-        weights[:, :rows] = ZERO
-        slopes[:, :rows] = ZERO
-        _add_product(queries, turned_keys[:, first:], weights[:, :count])
-        _add_product(pulls, turned_values[:, first:], slopes[:, :count])
+    weights, slopes = np.empty((BLOCK, BLOCK), np.float32), np.empty((BLOCK, BLOCK), np.float32)
+    results, totals = np.empty((BLOCK, keys.shape[1]), np.float32), np.zeros(BLOCK, np.float32)
+    inner = np.empty(BLOCK, np.float32)
+    for begin in range(start, stop, BLOCK):
+        tokens = min(BLOCK, stop - begin)
+        across, down = _whole(tokens, COLUMNS), _whole(tokens, ROWS)
+        queries = _gathered(query, begin, begin + tokens, head, scale)
+        pulls = _gathered(gradient, begin, begin + tokens, head, ONE)
+        turned, turned_pulls = queries.T.copy()[:, :across], pulls.T.copy()[:, :across]
+        inner[:] = ZERO
         for number in range(tokens):
-            token, inner = start + number, ZERO
-            low, high = begins[token] - first, token + 1 - first
+            totals[number] = normalizers[head, begin + number, 0]
             for dim in range(head_dim):
-                inner += pulls[number, dim] * mixed[token, head, dim]
-            weight, slope = weights[number], slopes[number]
-            for place in range(low, high):
-                weight[place] = _exp(weight[place] - normalizers[head, token, 0])
-                slope[place] = weight[place] * (slope[place] - inner)
-            for row in (weight, slope):
-                row[:low] = ZERO
-                row[high:rows] = ZERO
-        weights[tokens:, :rows] = ZERO
-        slopes[tokens:, :rows] = ZERO
+                inner[number] += pulls[number, dim] * mixed[begin + number, head, dim]
         results[:] = ZERO
-        _add_product(slopes[:, :count], keys[first:], results)
-        _add_product(slopes[:, :rows].T, queries, of_keys[first : first + rows])
-        _add_product(weights[:, :rows].T, pulls, of_values[first : first + rows])
+        for first in range(0, begin - start + BLOCK, BLOCK):
+            seen = slice(first, first + BLOCK)
+            weights[:] = ZERO
+            slopes[:] = ZERO
+            _add_product(keys[seen], turned, weights[:, :across])
+            _add_product(values[seen], turned_pulls, slopes[:, :across])
+            for place in range(BLOCK):
+                for number in range(BLOCK):
+                    weight = _exp(weights[place, number] - totals[number])
+                    weights[place, number] = weight
+                    slopes[place, number] = weight * (slopes[place, number] - inner[number])
+            if first == begin - start:
+                _set_later(weights, ZERO)
+                _set_later(slopes, ZERO)
+            _add_product(slopes.T, keys[seen], results[:down])
+            _add_product(slopes[:, :across], queries, of_keys[seen])
+            _add_product(weights[:, :across], pulls, of_values[seen])
         for number in range(tokens):
             for dim in range(head_dim):
-                of_query[start + number, head, dim] = results[number, dim] * scale
-    of_key[:, head] = of_keys[:time, :head_dim]
-    of_value[:, head] = of_values[:time, :head_dim]
+                of_query[begin + number, head, dim] = results[number, dim] * scale
+    of_key[start:stop, head] = of_keys[: stop - start, :head_dim]
+    of_value[start:stop, head] = of_values[: stop - start, :head_dim]
+
+
+@compiled()
+def _bounds(begins):
+    """Where each segment starts, and where the last one stops."""
+    return np.append(np.flatnonzero(begins == np.arange(begins.size)), begins.size)
 
 
 @compiled(cache=True, parallel=THREADS)
 def mix_packed(query, key, value, begins, mixed, normalizers):
     """See `cpu_calls.packed_attention`. `begins`: of each token, the first one of its segment."""
-    heads = query.shape[2]
-    for part in prange(query.shape[0] * heads):
-        row = part // heads
-        _mix_head(query[row], key[row], value[row], begins[row], mixed[row], normalizers[row], part % heads)
+    bounds = _bounds(begins)
+    segments = bounds.size - 1
+    for part in prange(query.shape[1] * segments):
+        head, segment = part // segments, part % segments
+        _mix_segment(query, key, value, mixed, normalizers, head, bounds[segment], bounds[segment + 1])
 
 
 @compiled(cache=True, parallel=THREADS)
 def pull_packed(query, key, value, begins, mixed, normalizers, gradient, of_query, of_key, of_value):
     """The gradient of `mix_packed`; that of a head of keys in parts, one for each head of queries."""
-    heads = query.shape[2]
-    for part in prange(query.shape[0] * heads):
-        row, head = part // heads, part % heads
-        given = query[row], key[row], value[row], begins[row], mixed[row], normalizers[row], gradient[row]
-        _pull_head(*given, of_query[row], of_key[row], of_value[row], head)
+    bounds = _bounds(begins)
+    segments = bounds.size - 1
+    for part in prange(query.shape[1] * segments):
+        head, segment = part // segments, part % segments
+        given = query, key, value, mixed, normalizers, gradient, of_query, of_key, of_value
+        _pull_segment(*given, head, bounds[segment], bounds[segment + 1])
 
 
 @compiled()
@@ -648,9 +657,8 @@ def mix_packed_target(frame_address):
     frame = _words(frame_address, RESULTS + 1)
     if not _asked_for_version(frame):
         given, results = _words(frame[ARGUMENTS], 4), _words(frame[RESULTS], 2)
-        query, key, value = _four_dimensions(given[0]), _four_dimensions(given[1]), _four_dimensions(given[2])
-        mixed, normalizers = _four_dimensions(results[0]), _four_dimensions(results[1])
-        mix_packed(query, key, value, _integers(given[3]), mixed, normalizers)
+        query, key, value = _one_row(given[0]), _one_row(given[1]), _one_row(given[2])
+        mix_packed(query, key, value, _integers(given[3])[0], _one_row(results[0]), _one_row(results[1]))
     return 0
 
 
@@ -660,10 +668,8 @@ def pull_packed_target(frame_address):
     frame = _words(frame_address, RESULTS + 1)
     if not _asked_for_version(frame):
         given, results = _words(frame[ARGUMENTS], 7), _words(frame[RESULTS], 3)
-        query, key, value = _four_dimensions(given[0]), _four_dimensions(given[1]), _four_dimensions(given[2])
-        mixed, normalizers = _four_dimensions(given[4]), _four_dimensions(given[5])
-        gradient, of_query = _four_dimensions(given[6]), _four_dimensions(results[0])
-        of_key, of_value = _four_dimensions(results[1]), _four_dimensions(results[2])
-        begins = _integers(given[3])
-        pull_packed(query, key, value, begins, mixed, normalizers, gradient, of_query, of_key, of_value)
+        query, key, value, begins = _one_row(given[0]), _one_row(given[1]), _one_row(given[2]), _integers(given[3])[0]
+        saved = _one_row(given[4]), _one_row(given[5]), _one_row(given[6])
+        found = _one_row(results[0]), _one_row(results[1]), _one_row(results[2])
+        pull_packed(query, key, value, begins, *saved, *found)
     return 0

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mujica_jax.models.cpu_calls import on_cpu
+from mujica_jax.models.cpu_calls import ATTENDED, on_cpu
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import (
     Attend,
@@ -76,8 +76,8 @@ class Decoder(nnx.Module):
 
         With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep no state. Without
         it they run in a Python loop and `layer_index` is an int. `remat` says what the backward pass computes again
-        instead of keeping it: "full" whole layers, "dots" everything but the products with weights (attention's
-        products are computed again)."""
+        instead of keeping it: "full" whole layers, "dots" everything but the products with weights and what
+        `cpu_calls.packed_attention` names."""
 
         def without_memory(index: LayerIndex, query: Array, key: Array, value: Array, memory: None) -> tuple:
             return attend(index, query, key, value), memory
@@ -113,7 +113,9 @@ class Decoder(nnx.Module):
 
         step = layer
         if remat != "none":
-            keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+            policies = jax.checkpoint_policies
+            dots = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(ATTENDED)
+            keep = policies.save_from_both_policies(*dots) if remat == "dots" else None
             step = jax.checkpoint(layer, policy=keep, prevent_cse=not scan)  # a scan cannot merge the two computations
         carry = self.embed(tokens), memory
         if scan:

@@ -173,6 +173,27 @@ _wide_product.defvjp(
 )
 
 
+@jax.custom_vjp
+def _adapted_product(rows: Array, frozen: Array, a: Array, b: Array) -> Array:
+    """rows @ (frozen + a b), in float32, whose rounding leaves what is added as good as whole. It spares the sum of two
+    results; the gradient is written out, since the derived one would multiply a whole matrix first."""
+    return _adapted_forward(rows, frozen, a, b)[0]
+
+
+def _adapted_forward(*given: Array) -> tuple[Array, tuple[Array, ...]]:
+    rows, frozen, a, b = given
+    return rows @ (frozen + a @ b), given  # a plain product, which `remat` can keep
+
+
+def _adapted_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
+    rows, frozen, a, b = saved
+    of_a, of_b = rows.T @ (gradient @ b.T), (rows @ a).T @ gradient
+    return gradient @ (frozen + a @ b).T, None, of_a, of_b
+
+
+_adapted_product.defvjp(_adapted_forward, _adapted_backward)
+
+
 def output_major_product(
     rows: Float[Array, "rows inputs"], matrix: Float[Array, "outputs inputs"]
 ) -> Float[Array, "rows outputs"]:
@@ -281,11 +302,12 @@ class Block(nnx.Module):
             qwix = importlib.import_module("qwix")  # which stored it
             kernel = qwix.dequantize(kernel)  # in float32, fused into the product
         matrix = kernel.astype(self.dtype).reshape(math.prod(kernel.shape[:inputs]), -1)
-        products = matrix_product(rows, matrix)
-        if self.adapter_scale:
-            a, b = (getattr(self, f"{name}_lora_{part}").get_value() for part in "ab")
-            products = (products + self.adapter_scale * ((rows @ a) @ b)).astype(rows.dtype)  # adapters are float32
-        return products
+        if not self.adapter_scale:
+            return matrix_product(rows, matrix)
+        a, b = (getattr(self, f"{name}_lora_{part}").get_value() for part in "ab")  # in float32
+        if rows.dtype == jnp.float32:
+            return _adapted_product(rows, matrix, a, self.adapter_scale * b)
+        return (matrix_product(rows, matrix) + self.adapter_scale * ((rows @ a) @ b)).astype(rows.dtype)
 
     def _norm(self, inputs: Float[Array, "*batch features"], name: str) -> Float[Array, "*batch features"]:
         return rms_norm(inputs, getattr(self, name)[...], self.config.rms_norm_eps)

@@ -3,9 +3,9 @@
     rows @ W + (alpha / rank) * (rows @ A) @ B        A [inputs, rank] drawn (He, uniform), B [rank, outputs] zero
 
 An adapted decoder is a decoder whose `Block` has, beside each stacked kernel, `<kernel>_lora_a` and `<kernel>_lora_b`
-(`nnx.LoRAParam`, stacked over layers like the kernel) and an `adapter_scale`, by which `Block.product` adds them.
-Adapters stay float32 and are multiplied in float32 whatever the compute type. `merged` gives back a plain decoder: the
-engine and the Hugging Face export know no adapters. Called by `learning.trainer`; `adapters` stores them.
+(`nnx.LoRAParam`, stacked over layers like the kernel) and an `adapter_scale`, by which `Block.product` adds them: in
+float32 to W, else to the product. Adapters are float32 whatever the compute type. `merged` gives back a plain decoder:
+the engine and the Hugging Face export know no adapters. Called by `learning.trainer`; `adapters` stores them.
 """
 
 import functools
