@@ -1,5 +1,10 @@
 """The kernels that decode on a CPU, beside XLA's own."""
 
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +96,28 @@ def test_products_of_few_rows_are_exact(rows: int, outputs: int, inputs: int):
     left, matrices = drawn(0, rows, inputs), (drawn(1, outputs, inputs), drawn(2, 5, inputs))
     for found, matrix in zip(jax.jit(cpu_calls.products)(left, *matrices), matrices, strict=True):
         np.testing.assert_allclose(found, left.astype(np.float64) @ matrix.T, atol=3e-4)
+
+
+def test_callers_at_once_get_their_own_numbers():
+    """One of them has the threads; the others work alone."""
+    call, given = jax.jit(cpu_calls.products), [(drawn(seed, 8, 64), drawn(9 + seed, 640, 64)) for seed in range(4)]
+    with ThreadPoolExecutor(len(given)) as pool:
+        found = pool.map(lambda pair: [np.asarray(call(*pair)[0]) for _ in range(100)], given)
+        for (rows, matrix), results in zip(given, found, strict=True):
+            np.testing.assert_allclose(results, np.stack([rows @ matrix.T] * 100), atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not bind a process to a core")
+def test_one_core_is_enough_and_threads_end_with_the_program():
+    program = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))} if %d else os.sched_getaffinity(0))\n"
+        "import jax.numpy as jnp; from mujica_jax.models import cpu_calls\n"
+        "print(float(cpu_calls.products(jnp.ones((8, 64)), jnp.ones((640, 64)))[0].sum()))"
+    )
+    for alone in (0, 1):
+        command = [sys.executable, "-c", program % alone]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (finished.returncode, float(finished.stdout)) == (0, 8 * 64 * 640), finished.stderr
 
 
 def test_the_gradient_of_products():

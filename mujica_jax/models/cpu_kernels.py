@@ -16,28 +16,32 @@ which it is read; the gradient computes them again (FlashAttention, Dao et al. 2
 All of it is one file: numba's cache on disk asks whether the file of a kernel has changed, and not those that it uses.
 """
 
+import atexit
+import ctypes
 import functools
-import importlib
 import inspect
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, cfunc, get_num_threads, njit, prange, types  # pyright: ignore[reportPrivateImportUsage]
+from llvmlite import binding, ir
+from numba import carray, cfunc, njit, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.core import cgutils
-from numba.extending import intrinsic as _intrinsic
+from numba.extending import intrinsic
 
 TOGETHER = 12  # queries of one head of keys that a thread takes at a time, if a row has no more
-UNROLLED = 8  # keys, or values, that are added up in one walk along what lies together
 LANES = 8  # numbers of a vector: with AVX2 twelve sums and what they need fill the registers
 MATRIX_ROWS = 2  # of a product of few rows that are multiplied together
 MAX_UNTILED_ROWS = 12  # with more, tiles are faster
 PANEL_ROWS, PANEL = 4, 3 * LANES  # of a tile of a product of more rows: of the matrix, and of the rows
 CACHED = 98_304  # numbers of rows that stay in a core's cache while the matrix passes
-PARTS = 64  # of a product, for threads to share
+PARTS_EACH = 4  # of a product, for each thread
 ROWS, COLUMNS = 6, 2 * LANES  # of a tile of attention
+FEW_ROWS = 3  # of one twice as wide
 LINE = 64  # bytes of a cache's line
+AHEAD = 3  # pairs of a matrix's rows that are on their way to the second cache
 STEPS = 16  # of a tile, between two that fetch ahead
 BLOCK = 48  # queries that meet their keys together, of packed rows: whole tiles
 # Sums in any order, and no more: with "nnan" a broken number could look like a good one.
@@ -58,7 +62,17 @@ EXTENSION_KIND, METADATA, API_VERSION = 1, 3, 3
 DATA, DIMENSIONS = 3, 5  # of a buffer
 METADATA_KIND, VERSION_0_1 = 1, 1 << 32
 
-intrinsic: Any = _intrinsic  # who calls one leaves out the context that it gets from numba
+# What threads share, in words that lie some cache lines apart: who asks for work, how many of its parts nobody has
+# taken, how many are done, the work itself, whether to end; and of each kernel the address of the function for a part.
+CALLERS, LEFT, DONE, FUNCTION, FRAME, KEPT_AT, MORE, ENDED, THREADS, FUNCTIONS = 0, 16, 32, 48, 49, 50, 51, 64, 65, 80
+ATTEND, MULTIPLY_FEW, TURN, MULTIPLY_MANY, MIX, PULL = range(6)
+LOOKS, NAP, LONGEST_NAP = 2_000, 20, 5_000  # for work before a thread sleeps, and microseconds that it sleeps
+KEPT: list[Any] = []  # what numba compiled
+BOARD, BOARD_NAME = np.zeros(128, np.int64), "mujica_jax_board"
+binding.add_symbol(BOARD_NAME, BOARD.ctypes.data)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(BOARD))  # never freed: XLA's threads may outlive Python
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 def compiled(**options) -> Callable[[Callable], Callable]:
@@ -66,29 +80,113 @@ def compiled(**options) -> Callable[[Callable], Callable]:
     return lambda function: njit(**options)(inspect.unwrap(function))
 
 
-@intrinsic
-def _float_of_bits(context, bits):
-    del context, bits
-    return types.float32(types.int32), lambda _, builder, __, given: builder.bitcast(given[0], ir.FloatType())
+def instruction(result, *given) -> Callable[[Callable], Any]:
+    """What numba's code calls like a function of these types, from what emits it: `emit(builder, *values)`."""
+
+    def decorate(emit: Callable) -> Any:
+        @functools.wraps(emit)  # numba looks at the parameters
+        def found(context, *_):
+            del context
+            return result(*given), lambda _, builder, __, values: emit(builder, *values)
+
+        return intrinsic(found)
+
+    return decorate
 
 
-@intrinsic
-def _pointer(context, address):
-    del context, address
-    return types.voidptr(types.int64), lambda _, builder, __, given: builder.inttoptr(given[0], cgutils.voidptr_t)
+@instruction(types.float32, types.int32)
+def _float_of_bits(builder, bits):
+    return builder.bitcast(bits, SINGLE)
 
 
-def _fetch(builder, address):
-    """What is to be read soon, to be kept in all caches."""
+@instruction(types.voidptr, types.int64)
+def _pointer(builder, address):
+    return builder.inttoptr(address, cgutils.voidptr_t)
+
+
+def _on_board(builder, word):
+    """Of the board. By name: an address would be another one when numba's cache is read."""
+    board = builder.module.globals.get(BOARD_NAME) or ir.GlobalVariable(builder.module, LONG, BOARD_NAME)
+    return builder.gep(board, [word])
+
+
+@instruction(types.int64, types.int64)
+def _read(builder, word):
+    return builder.load_atomic(_on_board(builder, word), "seq_cst", 8)
+
+
+@instruction(types.void, types.int64, types.int64)
+def _write(builder, word, value):
+    builder.store_atomic(value, _on_board(builder, word), "seq_cst", 8)
+
+
+@instruction(types.int64, types.int64, types.int64)
+def _add(builder, word, amount):
+    """What was there before."""
+    return builder.atomic_rmw("add", _on_board(builder, word), amount, "seq_cst")
+
+
+@instruction(types.void, *[types.int64] * 5)
+def _call(builder, function, frame_at, kept_at, more, part):
+    of_type = ir.FunctionType(ir.VoidType(), [LONG] * 4)
+    builder.call(builder.inttoptr(function, of_type.as_pointer()), [frame_at, kept_at, more, part])
+
+
+@compiled()
+def _take_parts():
+    """Who finds some left when all are taken gets a number below 0."""
+    while _read(LEFT) > 0:
+        part = _add(LEFT, -1) - 1
+        if part >= 0:
+            _call(_read(FUNCTION), _read(FRAME), _read(KEPT_AT), _read(MORE), part)
+            _add(DONE, 1)
+
+
+@compiled()
+def _share(kernel, parts, frame_at, kept, more):
+    """Do a kernel's work in so many parts, with the threads that wait; alone, if another caller has them."""
+    function = _read(FUNCTIONS + kernel)
+    if _add(CALLERS, 1) == 0:
+        _write(FUNCTION, function)
+        _write(FRAME, frame_at)
+        _write(KEPT_AT, kept.ctypes.data)
+        _write(MORE, more)
+        _write(DONE, 0)
+        _write(LEFT, parts)
+        _take_parts()
+        while _read(DONE) < parts:
+            _sched_yield()
+    else:
+        for part in range(parts):
+            _call(function, frame_at, kept.ctypes.data, more, part)
+    _add(CALLERS, -1)
+
+
+def _help():
+    """What a thread does until the program ends. It gives its core to whoever wants it, at each look."""
+    idle = 0
+    while not _read(ENDED):
+        if _read(LEFT) > 0:
+            _take_parts()
+            idle = 0
+        elif idle < LOOKS:
+            idle += 1
+            _sched_yield()
+        else:
+            idle += NAP
+            _usleep(min(idle - LOOKS, LONGEST_NAP))
+
+
+def _fetch(builder, address, level=1):
+    """What is to be read soon, into the caches from this level on."""
     of_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[WORD] * 3])
     fetch = cgutils.get_or_insert_function(builder.module, of_type, "llvm.prefetch.p0")
-    builder.call(fetch, [builder.inttoptr(address, cgutils.voidptr_t), *(WORD(flag) for flag in (0, 3, 1))])
+    builder.call(fetch, [builder.inttoptr(address, cgutils.voidptr_t), *(WORD(flag) for flag in (0, 4 - level, 1))])
 
 
-@intrinsic
-def _fetch_line(context, address):
-    del context, address
-    return types.void(types.int64), lambda _, builder, __, given: _fetch(builder, given[0])
+@instruction(types.void, types.int64)
+def _fetch_line(builder, address):
+    _fetch(builder, address, level=2)
 
 
 @compiled()
@@ -108,147 +206,6 @@ def _exp(x):
     r = x - k * LN_2_HIGH - k * LN_2_LOW
     series = TERMS[0] + r * (TERMS[1] + r * (TERMS[2] + r * (TERMS[3] + r * TERMS[4])))
     return (ONE + r * (ONE + r * series)) * _float_of_bits((np.int32(k) + BIAS) << EXPONENT_BITS)
-
-
-@compiled(fastmath=FAST)
-def _softmax(scores, count):
-    """exp(scores - their maximum) in place; their sum, and the maximum."""
-    peak = scores[0]
-    for place in range(1, count):
-        peak = max(peak, scores[place])
-    total = ZERO
-    for place in range(count):
-        weight = _exp(scores[place] - peak)
-        scores[place] = weight
-        total += weight
-    return total, peak
-
-
-@compiled(fastmath=FAST)
-def _add_scores(scores, chosen, queries, keys, begin, count):
-    """scores[chosen, begin : begin + count] = queries[chosen] @ keys[:, :count]"""
-    for query in chosen:
-        scores[query, begin : begin + count] = ZERO
-    for dim in range(0, queries.shape[1], UNROLLED):
-        k0, k1, k2, k3 = keys[dim][:count], keys[dim + 1][:count], keys[dim + 2][:count], keys[dim + 3][:count]
-        k4, k5, k6, k7 = keys[dim + 4][:count], keys[dim + 5][:count], keys[dim + 6][:count], keys[dim + 7][:count]
-        for query in chosen:
-            of = queries[query]
-            q0, q1, q2, q3 = of[dim], of[dim + 1], of[dim + 2], of[dim + 3]
-            q4, q5, q6, q7 = of[dim + 4], of[dim + 5], of[dim + 6], of[dim + 7]
-            row = scores[query][begin : begin + count]
-            for at in range(count):
-                first = (q0 * k0[at] + q1 * k1[at]) + (q2 * k2[at] + q3 * k3[at])
-                row[at] += first + ((q4 * k4[at] + q5 * k5[at]) + (q6 * k6[at] + q7 * k7[at]))
-
-
-@compiled(fastmath=FAST)
-def _add_values(mixed, chosen, weights, values, begin, count):
-    """mixed[chosen] += weights[chosen, begin : begin + count] @ values[:count]"""
-    whole = count - count % UNROLLED
-    for at in range(0, whole, UNROLLED):
-        v0, v1, v2, v3 = values[at], values[at + 1], values[at + 2], values[at + 3]
-        v4, v5, v6, v7 = values[at + 4], values[at + 5], values[at + 6], values[at + 7]
-        for query in chosen:
-            of = weights[query][begin + at : begin + at + UNROLLED]
-            w0, w1, w2, w3, w4, w5, w6, w7 = of[0], of[1], of[2], of[3], of[4], of[5], of[6], of[7]
-            row = mixed[query]
-            for dim in range(row.size):
-                first = (w0 * v0[dim] + w1 * v1[dim]) + (w2 * v2[dim] + w3 * v3[dim])
-                row[dim] += first + ((w4 * v4[dim] + w5 * v5[dim]) + (w6 * v6[dim] + w7 * v7[dim]))
-    for at in range(whole, count):
-        for query in chosen:
-            for dim in range(mixed.shape[1]):
-                mixed[query, dim] += weights[query, begin + at] * values[at, dim]
-
-
-@compiled()
-def _queries_of_prefix(places, first, stop, each, prefix):
-    """Numbers of the queries of these rows that read a prefix."""
-    chosen = np.empty((stop - first) * each, np.int64)
-    count = 0
-    for row in range(first, stop):
-        if places[row, 2] == prefix and places[row, 3] > 0 and places[row, 1] > 0:
-            for query in range(each):
-                chosen[count] = (row - first) * each + query
-                count += 1
-    return chosen[:count]
-
-
-@compiled(fastmath=FAST)
-def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed, first, stop, kv_head):
-    time, heads, head_dim = query.shape[1:]
-    sharing = heads // keys.shape[1]
-    from_head, each = kv_head * sharing, time * sharing
-    scores = np.empty(((stop - first) * each, prefix_keys.shape[3] + keys.shape[3]), np.float32)
-    queries = np.empty((scores.shape[0], head_dim), np.float32)
-    totals = np.ones(scores.shape[0], np.float32)
-    scale = ONE / np.sqrt(np.float32(head_dim))
-    for row in range(first, stop):
-        for step in range(time):
-            for head in range(sharing):
-                of = queries[(row - first) * each + step * sharing + head]
-                for dim in range(head_dim):
-                    of[dim] = query[row, step, from_head + head, dim] * scale
-    for row in range(first, stop):
-        place, seen = places[row, 0], places[row, 1]
-        if seen > 0:
-            held = min(seen + time - 1, keys.shape[3])
-            _fetch_rows(keys[place, kv_head], head_dim, held)
-            _fetch_rows(values[place, kv_head], held, head_dim)
-    for prefix in range(prefix_keys.shape[0]):
-        chosen = _queries_of_prefix(places, first, stop, each, prefix)
-        if chosen.size:
-            length = places[first + chosen[0] // each, 3]
-            _add_scores(scores, chosen, queries, prefix_keys[prefix, kv_head], 0, length)
-    results = np.zeros_like(queries)
-    for row in range(first, stop):
-        place, seen, _, length = places[row]
-        if seen <= 0:
-            continue
-        held = min(seen + time - 1, keys.shape[3])  # of the row, seen by the last step
-        chosen = np.arange((row - first) * each, (row - first + 1) * each)
-        _add_scores(scores, chosen, queries, keys[place, kv_head], length, held)
-        for number in chosen:
-            visible = length + min(seen + (number - chosen[0]) // sharing, keys.shape[3])
-            totals[number], _ = _softmax(scores[number], visible)
-            scores[number, visible : length + held] = ZERO
-        _add_values(results, chosen, scores, values[place, kv_head], length, held)
-    for prefix in range(prefix_keys.shape[0]):
-        chosen = _queries_of_prefix(places, first, stop, each, prefix)
-        if chosen.size:
-            length = places[first + chosen[0] // each, 3]
-            _add_values(results, chosen, scores, prefix_values[prefix, kv_head], 0, length)
-    for number in range(results.shape[0]):
-        row, step = first + number // each, number % each // sharing
-        for dim in range(head_dim):
-            mixed[row, step, from_head + number % sharing, dim] = results[number, dim] / totals[number]
-
-
-def _has_threads() -> bool:
-    """Two engines of a process may decode at once, which numba's threads stand with OpenMP alone. (Not by the number of
-    cores, which numba's cache does not look at.)"""
-    try:
-        importlib.import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return False
-    get_num_threads()  # which starts them: what comes from numba's cache relies on it
-    return True
-
-
-THREADS = _has_threads()
-
-
-@compiled(cache=True, parallel=THREADS)
-def attend(query, keys, values, prefix_keys, prefix_values, places, mixed):
-    """See `cpu_calls.attention`; all are float32 but places."""
-    rows, kv_heads = query.shape[0], keys.shape[1]
-    together = max(1, TOGETHER // (query.shape[1] * query.shape[2] // kv_heads))
-    groups = -(-rows // together)
-    for part in prange(groups * kv_heads):
-        first = part % groups * together
-        stop, kv_head = min(rows, first + together), part // groups
-        _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed, first, stop, kv_head)
 
 
 def _load(builder, address, kind: Any = VECTOR):
@@ -273,39 +230,38 @@ def _dot_adder(rows: int) -> Any:
     apart, as an instruction for numba; the others are addresses. Written in vectors, as below: LLVM finds neither the
     form nor the fetching ahead itself."""
 
-    def emit(_, builder, __, given):
-        matrix, activations, sums, count, stride = given
+    @instruction(types.void, *[types.int64] * 5)
+    def add_dots(builder, matrix, activations, sums, count, stride):
         totals = [cgutils.alloca_once_value(builder, NONE) for _ in range(MATRIX_ROWS * rows)]
-        zero, step, stop = LONG(0), LONG(4 * LANES), builder.mul(count, LONG(4))
-        with cgutils.for_range_slice(builder, zero, stop, step, inc=True) as (place, _):
-            matrix_at, rows_at = builder.add(matrix, place), builder.add(activations, place)
+        zero, step, stop = LONG(0), LONG(LINE), builder.mul(count, LONG(4))
+        with cgutils.for_range_slice(builder, zero, stop, step, inc=True) as (line, _):
             for number in range(MATRIX_ROWS):
-                _fetch(builder, _offset(builder, matrix_at, MATRIX_ROWS + number, stride))
-            held = [_load(builder, _offset(builder, matrix_at, number, stride)) for number in range(MATRIX_ROWS)]
-            for row in range(rows):
-                loaded = _load(builder, _offset(builder, rows_at, row, stride))
-                for number in range(MATRIX_ROWS):
-                    _multiply_add(builder, held[number], loaded, totals[number * rows + row])
+                ahead = _offset(builder, matrix, AHEAD * MATRIX_ROWS + number, stride)
+                _fetch(builder, builder.add(ahead, line), level=2)
+            for part in range(0, LINE, 4 * LANES):
+                place = builder.add(line, LONG(part))
+                matrix_at, rows_at = builder.add(matrix, place), builder.add(activations, place)
+                held = [_load(builder, _offset(builder, matrix_at, number, stride)) for number in range(MATRIX_ROWS)]
+                for row in range(rows):
+                    loaded = _load(builder, _offset(builder, rows_at, row, stride))
+                    for number in range(MATRIX_ROWS):
+                        _multiply_add(builder, held[number], loaded, totals[number * rows + row])
         of_type = ir.FunctionType(SINGLE, [SINGLE, VECTOR])
         add_up = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.vector.reduce.fadd.v{LANES}f32")
         for number, total in enumerate(totals):
             added = builder.call(add_up, [SINGLE(0.0), builder.load(total)], fastmath=("reassoc",))
             builder.store(added, builder.inttoptr(builder.add(sums, LONG(4 * number)), SINGLE.as_pointer()))
 
-    def add_dots(context, matrix, activations, sums, count, stride):
-        del context, matrix, activations, sums, count, stride
-        return types.void(*[types.int64] * 5), emit
-
-    return intrinsic(add_dots)
+    return add_dots
 
 
 def _tile_adder(rows: int, vectors: int) -> Any:
     """sums[r, c] += left[r, s] right[s, c] over s, for so many r and vectors of c. All are addresses and distances in
-    bytes, on the left `row_bytes` from r to r and `step_bytes` from s to s. The next rows of the left side are fetched
-    ahead; steps are a multiple of STEPS."""
+    bytes, on the left `row_bytes` from r to r and `step_bytes` from s to s. The rows of the left side after the next
+    ones are fetched ahead; steps are a multiple of STEPS."""
 
-    def emit(_, builder, __, given):
-        left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes = given
+    @instruction(types.void, *[types.int64] * 8)
+    def add_tile(builder, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes):
         everywhere = ir.Constant(ir.VectorType(WORD, LANES), [0] * LANES)
 
         def vectors_at(base):
@@ -315,8 +271,8 @@ def _tile_adder(rows: int, vectors: int) -> Any:
         totals = [cgutils.alloca_once_value(builder, _load(builder, home)) for home in homes]
         with cgutils.for_range(builder, builder.udiv(steps, LONG(STEPS))) as outer:
             begun = builder.mul(outer.index, LONG(STEPS))
-            for row in range(rows, 2 * rows):
-                _fetch(builder, _offset(builder, _offset(builder, left, begun, step_bytes), row, row_bytes))
+            for row in range(2 * rows, 3 * rows):
+                _fetch(builder, _offset(builder, _offset(builder, left, begun, step_bytes), row, row_bytes), level=2)
             with cgutils.for_range(builder, LONG(STEPS)) as inner:
                 step = builder.add(begun, inner.index)
                 parts = [_load(builder, part) for part in vectors_at(_offset(builder, right, step, right_bytes))]
@@ -329,15 +285,11 @@ def _tile_adder(rows: int, vectors: int) -> Any:
         for total, home in zip(totals, homes, strict=True):
             builder.store(builder.load(total), builder.inttoptr(home, VECTOR.as_pointer())).align = 4
 
-    def add_tile(context, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes):
-        del context, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes
-        return types.void(*[types.int64] * 8), emit
-
-    return intrinsic(add_tile)
+    return add_tile
 
 
 _add_four_dots, _add_six_dots = _dot_adder(4), _dot_adder(6)
-_add_tile = _tile_adder(ROWS, COLUMNS // LANES)
+_add_tile, _add_low_tile = _tile_adder(ROWS, COLUMNS // LANES), _tile_adder(FEW_ROWS, 2 * COLUMNS // LANES)
 _add_one_vector, _add_two_vectors, _add_panel = (_tile_adder(PANEL_ROWS, vectors) for vectors in (1, 2, 3))
 
 
@@ -376,93 +328,118 @@ def _one_row(buffer):
     return _four_dimensions(buffer)[0]
 
 
-@compiled(parallel=THREADS)
-def _multiply_few(rows, matrices, results, many):
-    count, inner = rows.shape
-    together = 6 if count > 8 else 4
-    filled = np.zeros((-(-count // together) * together, inner), np.float32)
-    filled[:count] = rows
-    for part in prange(PARTS):
-        sums = np.empty(MATRIX_ROWS * together, np.float32)
-        for which in range(many):
-            matrix, products = _matrix(matrices[which]), _matrix(results[which])
-            outputs = matrix.shape[0]
-            pairs = -(-outputs // MATRIX_ROWS)
-            for pair in range(pairs * part // PARTS, pairs * (part + 1) // PARTS):
-                output = min(pair * MATRIX_ROWS, outputs - MATRIX_ROWS)
-                from_matrix, home = matrix[output:].ctypes.data, sums.ctypes.data
-                for row in range(0, count, together):
-                    if together == 4:
-                        _add_four_dots(from_matrix, filled[row:].ctypes.data, home, inner, 4 * inner)
-                    else:
-                        _add_six_dots(from_matrix, filled[row:].ctypes.data, home, inner, 4 * inner)
-                    for number in range(MATRIX_ROWS):
-                        for place in range(min(together, count - row)):
-                            products[row + place, output + number] = sums[number * together + place]
+@compiled()
+def _operands(frame_at):
+    """Of products: how many matrices, buffers of the rows and of these, buffers of the results, how many rows."""
+    frame = _words(frame_at, RESULTS + 1)
+    many = frame[RESULT_COUNT]
+    given = _words(frame[ARGUMENTS], 1 + many)
+    return many, given, _words(frame[RESULTS], many), _matrix(given[0]).shape[0]
 
 
-@compiled(parallel=THREADS)
-def _multiply_many(rows, matrices, results, many):
+@compiled()
+def _of_part(part, outputs, each):
+    """Which groups of `each` rows of a matrix: no two parts write into one line of a cache."""
+    lines, parts = -(-outputs * 4 // LINE), PARTS_EACH * _read(THREADS)
+    start, stop = lines * part // parts * LINE // 4 // each, lines * (part + 1) // parts * LINE // 4 // each
+    return start, min(stop, -(-outputs // each))
+
+
+@compiled()
+def _together(count):
+    return 6 if count > 8 else 4
+
+
+@compiled()
+def _in_cache(inner):
+    return max(1, CACHED // inner // PANEL) * PANEL
+
+
+def _multiply_few(frame_at, filled_at, _, part):
+    many, given, results, count = _operands(frame_at)
+    together = _together(count)
+    sums = np.empty(MATRIX_ROWS * together, np.float32)
+    for which in range(many):
+        matrix, products = _matrix(given[1 + which]), _matrix(results[which])
+        outputs, inner = matrix.shape
+        for pair in range(*_of_part(part, outputs, MATRIX_ROWS)):
+            output = min(pair * MATRIX_ROWS, outputs - MATRIX_ROWS)
+            from_matrix, home = matrix[output:].ctypes.data, sums.ctypes.data
+            for row in range(0, count, together):
+                if together == 4:
+                    _add_four_dots(from_matrix, filled_at + 4 * row * inner, home, inner, 4 * inner)
+                else:
+                    _add_six_dots(from_matrix, filled_at + 4 * row * inner, home, inner, 4 * inner)
+                for number in range(MATRIX_ROWS):
+                    for place in range(min(together, count - row)):
+                        products[row + place, output + number] = sums[number * together + place]
+
+
+def _turn(frame_at, turned_at, first, panel):
+    rows = _matrix(_operands(frame_at)[1][0])
+    start, inner = first + panel * PANEL, rows.shape[1]
+    turned = carray(_pointer(turned_at + 4 * PANEL * inner * panel), (inner, PANEL), np.float32)
+    for row in range(min(PANEL, rows.shape[0] - start)):
+        turned[:, row] = rows[start + row]
+
+
+def _multiply_many(frame_at, turned_at, first, part):
+    many, given, results, count = _operands(frame_at)
+    sums = np.empty((PANEL_ROWS, PANEL), np.float32)
+    for which in range(many):
+        matrix, products = _matrix(given[1 + which]), _matrix(results[which])
+        outputs, inner = matrix.shape
+        for group in range(*_of_part(part, outputs, PANEL_ROWS)):
+            output = min(group * PANEL_ROWS, outputs - PANEL_ROWS)
+            left, home, wide = matrix[output:].ctypes.data, sums.ctypes.data, 4 * PANEL
+            for start in range(first, min(count, first + _in_cache(inner)), PANEL):
+                size = min(PANEL, count - start)
+                right = turned_at + 4 * inner * (start - first)
+                sums[:] = ZERO
+                if size <= LANES:
+                    _add_one_vector(left, 4 * inner, 4, right, wide, inner, home, wide)
+                elif size <= 2 * LANES:
+                    _add_two_vectors(left, 4 * inner, 4, right, wide, inner, home, wide)
+                else:
+                    _add_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
+                for row in range(size):
+                    for number in range(PANEL_ROWS):
+                        products[start + row, output + number] = sums[number, row]
+
+
+@compiled()
+def _multiply(frame_at):
+    """results = rows @ matrix.T for so many matrices, float32. The inner length is a multiple of STEPS, and a matrix
+    has PANEL_ROWS rows at least."""
+    rows = _matrix(_operands(frame_at)[1][0])
     count, inner = rows.shape
-    together = max(1, CACHED // inner // PANEL) * PANEL
+    if count <= MAX_UNTILED_ROWS:
+        filled = np.zeros((_whole(count, _together(count)), inner), np.float32)
+        filled[:count] = rows
+        _share(MULTIPLY_FEW, PARTS_EACH * _read(THREADS), frame_at, filled, 0)
+        return
+    together = _in_cache(inner)
     for first in range(0, count, together):
-        some = min(together, count - first)
-        panels = -(-some // PANEL)
-        turned = np.zeros((panels, inner, PANEL), np.float32)
-        for panel in prange(panels):
-            start = panel * PANEL
-            for row in range(min(PANEL, some - start)):
-                turned[panel, :, row] = rows[first + start + row]
-        for part in prange(PARTS):
-            sums = np.empty((PANEL_ROWS, PANEL), np.float32)
-            for which in range(many):
-                matrix, products = _matrix(matrices[which]), _matrix(results[which])
-                outputs = matrix.shape[0]
-                groups = -(-outputs // PANEL_ROWS)
-                for group in range(groups * part // PARTS, groups * (part + 1) // PARTS):
-                    output = min(group * PANEL_ROWS, outputs - PANEL_ROWS)
-                    left, home, wide = matrix[output:].ctypes.data, sums.ctypes.data, 4 * PANEL
-                    for panel in range(panels):
-                        start = first + panel * PANEL
-                        size = min(PANEL, count - start)
-                        right = turned[panel].ctypes.data
-                        sums[:] = ZERO
-                        if size <= LANES:
-                            _add_one_vector(left, 4 * inner, 4, right, wide, inner, home, wide)
-                        elif size <= 2 * LANES:
-                            _add_two_vectors(left, 4 * inner, 4, right, wide, inner, home, wide)
-                        else:
-                            _add_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
-                        for row in range(size):
-                            for number in range(PANEL_ROWS):
-                                products[start + row, output + number] = sums[number, row]
-
-
-@compiled(cache=True)
-def multiply(rows, matrices, results, many):
-    """results = rows @ matrix.T for so many matrices, float32; these and the results are XLA's buffers. The inner
-    length is a multiple of STEPS, and a matrix has PANEL_ROWS rows at least."""
-    if rows.shape[0] <= MAX_UNTILED_ROWS:
-        _multiply_few(rows, matrices, results, many)
-    else:
-        _multiply_many(rows, matrices, results, many)
+        panels = -(-min(together, count - first) // PANEL)
+        turned = np.zeros((panels * inner, PANEL), np.float32)
+        _share(TURN, panels, frame_at, turned, first)
+        _share(MULTIPLY_MANY, PARTS_EACH * _read(THREADS), frame_at, turned, first)
 
 
 @compiled()
 def _add_tiles(left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes, rows, columns):
     """`_add_tile` for more rows and columns, rounded up to whole tiles."""
-    for column in range(0, columns, COLUMNS):
+    column = 0
+    while rows <= FEW_ROWS and column + 2 * COLUMNS <= columns:
+        from_right, home = right + 4 * column, sums + 4 * column
+        _add_low_tile(left, row_bytes, step_bytes, from_right, right_bytes, steps, home, sum_bytes)
+        column += 2 * COLUMNS
+    while column < columns:
         for row in range(0, rows, ROWS):
-            _add_tile(
-                left + row * row_bytes,
-                row_bytes,
-                step_bytes,
-                right + 4 * column,
-                right_bytes,
-                steps,
-                sums + row * sum_bytes + 4 * column,
-                sum_bytes,
-            )
+            from_left, from_right = left + row * row_bytes, right + 4 * column
+            home = sums + row * sum_bytes + 4 * column
+            _add_tile(from_left, row_bytes, step_bytes, from_right, right_bytes, steps, home, sum_bytes)
+        column += COLUMNS
 
 
 @compiled()
@@ -485,6 +462,100 @@ def _add_product(left, right, sums):
 @compiled()
 def _whole(count, of):
     return -(-count // of) * of
+
+
+@compiled()
+def _in_tiles(matrix):
+    """What whole tiles cover: the matrix, or a copy that zeros surround."""
+    rows, columns = _whole(matrix.shape[0], STEPS), _whole(matrix.shape[1], COLUMNS)
+    if rows == matrix.shape[0] and columns == matrix.shape[1]:
+        return matrix
+    found = np.zeros((rows, columns), np.float32)
+    found[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return found
+
+
+@compiled(fastmath=FAST)
+def _softmax(scores, peaks):
+    """exp(scores - their maximum) in place, of whole vectors; their sum."""
+    peaks[:] = scores[:COLUMNS]
+    for place in range(0, scores.size, COLUMNS):
+        for lane in range(COLUMNS):
+            score = scores[place + lane]
+            peaks[lane] = score if score > peaks[lane] else peaks[lane]
+    peak, total = peaks.max(), ZERO
+    for place in range(scores.size):
+        weight = _exp(scores[place] - peak)
+        scores[place] = weight
+        total += weight
+    return total
+
+
+@compiled(fastmath=FAST)
+def _add_values(weights, values, count, results):
+    """results += weights[:, :count] @ values[:count]: what lies behind may be broken, and is not read."""
+    whole = count - count % STEPS
+    _add_product(weights[:, :whole], values, results)
+    for place in range(whole, count):
+        for number in range(weights.shape[0]):
+            for dim in range(results.shape[1]):
+                results[number, dim] += weights[number, place] * values[place, dim]
+
+
+@compiled(fastmath=FAST)
+def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed, first, stop, kv_head):
+    """Rows that read as much of the same prefix. A tile may reach beyond a row's scores, into what is written later."""
+    time, heads, head_dim = query.shape[1:]
+    sharing, most = heads // keys.shape[1], keys.shape[3]
+    each, from_head, length = time * sharing, kv_head * sharing, places[first, 3]
+    count, own = (stop - first) * each, _whole(length, COLUMNS)
+    longest = min(places[first:stop, 1].max() + time - 1, most)
+    queries = np.zeros((_whole(count, ROWS) + ROWS, _whole(head_dim, STEPS)), np.float32)
+    scores = np.zeros((queries.shape[0], own + _whole(longest, COLUMNS)), np.float32)
+    results, of_row, peaks = (
+        np.zeros_like(queries),
+        np.empty_like(queries[: each + ROWS]),
+        np.empty(COLUMNS, np.float32),
+    )
+    totals, scale = np.ones(count, np.float32), ONE / np.sqrt(np.float32(head_dim))
+    for row in range(first, stop):
+        for step in range(time):
+            for head in range(sharing):
+                of = queries[(row - first) * each + step * sharing + head]
+                for dim in range(head_dim):
+                    of[dim] = query[row, step, from_head + head, dim] * scale
+        place, held = places[row, 0], min(places[row, 1] + time - 1, most)
+        if places[row, 1] > 0:
+            _fetch_rows(keys[place, kv_head], head_dim, held)
+            _fetch_rows(values[place, kv_head], held, head_dim)
+    prefix = places[first, 2]
+    if length > 0:
+        _add_product(queries[:count], _in_tiles(prefix_keys[prefix, kv_head]), scores[:count, :own])
+    for row in range(first, stop):
+        place, seen, begin = places[row, 0], places[row, 1], (row - first) * each
+        if seen <= 0:
+            continue
+        held, chosen = min(seen + time - 1, most), slice(begin, begin + each)
+        scores[chosen, own:] = ZERO
+        of_own = scores[chosen, own : own + _whole(held, COLUMNS)]
+        _add_product(queries[chosen], _in_tiles(keys[place, kv_head]), of_own)
+        for number in range(each):
+            visible, weights = min(seen + number // sharing, most), scores[begin + number]
+            weights[length:own] = NOTHING
+            weights[own + visible :] = NOTHING
+            totals[begin + number] = _softmax(weights, peaks)
+            weights[length:own] = ZERO
+            weights[own + visible :] = ZERO
+        of_row[:] = ZERO
+        _add_values(of_own, _in_tiles(values[place, kv_head]), held, of_row[:each])
+        results[chosen] = of_row[:each]
+    if length > 0:
+        _add_values(scores[:count], _in_tiles(prefix_values[prefix, kv_head]), length, results[:count])
+    for number in range(count):
+        row, step = first + number // each, number % each // sharing
+        share = ONE / totals[number] if places[row, 1] > 0 else ZERO
+        for dim in range(head_dim):
+            mixed[row, step, from_head + number % sharing, dim] = results[number, dim] * share
 
 
 @compiled()
@@ -584,35 +655,9 @@ def _pull_segment(query, key, value, mixed, normalizers, gradient, of_query, of_
 
 
 @compiled()
-def _bounds(begins):
-    """Where each segment starts, and where the last one stops."""
-    return np.append(np.flatnonzero(begins == np.arange(begins.size)), begins.size)
-
-
-@compiled(cache=True, parallel=THREADS)
-def mix_packed(query, key, value, begins, mixed, normalizers):
-    """See `cpu_calls.packed_attention`. `begins`: of each token, the first one of its segment."""
-    bounds = _bounds(begins)
-    segments = bounds.size - 1
-    for part in prange(query.shape[1] * segments):
-        head, segment = part // segments, part % segments
-        _mix_segment(query, key, value, mixed, normalizers, head, bounds[segment], bounds[segment + 1])
-
-
-@compiled(cache=True, parallel=THREADS)
-def pull_packed(query, key, value, begins, mixed, normalizers, gradient, of_query, of_key, of_value):
-    """The gradient of `mix_packed`; that of a head of keys in parts, one for each head of queries."""
-    bounds = _bounds(begins)
-    segments = bounds.size - 1
-    for part in prange(query.shape[1] * segments):
-        head, segment = part // segments, part % segments
-        given = query, key, value, mixed, normalizers, gradient, of_query, of_key, of_value
-        _pull_segment(*given, head, bounds[segment], bounds[segment + 1])
-
-
-@compiled()
-def _asked_for_version(frame):
+def _asked_for_version(frame_at):
     """XLA asks once, in place of a call."""
+    frame = _words(frame_at, RESULTS + 1)
     if not frame[EXTENSION]:
         return False
     extension = _words(frame[EXTENSION], METADATA + 1)
@@ -622,54 +667,124 @@ def _asked_for_version(frame):
     return True
 
 
-def _for_xla(function: Callable) -> Callable[[], Any]:
-    """Compiled when it is called for: a run that only samples need not wait for what trains."""
-    return functools.cache(lambda: cfunc(types.int64(types.int64), cache=True)(inspect.unwrap(function)))
+@compiled()
+def _attend(frame_at):
+    """See `cpu_calls.attention`."""
+    given = _words(_words(frame_at, RESULTS)[ARGUMENTS], 2)
+    query, kv_heads = _four_dimensions(given[0]), _four_dimensions(given[1]).shape[1]
+    groups = -(-query.shape[0] // _rows_together(query.shape, kv_heads))
+    _share(ATTEND, groups * kv_heads, frame_at, given, groups)
 
 
-@_for_xla
-def attend_target(frame_address):
-    """`attend` as XLA calls it: 0 is no error."""
-    frame = _words(frame_address, RESULTS + 1)
-    if not _asked_for_version(frame):
-        given = _words(frame[ARGUMENTS], 6)
-        query, keys, values = _four_dimensions(given[0]), _four_dimensions(given[1]), _four_dimensions(given[2])
-        prefix_keys, prefix_values = _four_dimensions(given[3]), _four_dimensions(given[4])
-        mixed = _four_dimensions(_words(frame[RESULTS], 1)[0])
-        attend(query, keys, values, prefix_keys, prefix_values, _integers(given[5]), mixed)
+@compiled()
+def _rows_together(shape, kv_heads):
+    return max(1, TOGETHER // (shape[1] * shape[2] // kv_heads))
+
+
+def _attend_part(frame_at, _, groups, part):
+    frame = _words(frame_at, RESULTS + 1)
+    given = _words(frame[ARGUMENTS], 6)
+    query, keys, values = _four_dimensions(given[0]), _four_dimensions(given[1]), _four_dimensions(given[2])
+    prefix_keys, prefix_values = _four_dimensions(given[3]), _four_dimensions(given[4])
+    mixed, together = _four_dimensions(_words(frame[RESULTS], 1)[0]), _rows_together(query.shape, keys.shape[1])
+    first, kv_head = part % groups * together, part // groups
+    stop, places = min(query.shape[0], first + together), _integers(given[5])
+    for row in range(first + 1, stop + 1):
+        if row == stop or (places[row, 2:] != places[first, 2:]).any():
+            _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed, first, row, kv_head)
+            first = row
+
+
+@compiled()
+def _share_segments(kernel, frame_at):
+    """See `cpu_calls.packed_attention`: a part is a head of a segment."""
+    given = _words(_words(frame_at, RESULTS)[ARGUMENTS], 4)
+    begins = _integers(given[3])[0]  # of each token, the first one of its segment
+    bounds = np.append(np.flatnonzero(begins == np.arange(begins.size)), begins.size)
+    heads, segments = _one_row(given[0]).shape[1], bounds.size - 1
+    _share(kernel, heads * segments, frame_at, bounds, segments)
+
+
+def _mix_part(frame_at, bounds_at, segments, part):
+    frame = _words(frame_at, RESULTS + 1)
+    given, results = _words(frame[ARGUMENTS], 4), _words(frame[RESULTS], 2)
+    of_row = _one_row(given[0]), _one_row(given[1]), _one_row(given[2]), _one_row(results[0]), _one_row(results[1])
+    bounds, head, segment = _words(bounds_at, segments + 1), part // segments, part % segments
+    _mix_segment(*of_row, head, bounds[segment], bounds[segment + 1])
+
+
+def _pull_part(frame_at, bounds_at, segments, part):
+    """The gradient of that; a head of keys has it in parts, one for each head of queries."""
+    frame = _words(frame_at, RESULTS + 1)
+    given, results = _words(frame[ARGUMENTS], 7), _words(frame[RESULTS], 3)
+    of_row = _one_row(given[0]), _one_row(given[1]), _one_row(given[2])
+    saved = _one_row(given[4]), _one_row(given[5]), _one_row(given[6])
+    found = _one_row(results[0]), _one_row(results[1]), _one_row(results[2])
+    bounds, head, segment = _words(bounds_at, segments + 1), part // segments, part % segments
+    _pull_segment(*of_row, *saved, *found, head, bounds[segment], bounds[segment + 1])
+
+
+def attend(frame_at):
+    """As XLA calls it, like the next ones: 0 is no error."""
+    if not _asked_for_version(frame_at):
+        _attend(frame_at)
     return 0
 
 
-@_for_xla
-def multiply_target(frame_address):
-    """`multiply` as XLA calls it: 0 is no error."""
-    frame = _words(frame_address, RESULTS + 1)
-    if not _asked_for_version(frame):
-        many = frame[RESULT_COUNT]
-        given = _words(frame[ARGUMENTS], 1 + many)
-        multiply(_matrix(given[0]), given[1:], _words(frame[RESULTS], many), many)
+def multiply(frame_at):
+    if not _asked_for_version(frame_at):
+        _multiply(frame_at)
     return 0
 
 
-@_for_xla
-def mix_packed_target(frame_address):
-    """`mix_packed` as XLA calls it: 0 is no error."""
-    frame = _words(frame_address, RESULTS + 1)
-    if not _asked_for_version(frame):
-        given, results = _words(frame[ARGUMENTS], 4), _words(frame[RESULTS], 2)
-        query, key, value = _one_row(given[0]), _one_row(given[1]), _one_row(given[2])
-        mix_packed(query, key, value, _integers(given[3])[0], _one_row(results[0]), _one_row(results[1]))
+def mix_packed(frame_at):
+    if not _asked_for_version(frame_at):
+        _share_segments(MIX, frame_at)
     return 0
 
 
-@_for_xla
-def pull_packed_target(frame_address):
-    """`pull_packed` as XLA calls it: 0 is no error."""
-    frame = _words(frame_address, RESULTS + 1)
-    if not _asked_for_version(frame):
-        given, results = _words(frame[ARGUMENTS], 7), _words(frame[RESULTS], 3)
-        query, key, value, begins = _one_row(given[0]), _one_row(given[1]), _one_row(given[2]), _integers(given[3])[0]
-        saved = _one_row(given[4]), _one_row(given[5]), _one_row(given[6])
-        found = _one_row(results[0]), _one_row(results[1]), _one_row(results[2])
-        pull_packed(query, key, value, begins, *saved, *found)
+def pull_packed(frame_at):
+    if not _asked_for_version(frame_at):
+        _share_segments(PULL, frame_at)
     return 0
+
+
+PARTS_OF = {
+    attend: {ATTEND: _attend_part},
+    multiply: {MULTIPLY_FEW: _multiply_few, TURN: _turn, MULTIPLY_MANY: _multiply_many},
+    mix_packed: {MIX: _mix_part},
+    pull_packed: {PULL: _pull_part},
+}
+
+
+@functools.cache
+def address(kernel: Callable) -> int:
+    """Of what XLA calls. Compiled when it is asked for: a run that only samples need not wait for what trains."""
+    _start_threads()
+    for number, part in PARTS_OF[kernel].items():
+        BOARD[FUNCTIONS + number] = _compiled_for_c(types.void(*[types.int64] * 4), part)
+    return _compiled_for_c(types.int64(types.int64), kernel)
+
+
+@functools.cache
+def _start_threads() -> None:
+    """One for each core but one, so that whoever calls a kernel works too. They end before Python does."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    target = ctypes.CFUNCTYPE(None)(_compiled_for_c(types.void(), _help))
+    BOARD[THREADS] = cores
+    threads = [threading.Thread(target=target, daemon=True) for _ in range(cores - 1)]
+    for thread in threads:
+        thread.start()
+
+    @atexit.register
+    def end() -> None:
+        BOARD[ENDED] = 1
+        for thread in threads:
+            thread.join()
+
+
+@functools.cache
+def _compiled_for_c(signature, function: Callable) -> int:
+    made: Any = cfunc(signature, cache=True)(inspect.unwrap(function))
+    KEPT.append(made)
+    return made.address
