@@ -1,30 +1,33 @@
 """Tokens a second of training on conversations of uneven length, beside Tunix's PeftTrainer and a plain transformers
 loop.
 
-    python benchmarks/train_tokens.py --checkpoint DIRECTORY [--seconds 60] [--rows 2] [--tunix-python PYTHON] \\
-        [--without transformers] [--dtype bfloat16] [--lora-rank 8]
+    python benchmarks/train_tokens.py --checkpoint DIRECTORY [--turns 4] [--seconds 15] [--rows 2] \\
+        [--tunix-python PYTHON] [--without transformers] [--dtype bfloat16] [--lora-rank 8]
 
 2,000 conversations, lognormal lengths of median 350 and at most 2,048 tokens, the last third of each trained, as an
-agent's are. Counted are the tokens of conversations, never padding. Every trainer runs in a process of its own, one
-after the other: AdamW, all weights trained and kept in float32, products in float32 or in `--dtype` (autocast in
-torch), a first step that compiles and is not counted, and then as many steps as `--seconds` hold. Ours packs the
-conversations into rows; Tunix gets as many conversations a step as we have rows, padded to the longest there may be,
-since it compiles for one shape; the transformers loop as many, padded to the longest of the step. All three have the
-same slots at most. Tunix needs an environment of its own, named by its Python; it draws its weights, whose values do
-not matter here. With `--lora-rank` adapters of all matrices are trained and nothing else, in the transformers loop by
-peft, which its Python must have.
+agent's are. Counted are the tokens of conversations, never padding. Every trainer is a process of its own that stays
+alive; they train in turns, one at a time, because a machine's speed moves: AdamW, all weights trained and kept in
+float32, products in float32 or in `--dtype` (autocast in torch), a first step that compiles and is not counted, and
+then, a turn, steps until `--seconds` are over. Ours packs the conversations into rows; Tunix gets as many conversations
+a step as we have rows, padded to the longest there may be, since it compiles for one shape; the transformers loop as
+many, padded to the longest of the step. All three have the same slots at most. Tunix needs an environment of its own,
+named by its Python; it draws its weights, whose values do not matter here. With `--lora-rank` adapters of all matrices
+are trained and nothing else, in the transformers loop by peft, which its Python must have.
 
-Prints one JSON line: tokens a second of each, and ours by theirs.
+Prints one JSON line: tokens a second of each over all turns, ours by theirs, and that of each turn.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,16 +55,9 @@ def workload(vocabulary: int, seed: int, conversations: int = CONVERSATIONS) -> 
 
 
 def ours(
-    checkpoint: str,
-    given: dict[str, np.ndarray],
-    *,
-    rows: int,
-    seconds: float,
-    remat: str,
-    dtype: str,
-    lora_rank: int,
-) -> dict[str, float]:
-    """Measured in this process."""
+    checkpoint: str, given: dict[str, np.ndarray], *, rows: int, remat: str, dtype: str, lora_rank: int
+) -> Callable[[float], dict[str, float]]:
+    """Trains for some seconds in this process, at each call."""
     import jax.numpy as jnp
 
     from mujica_jax.config.schema import TrainerConfig
@@ -85,21 +81,23 @@ def ours(
     state, rate = trainer.initial_state(decoder), schedule(peak=1e-5, end_value=1e-5, total_steps=1)
     packed = pack(conversations(given), row_tokens=MAX_TOKENS, seed=0)
     batches = Batches(packed, rows, seed=0)
-    state, metrics = trainer.train_step(state, next(batches), rate)
-    metrics["loss"].block_until_ready()
-    began, tokens, steps = time.perf_counter(), 0, 0
-    while time.perf_counter() - began < seconds:
+
+    def step() -> tuple[int, float]:
+        nonlocal state
         batch = next(batches)
         state, metrics = trainer.train_step(state, batch, rate)
-        metrics["loss"].block_until_ready()
-        tokens, steps = tokens + int((batch.segment_ids > 0).sum()), steps + 1
-    return {
-        "tokens": tokens,
-        "steps": steps,
-        "seconds": time.perf_counter() - began,
-        "loss": float(metrics["loss"]),
-        "packing": packed.efficiency,
-    }
+        return int((batch.segment_ids > 0).sum()), float(metrics["loss"])
+
+    def turn(seconds: float) -> dict[str, float]:
+        began, tokens, steps, loss = time.perf_counter(), 0, 0, 0.0
+        while time.perf_counter() - began < seconds:
+            more, loss = step()
+            tokens, steps = tokens + more, steps + 1
+        taken = time.perf_counter() - began
+        return {"tokens": tokens, "steps": steps, "seconds": taken, "loss": loss, "packing": packed.efficiency}
+
+    step()
+    return turn
 
 
 def conversations(given: dict[str, np.ndarray]) -> list:
@@ -118,18 +116,41 @@ def conversations(given: dict[str, np.ndarray]) -> list:
     return found
 
 
-def measured_apart(command: list[str]) -> dict[str, float]:
-    """What a program prints as its last line."""
-    finished = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    if finished.returncode:
-        raise SystemExit(f"{' '.join(command[:2])} ended with status {finished.returncode}:\n{finished.stderr[-2000:]}")
-    return json.loads(finished.stdout.splitlines()[-1])
+class TrainerApart:
+    """A trainer in a process of its own, which waits between its turns: it reads seconds and prints JSON."""
+
+    def __init__(self, command: list[str], errors: Path) -> None:
+        self.command, self.errors = command, errors
+        with open(errors, "w", encoding="utf-8") as file:
+            environment, pipe = os.environ | {"JAX_PLATFORMS": "cpu"}, subprocess.PIPE
+            self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=file, text=True)
+        self.turns: list[dict[str, float]] = []
+
+    def train(self, seconds: float) -> None:
+        """A turn. With none, what is left when the first step is done: nothing is counted."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            print(seconds, file=self.process.stdin, flush=True)
+            found = json.loads(next(line for line in self.process.stdout if line.startswith("{")))
+        except (BrokenPipeError, StopIteration):
+            status, said = self.process.wait(), self.errors.read_text(encoding="utf-8")[-2000:]
+            raise SystemExit(f"{' '.join(self.command[:2])} ended with status {status}:\n{said}") from None
+        if found["steps"]:
+            self.turns.append(found)
+
+    def total(self, name: str) -> float:
+        return sum(turn[name] for turn in self.turns)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--checkpoint", required=True, help="a Hugging Face directory")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each trainer, after its first step")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each trainer a turn")
     parser.add_argument(
         "--rows", type=int, default=2, help="rows of 2,048 tokens a step; conversations a step of the others"
     )
@@ -144,33 +165,45 @@ def main() -> int:
     parser.add_argument("--only-ours", metavar="WORKLOAD", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.only_ours:
-        settings = {"rows": given.rows, "seconds": given.seconds, "remat": given.remat, "dtype": given.dtype}
-        settings["lora_rank"] = given.lora_rank
-        print(json.dumps(ours(given.checkpoint, dict(np.load(given.only_ours)), **settings)))
+        settings = {"rows": given.rows, "remat": given.remat, "dtype": given.dtype, "lora_rank": given.lora_rank}
+        turn = ours(given.checkpoint, dict(np.load(given.only_ours)), **settings)
+        for line in sys.stdin:
+            print(json.dumps(turn(float(line))), flush=True)
         return 0
     path = Path(given.checkpoint) / "config.json"
     if not path.exists():
         print(f"{path} is missing: give a Hugging Face directory", file=sys.stderr)
         return 2
     made = workload(json.loads(path.read_text())["vocab_size"], given.seed, given.conversations)
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        work = str(Path(folder) / "workload.npz")
-        np.savez(work, **made)
-        arguments = ["--checkpoint", given.checkpoint, "--seconds", str(given.seconds), "--rows", str(given.rows)]
+    with contextlib.ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        work = str(folder / "workload.npz")
+        np.savez(work, allow_pickle=False, **made)
+        arguments = ["--checkpoint", given.checkpoint, "--rows", str(given.rows)]
         typed = [*arguments, "--dtype", given.dtype, "--lora-rank", str(given.lora_rank)]
-        again = [sys.executable, __file__, *typed, "--remat", given.remat, "--only-ours", work]
-        found["ours"] = measured_apart(again)
+        commands = {"ours": [sys.executable, __file__, *typed, "--remat", given.remat, "--only-ours", work]}
         if given.tunix_python:
-            found["tunix"] = measured_apart([given.tunix_python, str(PEERS / "tunix_training.py"), *arguments, work])
+            commands["tunix"] = [given.tunix_python, str(PEERS / "tunix_training.py"), *arguments, work]
         if "transformers" not in given.without:
-            program = str(PEERS / "transformers_training.py")
-            found["transformers"] = measured_apart([sys.executable, program, *typed, work])
-    speeds = {name: of_one["tokens"] / of_one["seconds"] for name, of_one in found.items()}
-    result = {f"{name}_tokens_per_second": round(speed, 1) for name, speed in speeds.items()}
-    result |= {f"by_{name}": round(speeds["ours"] / speed, 2) for name, speed in speeds.items() if name != "ours"}
-    result |= {f"{name}_steps": of_one["steps"] for name, of_one in found.items()}
-    result |= {"packing": round(found["ours"]["packing"], 4), "mean_tokens": round(float(made["lengths"].mean()), 1)}
+            commands["transformers"] = [sys.executable, str(PEERS / "transformers_training.py"), *typed, work]
+        found: dict[str, TrainerApart] = {}
+        for name, command in commands.items():
+            found[name] = TrainerApart(command, folder / f"{name}.txt")
+            opened.callback(found[name].close)
+            found[name].train(0)  # so that it compiles alone
+        for _ in range(given.turns):
+            for trainer in found.values():
+                trainer.train(given.seconds)
+    speeds = {name: trainer.total("tokens") / trainer.total("seconds") for name, trainer in found.items()}
+    result: dict[str, Any] = {f"{name}_tokens_per_second": round(speed, 1) for name, speed in speeds.items()}
+    of_turns = {name: [turn["tokens"] / turn["seconds"] for turn in one.turns] for name, one in found.items()}
+    for name in speeds.keys() - {"ours"}:
+        result[f"by_{name}"] = round(speeds["ours"] / speeds[name], 2)
+        ratios = zip(of_turns["ours"], of_turns[name], strict=True)
+        result[f"by_{name}_of_turns"] = [round(mine / theirs, 2) for mine, theirs in ratios]
+    result |= {f"{name}_steps": int(trainer.total("steps")) for name, trainer in found.items()}
+    packing = found["ours"].turns[0]["packing"]
+    result |= {"packing": round(packing, 4), "mean_tokens": round(float(made["lengths"].mean()), 1)}
     print(json.dumps(result))
     return 0
 

@@ -1,5 +1,5 @@
 """A plain training loop of transformers (torch) on the conversations of `benchmarks/train_tokens.py`, which starts it;
-prints JSON.
+trains for as many seconds as each line of its input says and prints JSON.
 
 `--rows` conversations a step, padded to the longest of them, labels of untrained tokens ignored, AdamW in float32,
 products in `--dtype`. With `--lora-rank` peft's adapters of all linear layers are trained and nothing else.
@@ -8,6 +8,7 @@ products in `--dtype`. With `--lora-rank` peft's adapters of all linear layers a
 import argparse
 import importlib
 import json
+import sys
 import time
 
 import numpy as np
@@ -16,7 +17,6 @@ import transformers
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", required=True)
-parser.add_argument("--seconds", type=float, required=True)
 parser.add_argument("--rows", type=int, required=True)
 parser.add_argument("--dtype", default="float32")
 parser.add_argument("--lora-rank", type=int, default=0)
@@ -56,8 +56,11 @@ def step(start: int) -> tuple[int, float]:
 
 
 step(0)
-began, counted, steps, loss = time.perf_counter(), 0, 0, 0.0
-while time.perf_counter() - began < given.seconds:
-    more, loss = step((steps + 1) * given.rows)
-    counted, steps = counted + more, steps + 1
-print(json.dumps({"tokens": counted, "steps": steps, "seconds": time.perf_counter() - began, "loss": loss}))
+done = 1
+for line in sys.stdin:
+    began, counted, steps, loss = time.perf_counter(), 0, 0, 0.0
+    while time.perf_counter() - began < float(line):
+        more, loss = step(done * given.rows)
+        counted, steps, done = counted + more, steps + 1, done + 1
+    taken = time.perf_counter() - began
+    print(json.dumps({"tokens": counted, "steps": steps, "seconds": taken, "loss": loss}), flush=True)

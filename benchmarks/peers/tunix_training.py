@@ -1,5 +1,5 @@
 """Tunix's PeftTrainer on the conversations of `benchmarks/train_tokens.py`, which starts it by a Python that has it;
-prints JSON.
+trains for as many seconds as each line of its input says and prints JSON.
 
 `--rows` conversations a step, padded to the longest there may be: it compiles for every shape it meets and packs
 nothing. Its own loss, the mask that of the trained tokens; all weights of its Qwen2 in float32, AdamW.
@@ -8,6 +8,7 @@ nothing. Its own loss, the mask that of the trained tokens; all weights of its Q
 import argparse
 import json
 import pathlib
+import sys
 import time
 
 import numpy as np
@@ -20,7 +21,6 @@ MAX_TOKENS = 2048
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", required=True)
-parser.add_argument("--seconds", type=float, required=True)
 parser.add_argument("--rows", type=int, required=True)
 parser.add_argument("workload")
 given = parser.parse_args()
@@ -69,17 +69,25 @@ trainer = trainer.with_gen_model_input_fn(model_input)
 trainer.is_managed_externally = True  # it would close itself after the first stretch
 trainer.train([batch(0)])
 
-began, counted, steps = time.perf_counter(), 0, 0
+done = 1
 
 
-def until_the_time_is_up():
-    global counted, steps
-    while time.perf_counter() - began < given.seconds:
-        steps += 1
-        made = batch(steps * given.rows)
-        counted += int(made["filled"].sum())
-        yield made
+def turn(seconds: float) -> dict[str, float]:
+    began, counted, steps = time.perf_counter(), 0, 0
+
+    def until_the_time_is_up():
+        nonlocal counted, steps
+        while time.perf_counter() - began < seconds:
+            made = batch((done + steps) * given.rows)
+            counted, steps = counted + int(made["filled"].sum()), steps + 1
+            yield made
+
+    if seconds:
+        trainer.train(until_the_time_is_up())  # returns when the last step is done
+    return {"tokens": counted, "steps": steps, "seconds": time.perf_counter() - began}
 
 
-trainer.train(until_the_time_is_up())  # returns when the last step is done
-print(json.dumps({"tokens": counted, "steps": steps, "seconds": time.perf_counter() - began}))
+for line in sys.stdin:
+    found = turn(float(line))
+    done += int(found["steps"])
+    print(json.dumps(found), flush=True)
