@@ -13,7 +13,7 @@ from mujica_jax import index
 from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods.evaluation import summarise
-from mujica_jax.tasks.open_domain.qald import Qald, build, read_qald
+from mujica_jax.tasks.open_domain.qald import build, read_qald
 
 HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
 TRIPLES = [  # of three questions: a school, a franchise's author, and one that is answered by yes
@@ -34,7 +34,7 @@ def graph(tmp_path_factory) -> Path:
     return folder / "graph"
 
 
-def task(graph: Path | None, **changes) -> Qald:
+def task(graph: Path | None, **changes):
     fields = {"data_dir": str(DATA / "qald10"), "top_k": 5, "index": None if graph is None else str(graph)}
     return build(QaldConfig(**{**fields, **changes}))
 

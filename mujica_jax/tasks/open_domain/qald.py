@@ -14,15 +14,15 @@ from typing import Any
 
 from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
-from mujica_jax.metrics import Rule
 from mujica_jax.records import Entity, Question
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.text.corpus_records import open_text
 from mujica_jax.tasks.environment import GraphEnvironment
 from mujica_jax.tasks.open_domain.records import is_prepared, prepared_records
+from mujica_jax.tasks.open_domain.task import OpenDomain
 from mujica_jax.tasks.passages import fetched_index
-from mujica_jax.tasks.task import Environment, EnvironmentKind, Split, hash_of
+from mujica_jax.tasks.task import Split, hash_of
 from mujica_jax.tasks.two_wiki.search import open_knowledge_graph
 
 WIKIDATA = "http://www.wikidata.org/entity/"
@@ -31,27 +31,7 @@ PATTERNS = ("qald*.json", "qald*.json.gz")
 _named = re.compile(r"\bwd:(Q\d+)\b|<http://www\.wikidata\.org/entity/(Q\d+)>")
 
 
-class Qald:
-    """Implements `Task`. There are no demonstrations: a run starts from a checkpoint."""
-
-    name = "qald10"
-    rule: Rule = "musique"
-    environment_kind: EnvironmentKind = "graph"
-
-    def __init__(
-        self, questions: Mapping[Split, Sequence[Question]], environment: Environment, left_out: int = 0
-    ) -> None:
-        self._questions, self._environment, self.left_out = questions, environment, left_out
-
-    def questions(self, split: Split) -> Sequence[Question]:
-        return self._questions[split]
-
-    def environment(self, question: Question) -> Environment:
-        del question
-        return self._environment
-
-
-def build(config: QaldConfig) -> Qald:
+def build(config: QaldConfig) -> OpenDomain:
     if config.index is None:
         raise UserError(
             "task.kind qald10 is answered over Wikidata and task.index is None: give the directory of a graph or "
@@ -72,7 +52,7 @@ def build(config: QaldConfig) -> Qald:
         raise UserError(
             f"the graph {config.index} knows the entities of none of {len(records)} questions: give Wikidata's"
         )
-    return Qald(questions, GraphEnvironment(graph, config.top_k), left_out=found.count(None))
+    return OpenDomain(config, questions, GraphEnvironment(graph, config.top_k), {}, left_out=found.count(None))
 
 
 def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mujica_jax.config.tasks import MultiHopConfig, OpenDomainConfig
+from mujica_jax.config.tasks import MultiHopConfig, OpenDomainConfig, QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import GoldPassage, Question
@@ -21,23 +21,24 @@ RULES: Mapping[str, Rule] = {
     "popqa": "cover_em",
     "ambigqa": "musique",
     "bamboogle": "musique",
+    "qald10": "musique",
 }
 
 
 class OpenDomain:
     """Implements `Task`. There are no demonstrations: a run starts from a checkpoint."""
 
-    environment_kind: EnvironmentKind = "text"
-
     def __init__(
         self,
-        config: OpenDomainConfig,
+        config: OpenDomainConfig | QaldConfig,
         questions: Mapping[Split, Sequence[Question]],
         environment: Environment | None,
         own: Mapping[str, Environment],
+        left_out: int = 0,
     ) -> None:
-        """`environment` is that of all questions; None: each has its `own`, by id."""
-        self.name, self.rule = config.kind, RULES[config.kind]
+        """`environment` is that of all questions; None: each has its `own`, by id. `left_out` cannot be asked."""
+        self.name, self.rule, self.left_out = config.kind, RULES[config.kind], left_out
+        self.environment_kind: EnvironmentKind = config.environment
         self._questions, self._environment, self._own = questions, environment, own
 
     def questions(self, split: Split) -> Sequence[Question]:
