@@ -81,8 +81,7 @@ def embedding_weights(config: EncoderConfig) -> tuple[Weight, ...]:
     hidden = config.hidden_size
 
     def table(name: str, rows: int, theirs: str) -> Weight:
-        stored = f"embeddings.{theirs}_embeddings.weight"
-        return Weight(name=name, shape=(rows, hidden), axes=(None, None), hugging_face=stored)
+        return _whole(name, (rows, hidden), f"embeddings.{theirs}_embeddings.weight")
 
     return (
         table("words", config.vocab_size, "word"),
@@ -97,18 +96,8 @@ def layer_weights(config: EncoderConfig) -> tuple[Weight, ...]:
     hidden, mlp = config.hidden_size, config.intermediate_size
 
     def dense(name: str, inputs: int, outputs: int, theirs: str) -> tuple[Weight, Weight]:
-        return (
-            Weight(
-                name=f"{name}_kernel",
-                shape=(inputs, outputs),
-                axes=(None, None),
-                hugging_face=f"{theirs}.weight",
-                inputs=1,
-            ),
-            Weight(
-                name=f"{name}_bias", shape=(outputs,), axes=(None,), hugging_face=f"{theirs}.bias", initializer="zeros"
-            ),
-        )
+        kernel = _whole(f"{name}_kernel", (inputs, outputs), f"{theirs}.weight", inputs=1)
+        return kernel, _whole(f"{name}_bias", (outputs,), f"{theirs}.bias", initializer="zeros")
 
     return (
         *dense("query", hidden, hidden, "attention.self.query"),
@@ -133,10 +122,13 @@ def weight_table(config: EncoderConfig) -> WeightTable:
 
 
 def _layer_norm(name: str, size: int, theirs: str) -> tuple[Weight, Weight]:
-    return (
-        Weight(name=f"{name}_scale", shape=(size,), axes=(None,), hugging_face=f"{theirs}.weight", initializer="ones"),
-        Weight(name=f"{name}_shift", shape=(size,), axes=(None,), hugging_face=f"{theirs}.bias", initializer="zeros"),
-    )
+    scale = _whole(f"{name}_scale", (size,), f"{theirs}.weight", initializer="ones")
+    return scale, _whole(f"{name}_shift", (size,), f"{theirs}.bias", initializer="zeros")
+
+
+def _whole(name: str, shape: tuple[int, ...], theirs: str, **how: Any) -> Weight:
+    """Kept whole on every device."""
+    return Weight(name=name, shape=shape, axes=(None,) * len(shape), hugging_face=theirs, **how)
 
 
 class _Layers(nnx.Module):

@@ -95,9 +95,6 @@ def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """The weights of one layer. A `Block` stores them for all layers, under a leading `layers` axis."""
     hidden, mlp, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
 
-    def scale(name: str, size: int, theirs: str) -> Weight:
-        return Weight(name=name, shape=(size,), axes=("norm",), hugging_face=theirs, initializer="ones")
-
     def projection(name: str, axis: str, heads: int, theirs: str) -> list[Weight]:
         shape, axes, theirs = (hidden, heads, head_dim), ("embed", axis, "head_dim"), f"self_attn.{theirs}"
         kernel = Weight(name=f"{name}_kernel", shape=shape, axes=axes, hugging_face=f"{theirs}.weight", inputs=1)
@@ -110,21 +107,25 @@ def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
 
     heads_to_hidden = (config.num_heads, head_dim, hidden)
     query_key_norms = (
-        scale("query_norm", head_dim, "self_attn.q_norm.weight"),
-        scale("key_norm", head_dim, "self_attn.k_norm.weight"),
+        _scale("query_norm", head_dim, "self_attn.q_norm.weight"),
+        _scale("key_norm", head_dim, "self_attn.k_norm.weight"),
     )
     return (
-        scale("attention_norm", hidden, "input_layernorm.weight"),
+        _scale("attention_norm", hidden, "input_layernorm.weight"),
         *projection("query", "heads", config.num_heads, "q_proj"),
         *projection("key", "kv_heads", config.num_kv_heads, "k_proj"),
         *projection("value", "kv_heads", config.num_kv_heads, "v_proj"),
         *(query_key_norms if config.traits.qk_norm else ()),
         matrix("output_kernel", heads_to_hidden, ("heads", "head_dim", "embed"), "self_attn.o_proj"),
-        scale("mlp_norm", hidden, "post_attention_layernorm.weight"),
+        _scale("mlp_norm", hidden, "post_attention_layernorm.weight"),
         matrix("gate_kernel", (hidden, mlp), ("embed", "mlp"), "mlp.gate_proj"),
         matrix("up_kernel", (hidden, mlp), ("embed", "mlp"), "mlp.up_proj"),
         matrix("down_kernel", (mlp, hidden), ("mlp", "embed"), "mlp.down_proj"),
     )
+
+
+def _scale(name: str, size: int, theirs: str) -> Weight:
+    return Weight(name=name, shape=(size,), axes=("norm",), hugging_face=theirs, initializer="ones")
 
 
 def projections(config: DecoderConfig) -> tuple[Weight, ...]:
@@ -136,13 +137,7 @@ def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """The weights outside the layers. A tied model has no `head`: it reads `embedding` twice."""
     shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
     embedding = Weight(name="embedding", shape=shape, axes=axes, hugging_face="model.embed_tokens.weight")
-    norm = Weight(
-        name="final_norm",
-        shape=(config.hidden_size,),
-        axes=("norm",),
-        hugging_face="model.norm.weight",
-        initializer="ones",
-    )
+    norm = _scale("final_norm", config.hidden_size, "model.norm.weight")
     head = Weight(name="head", shape=shape, axes=axes, hugging_face="lm_head.weight")
     return (embedding, norm) if config.tie_word_embeddings else (embedding, norm, head)
 

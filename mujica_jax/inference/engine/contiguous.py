@@ -20,6 +20,7 @@ than keys laid out like values, and as fast with 256). Token t of a sequence lie
 is the length of its prefix.
 """
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -417,10 +418,7 @@ def _common_beginning(sequences: Sequence[Sequence[tuple[int, int]]], rows: int)
     """The longest beginning that so many sequences, and half of those that begin as they do, have in common."""
     common: list[tuple[int, int]] = []
     while True:
-        counts: dict[tuple[int, int], int] = {}
-        for sequence in sequences:
-            if len(sequence) > len(common):
-                counts[sequence[len(common)]] = counts.get(sequence[len(common)], 0) + 1
+        counts = collections.Counter(sequence[len(common)] for sequence in sequences if len(sequence) > len(common))
         page, count = max(counts.items(), key=lambda item: item[1], default=((0, 0), 0))
         if count < rows or (2 * count < len(sequences) and common):
             return common
