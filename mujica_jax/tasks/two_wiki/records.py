@@ -18,7 +18,7 @@ from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.graph.triples import LITERAL_ID, Triple, normalise_label, without_parenthesis
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.retrieval.text.corpus_records import records_of
-from mujica_jax.tasks.open_domain.records import is_prepared, prepared_records
+from mujica_jax.tasks.open_domain.records import OpenRecord, is_prepared, prepared_records
 
 CORPUS_QUESTION_FILES = ("questions*.jsonl", "questions*.json")
 QUESTION_FILES = ("dev*.json", "dev*.jsonl", "train*.json", "train*.jsonl", *CORPUS_QUESTION_FILES)
@@ -28,16 +28,10 @@ SINGLE_CHAINS = ("compositional", "inference")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
-    id: str
-    kind: str  # empty where no file gives it
-    text: str
-    answers: tuple[str, ...]  # gold answer first, aliases after it
-    titles: tuple[str, ...]  # gold passages
+class Record(OpenRecord):
     # Gold evidences with every id that the record lets us infer; empty where no file has them.
     triples: tuple[Triple, ...] = ()
     topic_ids: tuple[str, ...] = ()  # Q-ids of the entities the question itself names, in its order
-    context: tuple[GoldPassage, ...] = ()  # the passages that the official files give with a question, gold and others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
