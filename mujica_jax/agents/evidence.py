@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from mujica_jax.agents.protocol import one_line
 from mujica_jax.records import Evidence, GoldPassage, Question
 from mujica_jax.retrieval.text.similarity import Similarity
+from mujica_jax.tasks.environment import words
 from mujica_jax.tasks.task import EnvironmentKind, Material
 
 FAITHFUL_SHARE = 0.5
@@ -24,7 +25,6 @@ FUNCTION_WORDS = frozenset(
     "their there they this to was were which who whom whose with".split()
 )
 
-_word = re.compile(r"\w+")
 _end_of_sentence = re.compile(r"(?<=[.!?])\s+")
 
 
@@ -69,10 +69,6 @@ def place_in(materials: Sequence[Material], piece: Piece) -> int | None:
 def is_faithful(answer: str, query: str, evidence: Sequence[str]) -> bool:
     added = words(answer) - words(query) - FUNCTION_WORDS
     return len(added & words(" ".join(evidence))) >= FAITHFUL_SHARE * len(added)
-
-
-def words(text: str) -> set[str]:
-    return set(_word.findall(text.casefold()))
 
 
 def _is(material: Material, source: Evidence | GoldPassage) -> bool:

@@ -56,8 +56,8 @@ class GraphEnvironment:
         if len(materials) > self.top_k and self._ranked is not None:
             return tuple(materials[place] for place in self._ranked(query, list(by_text))[: self.top_k])
         if len(materials) > self.top_k:
-            asked = _content(query) - _content(entity.label)
-            materials.sort(key=lambda material: -len(asked & (_content(material.text) - _content(entity.label))))
+            asked = words(query) - words(entity.label)
+            materials.sort(key=lambda material: -len(asked & (words(material.text) - words(entity.label))))
         return tuple(materials[: self.top_k])
 
 
@@ -156,5 +156,5 @@ def _material(entity: Entity, end: End) -> Material:
     return Material(text=f"{subject.label}, {triple.relation}, {found.label}", entities=(subject, found))
 
 
-def _content(text: str) -> set[str]:
+def words(text: str) -> set[str]:
     return set(_words.findall(text.casefold()))
