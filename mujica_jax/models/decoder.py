@@ -171,10 +171,7 @@ def unstacked(weights: nnx.State, config: DecoderConfig, *, output_major_from: i
         turned = tuple(layer.reshape(inputs, outputs).T for layer in kernel)
         return variable.replace(OutputMajor(PerLayer(turned), matrices[path[0]].shape))
 
-    layers = nnx.to_flat_state(weights["layers"])
-    return nnx.State(
-        {**weights, "layers": nnx.from_flat_state((path, of_layers(path, variable)) for path, variable in layers)}
-    )
+    return nnx.State({**weights, "layers": nnx.map_state(of_layers, weights["layers"])})
 
 
 def _is_per_layer(value: object) -> bool:

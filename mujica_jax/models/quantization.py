@@ -38,7 +38,7 @@ def engine_weights(weights: nnx.State, config: DecoderConfig, storage: Storage, 
             return variable.replace(_stored(variable.get_value(), matrices[path[1]].inputs, storage))
         return jax.tree.map(lambda array: jnp.array(array, dtype), variable)
 
-    return nnx.from_flat_state((path, copied(path, variable)) for path, variable in nnx.to_flat_state(weights))
+    return nnx.map_state(copied, weights)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # op by op, float32 temporaries would be as large as the matrix

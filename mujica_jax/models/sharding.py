@@ -106,15 +106,10 @@ def shardings_of(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
 
     def of_variable(leaf):
-        if not isinstance(leaf, nnx.Variable):
-            return NamedSharding(mesh, PartitionSpec())
-        axes = leaf.get_metadata().get("logical_axes")
-        return jax.tree.map(
-            lambda array: NamedSharding(
-                mesh, PartitionSpec() if axes is None else partition_spec(axes, array.shape, mesh)
-            ),
-            leaf,
-        )
+        axes = leaf.get_metadata().get("logical_axes") if isinstance(leaf, nnx.Variable) else None
+        if axes is None:
+            return jax.tree.map(lambda array: NamedSharding(mesh, PartitionSpec()), leaf)
+        return jax.tree.map(lambda array: NamedSharding(mesh, partition_spec(axes, array.shape, mesh)), leaf)
 
     return jax.tree.map(of_variable, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 

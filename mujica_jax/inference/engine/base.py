@@ -50,17 +50,9 @@ class SlotState(NamedTuple):
     @classmethod
     def idle(cls, slots: int) -> "SlotState":
         """Nothing runs; the arrays are numpy's and may be written."""
-        whole, real = np.zeros(slots, np.int32), np.zeros(slots, np.float32)
-        return cls(
-            token=whole,
-            position=whole.copy(),
-            remaining=whole.copy(),
-            temperature=real,
-            seed=np.zeros(slots, np.uint32),
-            top_k=whole.copy(),
-            top_p=np.ones(slots, np.float32),
-            min_p=real.copy(),
-        )
+        types = {"temperature": np.float32, "seed": np.uint32, "top_p": np.float32, "min_p": np.float32}
+        empty = {name: np.zeros(slots, types.get(name, np.int32)) for name in cls._fields}
+        return cls(**empty)._replace(top_p=np.ones(slots, np.float32))
 
 
 class PrefillRow(NamedTuple):
