@@ -30,9 +30,7 @@ round is over, are each found again.
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
 
-from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.methods import PolicyGradientConfig
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.learning.trainer import steps_of_epochs
@@ -42,7 +40,7 @@ from mujica_jax.methods.rounds import attempt, close_round, finished_round, meth
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
-from mujica_jax.records import Question, Trajectory
+from mujica_jax.records import Trajectory
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.store import ShardEntry
@@ -201,11 +199,6 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
     asked = teaching = episodes = 0
     with sampling(run, f"round {number}: sampling", number, total=wanted, unit="groups") as stage:
 
-        def attempts_at(shard: Sequence[Question]) -> list[Attempt]:
-            return [
-                attempt(run, question, place, number) for question in shard for place in range(config.group_attempts)
-            ]
-
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal episodes
             episodes += 1
@@ -214,10 +207,10 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
         while more := max(0, min(wanted - teaching, most - asked)):
             chosen = [questions[(first + place) % len(questions)] for place in range(asked, asked + more)]
             shards = [chosen[at : at + size] for at in range(0, more, size)]
-            units = [
-                functools.partial(run.sample, number, len(entries) + index, attempts_at(shard))
-                for index, shard in enumerate(shards)
-            ]
+            units = []
+            for index, shard in enumerate(shards, start=len(entries)):
+                tries = [attempt(run, one, place, number) for one in shard for place in range(config.group_attempts)]
+                units.append(functools.partial(run.sample, number, index, tries))
             play_share(run.progress, f"round {number}: questions {asked} to {asked + more}", units)
             for unit in units:
                 entry, found = unit(on_episode)

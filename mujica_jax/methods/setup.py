@@ -94,7 +94,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
         _led(store, preemption),
         MetricsLog(store.root, store.io_statistics, config.metrics, about)
         if distributed.is_primary()
-        else NoMetrics() as metrics,
+        else contextlib.nullcontext(NoMetrics()) as metrics,
     ):
         tokenizer, decoder, load = opened or _new_model(config, task, store)
         run = Run(

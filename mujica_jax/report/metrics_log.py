@@ -120,12 +120,6 @@ class NoMetrics:
     def flush(self) -> None:
         pass
 
-    def __enter__(self) -> "NoMetrics":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
 
 class _TensorBoard:
     """An event file, written in this thread.

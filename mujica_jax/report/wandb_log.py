@@ -33,11 +33,13 @@ class WandbLog:
         wandb = import_wandb(config)
         mode = os.environ.get(MODE, config.wandb)
         local = directory if isinstance(directory, Path) else None  # wandb keeps its files on local disk
+        # The identifier that wandb gave this run directory: its folders are named run-TIME-ID and offline-run-TIME-ID.
+        earlier = sorted((local / FOLDER).glob("*run-*-*")) if local else []
         try:
             self._run = wandb.init(
                 project=config.wandb_project,
                 name=directory.name,
-                id=_earlier_run(local / FOLDER) if local else None,
+                id=earlier[-1].name.rpartition("-")[2] if earlier else None,
                 dir=str(local or Path()),
                 mode=mode,
                 resume="allow",
@@ -63,9 +65,3 @@ class WandbLog:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _earlier_run(folder: Path) -> str | None:
-    """The identifier that wandb gave this run directory: its folders are named run-TIME-ID and offline-run-TIME-ID."""
-    earlier = sorted(folder.glob("*run-*-*"))
-    return earlier[-1].name.rpartition("-")[2] if earlier else None

@@ -77,10 +77,6 @@ def entity_iri(key: str) -> "pyoxigraph.NamedNode | None":
         return None
 
 
-def named_iri(label: str) -> str:
-    return NAMED + urllib.parse.quote(normalise_label(label), safe="")
-
-
 def key_of(iri: str) -> str:
     """What `entity_iri` turns back."""
     found = _wikidata.fullmatch(iri)

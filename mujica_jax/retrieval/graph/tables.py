@@ -51,7 +51,7 @@ class Table:
             for text, key in self._ends(row):
                 iri = sparql.entity_iri(key) or self._called(text)
                 if iri is None:
-                    iri = NamedNode(sparql.named_iri(text))
+                    iri = NamedNode(sparql.NAMED + urllib.parse.quote(normalise_label(text), safe=""))
                     quads += [Quad(iri, label, Literal(text)), *_searched(iri, text)]
                 iris.append(iri)
             found = iris[1] if len(iris) == 2 else Literal(row.object)
