@@ -11,11 +11,9 @@ alone, and the batch of a step is the same whatever their number. The rows lie i
 in them, so nothing is prefetched. Called by `learning.trainer.fit`. Grain is imported on first use: it takes 0.5 s.
 """
 
-import dataclasses
-import functools
 import sys
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -45,8 +43,12 @@ class Batches:
             raise UserError("there are 0 rows to train on and a step needs at least 1: skip this phase or select more")
         # What the place in the order depends on. The number of processes is not among it: another one continues.
         self._order = {"rows": rows.num_rows, "rows_per_step": rows_per_step, "seed": seed}
-        steps = _RowsOfSteps(rows.num_rows, rows_per_step, seed, np.arange(rows_per_step) if own is None else own)
-        in_order = grain.MapDataset.source(steps).map(functools.partial(rows.batch, columns=columns))
+
+        def of_step(step: int) -> Batch:
+            chosen = rows_of_step(rows.num_rows, rows_per_step, seed=seed, step=step)
+            return rows.batch(chosen if own is None else chosen[own], columns)
+
+        in_order = grain.MapDataset.range(sys.maxsize).map(of_step)  # the epochs never end
         self._iterator = in_order.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).__iter__()
 
     def __iter__(self) -> "Batches":
@@ -71,22 +73,6 @@ class Batches:
     def seek(self, step: int) -> None:
         """Go to the batch of a step, where no state was kept."""
         self._iterator.set_state({"next_index": step})
-
-
-@dataclasses.dataclass(frozen=True)
-class _RowsOfSteps:
-    """A data source of Grain: element n holds the rows that this process has in step n."""
-
-    num_rows: int
-    rows_per_step: int
-    seed: int
-    own: Int[np.ndarray, " own"]
-
-    def __len__(self) -> int:
-        return sys.maxsize  # the epochs never end
-
-    def __getitem__(self, index: SupportsIndex) -> Int[np.ndarray, "rows"]:
-        return rows_of_step(self.num_rows, self.rows_per_step, seed=self.seed, step=int(index))[self.own]
 
 
 def rows_of_step(num_rows: int, rows_per_step: int, *, seed: int, step: int) -> Int[np.ndarray, "rows_per_step"]:
