@@ -6,6 +6,7 @@ time], and mix in float32. Segment 0 is padding: its output is zero and carries 
 `learning.log_probs` through `causal_self_attention`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -149,18 +150,10 @@ def _splash(query: Array, key: Array, value: Array, segment_ids: Array, *, inter
         kv_heads = key.shape[2]
         sharing = heads // kv_heads
         block = math.gcd(SPLASH_BLOCK, time)
+        blocks = [field.name for field in dataclasses.fields(splash.BlockSizes) if field.name.startswith("block_")]
         kernel = splash.make_splash_mqa_single_device(
             masks.MultiHeadMask([masks.CausalMask((time, time))] * sharing),
-            block_sizes=splash.BlockSizes(
-                block_q=block,
-                block_kv=block,
-                block_kv_compute=block,
-                block_q_dkv=block,
-                block_kv_dkv=block,
-                block_kv_dkv_compute=block,
-                block_q_dq=block,
-                block_kv_dq=block,
-            ),
+            block_sizes=splash.BlockSizes(**dict.fromkeys(blocks, block)),
             interpret=interpret,
         )
         scaled = (query / math.sqrt(head_dim)).astype(query.dtype)
