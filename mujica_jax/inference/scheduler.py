@@ -243,8 +243,11 @@ class BatchedGenerator:
     def _free_given_up(self) -> None:
         """Free the slots of requests that were cancelled or have expired, and their places in the queue."""
         for slot, sequence in list(self._running.items()):
-            if sequence.future.done():
-                self._give_up(slot, sequence)
+            if sequence.future.done():  # nobody waits for it: its pages go back as they were found
+                # Before its first log-probability nobody knows whether what it computed is finite.
+                broken = () if sequence.tokens else self._blocks.evict(sequence.block_table)
+                self._engine.free_slot(slot, broken_pages=broken)
+                self._drop(slot, sequence, held=0)
         self._drop_given_up()
 
     def _drop_given_up(self) -> None:
@@ -416,12 +419,6 @@ class BatchedGenerator:
             if slot in self._running:
                 self._engine.free_slot(slot)
                 self._drop(slot, sequence, held=sequence.held_tokens if self._reuse else 0)
-
-    def _give_up(self, slot: int, sequence: SequenceState) -> None:
-        """A request that nobody waits for: its pages go back as they were found."""
-        # Before its first log-probability nobody knows whether what it computed is finite.
-        self._engine.free_slot(slot, broken_pages=() if sequence.tokens else self._blocks.evict(sequence.block_table))
-        self._drop(slot, sequence, held=0)
 
     def _drop(self, slot: int, sequence: SequenceState, *, held: int) -> None:
         tokens = np.concatenate([sequence.prompt, np.asarray(sequence.tokens, np.int32)])[:held]

@@ -138,7 +138,11 @@ class ContiguousEngine(Engine):
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
         self._clock += 1
         self._load(rows)
-        tiles = [tile for row in rows for tile in self._tiles(row)]
+        tiles = [
+            (self._slot_caches[row.slot], row.start + first, row.tokens[first : first + self.tile_tokens])
+            for row in rows
+            for first in range(0, len(row.tokens), self.tile_tokens)
+        ]
         while tiles:
             size = _call_tiles(len(tiles), self.call_tiles)
             self._prefill_tiles(tiles[:size], size)
@@ -197,9 +201,9 @@ class ContiguousEngine(Engine):
                 moves.append((held.row, index - held.offset // self.page_tokens, page))
                 self._version[page] += 1
                 held.pages.append((page, int(self._version[page])))
-        for places, indices, pages in lots(moves):
+        for lot in lots(moves):
             self._count_for_rows("flush")
-            stored = programs.store_pages(self._memory.pages, self._memory.rows, places, indices, pages)
+            stored = programs.store_pages(self._memory.pages, self._memory.rows, *lot)
             self._memory = self._memory._replace(pages=stored)
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
@@ -251,9 +255,9 @@ class ContiguousEngine(Engine):
             first, last = held.offset // self.page_tokens, -(-row.start // self.page_tokens)
             moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]
         self._fit_rows(max(row.start + len(row.tokens) - self._slot_caches[row.slot].offset for row in rows))
-        for places, indices, pages in lots(moves):
+        for lot in lots(moves):
             self._count_for_rows("load")
-            loaded = programs.load_pages(self._memory.rows, self._memory.pages, places, indices, pages)
+            loaded = programs.load_pages(self._memory.rows, self._memory.pages, *lot)
             self._memory = self._memory._replace(rows=loaded)
 
     def _holds(self, row: PrefillRow) -> bool:
@@ -360,12 +364,6 @@ class ContiguousEngine(Engine):
     def _prefix_lengths(self) -> np.ndarray:
         lengths = [0 if prefix is None else prefix.tokens for prefix in self._prefixes]
         return np.asarray(lengths + [0] * (self._memory.prefixes.shape[0] - len(lengths)), np.int32)
-
-    def _tiles(self, row: PrefillRow) -> list[tuple[_SlotCache, int, Sequence[int] | np.ndarray]]:
-        size, held = self.tile_tokens, self._slot_caches[row.slot]
-        return [
-            (held, row.start + first, row.tokens[first : first + size]) for first in range(0, len(row.tokens), size)
-        ]
 
     def _prefill_tiles(self, tiles: Sequence[tuple[_SlotCache, int, Any]], count: int) -> None:
         tokens = np.zeros((count, self.tile_tokens), np.int32)

@@ -147,7 +147,9 @@ def _reader(
     shared = jnp.where(prefix < 0, 0, lengths[prefix])
     of_rows = jnp.stack([places.row, seen, jnp.maximum(prefix, 0), shared], axis=1)
     readable = jnp.arange(memory.rows.shape[1]) < (seen[:, None] + jnp.arange(time))[:, :, None]
-    visible = _visible(prefix, lengths, memory.prefixes)
+    count, tokens = memory.prefixes.shape
+    inside = jnp.arange(tokens)[None, :] < lengths[:, None]
+    visible = (prefix[:, None, None] == jnp.arange(count)[None, :, None]) & inside[None]
 
     def read(layer: int, query: Array, keys: Array, values: Array) -> Array:
         prefixes = memory.prefixes.keys[layer], memory.prefixes.values[layer]
@@ -158,14 +160,6 @@ def _reader(
         return _attention(query, keys, values, readable, *prefixes, visible)
 
     return read
-
-
-def _visible(
-    prefix: Int[np.ndarray | Array, " rows"], lengths: Int[Array, " prefixes"], prefixes: KeysValues
-) -> Bool[Array, "rows prefixes tokens"]:
-    count, tokens = prefixes.shape
-    inside = jnp.arange(tokens)[None, :] < lengths[:, None]
-    return (prefix[:, None, None] == jnp.arange(count)[None, :, None]) & inside[None]
 
 
 def _attention(
@@ -225,30 +219,23 @@ def copy_pages(pages: KeysValues, sources: Int[Array, " moves"], targets: Int[Ar
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
-def load_pages(
-    rows: KeysValues,
-    held: KeysValues,
-    places: Int[Array, " moves"],
-    indices: Int[Array, " moves"],
-    pages: Int[Array, " moves"],
-) -> KeysValues:
+def load_pages(rows: KeysValues, held: KeysValues, *moves: Int[Array, " moves"]) -> KeysValues:
+    """`moves`: rows, which of their pages, and pages."""
+    places, indices, pages = moves
+
     def load(axis: int, rows: Array, layer: Array) -> Array:
-        paged, index = _paged(rows, axis, layer.shape[axis]), _page_of_row(places, indices, axis)
+        paged, index = _paged(rows, axis, layer.shape[axis], places, indices)
         return paged.at[index].set(layer[pages]).reshape(rows.shape)
 
     return _both(load, rows, held)
 
 
 @functools.partial(jax.jit, donate_argnames=("held",))
-def store_pages(
-    held: KeysValues,
-    rows: KeysValues,
-    places: Int[Array, " moves"],
-    indices: Int[Array, " moves"],
-    pages: Int[Array, " moves"],
-) -> KeysValues:
+def store_pages(held: KeysValues, rows: KeysValues, *moves: Int[Array, " moves"]) -> KeysValues:
+    places, indices, pages = moves
+
     def store(axis: int, layer: Array, rows: Array) -> Array:
-        paged, index = _paged(rows, axis, layer.shape[axis]), _page_of_row(places, indices, axis)
+        paged, index = _paged(rows, axis, layer.shape[axis], places, indices)
         return layer.at[pages].set(paged[index])
 
     return _both(store, held, rows)
@@ -306,10 +293,7 @@ def _both(function: Callable[..., Array], *memories: KeysValues) -> KeysValues:
     return KeysValues(tuple(keys), tuple(values))
 
 
-def _paged(rows: Array, axis: int, page_tokens: int) -> Array:
-    """The tokens of a row as pages of tokens."""
-    return rows.reshape(*rows.shape[:axis], -1, page_tokens, *rows.shape[axis + 1 :])
-
-
-def _page_of_row(places: Array, indices: Array, axis: int) -> tuple:
-    return (places, *[slice(None)] * (axis - 1), indices)
+def _paged(rows: Array, axis: int, page_tokens: int, places: Array, indices: Array) -> tuple[Array, tuple]:
+    """The tokens of rows as pages of tokens, and where the pages `indices` of the rows `places` are in it."""
+    paged = rows.reshape(*rows.shape[:axis], -1, page_tokens, *rows.shape[axis + 1 :])
+    return paged, (places, *[slice(None)] * (axis - 1), indices)
