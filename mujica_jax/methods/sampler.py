@@ -151,7 +151,9 @@ class Sampler:
             self._run.preemption.enter(f"round {number}: sampling unit {unit.index}", kept="finished units are kept")
             self._run.on_poll = lease.renew
             try:
-                self._use(version)
+                if version != self._version:  # the committed policy is read from the run directory
+                    self._run.use_policy(PhaseState(_nothing), version)
+                    self._version = version
                 lease.renew()
                 found = unit.play(lambda trajectory: None)[1]
             except BaseException:
@@ -164,12 +166,6 @@ class Sampler:
             self.statistics.sampling_seconds += time.monotonic() - began
             return True
         return False
-
-    def _use(self, version: int) -> None:
-        """The committed policy of this version, read from the run directory."""
-        if version != self._version:
-            self._run.use_policy(PhaseState(_nothing), version)
-            self._version = version
 
     def _count(self) -> None:
         counted = self._run.store.io_statistics.summary()

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mujica_jax.records import Question, Search, StopReason, Trajectory
+from mujica_jax.records import Question, StopReason, Trajectory
 from mujica_jax.report.text import visible
 
 if TYPE_CHECKING:
@@ -104,9 +104,11 @@ def question_tree(question: Question, trajectory: Trajectory) -> "Tree":
         iteration = tree.add(node(f"iteration {number}"))
         for search in group:
             branch = iteration.add(node(f"{search.entity and f'[{visible(search.entity)}] '}", search.query, "cyan"))
-            for evidence in _selected_materials(search):
-                branch.add(node("evidence: ", evidence))
-            nothing = f"nothing found in {len(search.materials)} materials"
+            size = len(search.materials)
+            for i in search.selected:
+                nowhere = f"number {i} of {size} (does not exist)"
+                branch.add(node("evidence: ", search.materials[i] if 0 <= i < size else nowhere))
+            nothing = f"nothing found in {size} materials"
             branch.add(node("worker: ", search.sentence or ("" if search.found else nothing)))
     if trajectory.stop_reason is StopReason.ANSWERED:
         tree.add(node("answer: ", trajectory.answer, "bold"))
@@ -129,8 +131,3 @@ def rounded(value: Any) -> Any:
     if isinstance(value, tuple):
         return [rounded(entry) for entry in value]
     return round(value, 2) if isinstance(value, float) else value
-
-
-def _selected_materials(search: Search) -> list[str]:
-    size = len(search.materials)
-    return [search.materials[i] if 0 <= i < size else f"number {i} of {size} (does not exist)" for i in search.selected]

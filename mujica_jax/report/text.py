@@ -36,7 +36,7 @@ def visible(text: str) -> str:
     """`text` with control, direction and surrogate characters escaped: data cannot steer a terminal."""
     if text.isprintable():
         return text
-    return "".join(_written_out(character) if _is_control(character) else character for character in text)
+    return "".join(one.encode("unicode_escape").decode("ascii") if _is_control(one) else one for one in text)
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -57,7 +57,3 @@ def write(stream: TextIO, text: str) -> None:
 def _is_control(character: str) -> bool:
     category = unicodedata.category(character)
     return category in ("Cc", "Cs", "Zl", "Zp") or (category == "Cf" and character not in JOINERS)
-
-
-def _written_out(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

@@ -91,7 +91,10 @@ def load(store: "Store", spec: GraphSpec, loaded: Loaded, max_bytes: int | None 
         if loaded.file < len(spec.files):
             path = spec.files[loaded.file]
             if tables[loaded.file]:
-                yield from _load_table(store, path, spec, loaded, max_bytes)
+                table = Table(store, path, spec.skip, loaded)
+                for piece in pieces(path, loaded.bytes, loaded.lines + 1, max_bytes):
+                    store.extend(table.names(piece) if loaded.stage == "names" else table.statements(piece))
+                    yield _at(loaded, piece)
             elif loaded.stage == "statements":
                 yield from _load_lines(store, path, spec, loaded, max_bytes)
             loaded.file, loaded.bytes, loaded.lines = loaded.file + 1, 0, 0
@@ -113,13 +116,6 @@ def open_graph(folder: str | Path) -> GraphStore:
     except OSError as error:
         raise UserError(f"{folder / STORE} cannot be opened ({error}): {again(folder)}") from error
     return GraphStore(store, version=manifest["version"], languages=tuple(manifest["languages"]))
-
-
-def _load_table(store: "Store", path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None) -> Iterator[Loaded]:
-    table = Table(store, path, spec.skip, loaded)
-    for piece in pieces(path, loaded.bytes, loaded.lines + 1, max_bytes):
-        store.extend(table.names(piece) if loaded.stage == "names" else table.statements(piece))
-        yield _at(loaded, piece)
 
 
 def _load_lines(store: "Store", path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None) -> Iterator[Loaded]:
