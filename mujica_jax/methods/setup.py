@@ -278,10 +278,17 @@ def open_model(directory_or_file: str | Path, dtype: str) -> tuple[Tokenizer, De
 
 def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int]) -> DecoderConfig:
     """The size of a decoder that is trained from scratch."""
-    sizes = vars(config.model).items()
+    model = config.model
     return DecoderConfig(
-        **{name: size for name, size in sizes if name not in ("vocab_tokens", "embedding_range")},
+        family=model.family,
         vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rope_theta=model.rope_theta,
         rope_scaling=None,
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
