@@ -14,6 +14,12 @@ from mujica_jax.errors import UserError
 
 Value = TypeVar("Value")
 Family = Literal["qwen2", "qwen3", "llama"]
+THEIR_NAMES = {  # where a `config.json` calls a field of ours otherwise
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+REQUIRED = ("num_heads", "hidden_size", "vocab_size", "intermediate_size", "num_layers", "max_position_embeddings")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,26 +101,19 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
         )
     _refuse_other_mathematics(family, config)
     rope_theta, rope_scaling = _rotary(config)
-    num_heads = _required(config, "num_attention_heads")
-    hidden_size = _required(config, "hidden_size")
-    eos = config.get("eos_token_id")
+    sizes: dict[str, Any] = {name: _required(config, THEIR_NAMES.get(name, name)) for name in REQUIRED}
     # Qwen3 leaves out head_dim where it is 128; the other two derive it from the hidden size.
-    default_head_dim = 128 if family == "qwen3" else hidden_size // num_heads
+    default_head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // sizes["num_heads"]
     return DecoderConfig(
+        **sizes,
         family=family,
-        vocab_size=_required(config, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_required(config, "intermediate_size"),
-        num_layers=_required(config, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=_or(config.get("num_key_value_heads"), num_heads),
+        num_kv_heads=_or(config.get("num_key_value_heads"), sizes["num_heads"]),
         head_dim=_or(config.get("head_dim"), default_head_dim),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=_or(config.get("rms_norm_eps"), 1e-6),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_position_embeddings=_required(config, "max_position_embeddings"),
-        eos_token_ids=token_ids(eos),
+        eos_token_ids=token_ids(config.get("eos_token_id")),
         bos_token_id=config.get("bos_token_id"),
         initializer_range=_or(config.get("initializer_range"), 0.02),
     )
@@ -125,23 +124,14 @@ def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
     written: dict[str, Any] = {
         "architectures": [config.traits.architecture],
         "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
-        "initializer_range": config.initializer_range,
         "torch_dtype": "float32",
     }
+    ours = {
+        name: value for name, value in vars(config).items() if name not in ("family", "rope_scaling", "eos_token_ids")
+    }
+    written |= {THEIR_NAMES.get(name, name): value for name, value in ours.items()}
     if config.rope_scaling is not None:
         written["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
     if (

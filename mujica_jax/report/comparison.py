@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax import metrics
+from mujica_jax.report.text import text_table
 from mujica_jax.runtime.extras import import_extra
 
 if TYPE_CHECKING:
@@ -63,16 +64,7 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
 
 
 def table(found: Sequence[dict[str, Any]]) -> "Table":
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for heading in HEADINGS:
-        shown.add_column(heading, justify="left" if heading in ("task", "agent") else "right")
-    for row in found:
-        shown.add_row(*(Text(cell) for cell in cells(row)))
-    return shown
+    return text_table(HEADINGS, map(cells, found), left=2, wrap=True)
 
 
 def draw(found: Sequence[dict[str, Any]]) -> bytes:

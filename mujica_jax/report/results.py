@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax.records import Question, StopReason, Trajectory
-from mujica_jax.report.text import visible
+from mujica_jax.report.text import text_table, visible
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,46 +43,24 @@ def summary_dict(phases: Sequence[PhaseRow], **about: Any) -> dict[str, Any]:
 
 def closing_table(phases: Sequence[PhaseRow]) -> "Table":
     """A row a phase: scores in percent, greedy unless called sampled, and searches a question."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))  # narrow enough for 80 columns
-    table.add_column("phase", no_wrap=True)
-    for heading in ("EM", "F1", "EM\nsampled", "F1\nsampled", "trajectories", "accepted", "searches", "minutes"):
-        table.add_column(heading, justify="right")
+    headings = ("phase", "EM", "F1", "EM\nsampled", "F1\nsampled", "trajectories", "accepted", "searches", "minutes")
+    rows = []
     for phase in phases:
         numbers = (phase.em, phase.f1, phase.em_sampled, phase.f1_sampled)
-        table.add_row(
-            Text(visible(phase.name)),
-            *("-" if number is None else f"{number:.1f}" for number in numbers),
-            f"{phase.trajectories:,}" if phase.trajectories else "-",
-            f"{phase.accepted:,}" if phase.trajectories else "-",
-            "-" if phase.searches is None else f"{phase.searches:.2f}",
-            f"{phase.seconds / 60:.1f}",
-        )
-    return table
+        scores = ("-" if number is None else f"{number:.1f}" for number in numbers)
+        counts = (f"{count:,}" if phase.trajectories else "-" for count in (phase.trajectories, phase.accepted))
+        searches = "-" if phase.searches is None else f"{phase.searches:.2f}"
+        rows.append((phase.name, *scores, *counts, searches, f"{phase.seconds / 60:.1f}"))
+    return text_table(headings, rows)
 
 
 def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = None) -> "Table":
     """A row a question kind and one for all of them, from the summaries of evaluations of the same questions."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("kind", no_wrap=True)
-    scores = ("EM", "95% of EM", "F1")
-    for heading in ("questions", *scores, *(f"{score}\nsampled" for score in scores if sampled)):
-        table.add_column(heading, justify="right")
+    scores, rows = ("EM", "95% of EM", "F1"), []
     for kind, row in [*sorted(greedy["by_kind"].items()), ("all", greedy)]:
-        table.add_row(
-            Text(visible(kind)),
-            f"{row['questions']:,}",
-            *_score_cells(row),
-            *(_score_cells(sampled if row is greedy else sampled["by_kind"][kind]) if sampled else ()),
-        )
-    return table
+        beside = _score_cells(sampled if row is greedy else sampled["by_kind"][kind]) if sampled else ()
+        rows.append((kind, f"{row['questions']:,}", *_score_cells(row), *beside))
+    return text_table(("kind", "questions", *scores, *(f"{score}\nsampled" for score in scores if sampled)), rows)
 
 
 def question_tree(question: Question, trajectory: Trajectory) -> "Tree":

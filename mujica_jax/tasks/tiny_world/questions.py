@@ -29,15 +29,12 @@ class Template:
 
     def answer(self, topics: Sequence[str], objects: Sequence[str]) -> str:
         """The answer, from the topics' labels and the objects that the last step found for them."""
-        match self.rule:
-            case "last_object":
-                return objects[0]
-            case "same":
-                return "yes" if objects[0] == objects[1] else "no"
-            case "earlier":
-                return min(zip(objects, topics, strict=True), key=lambda pair: date_key(pair[0]))[1]
-            case "later":
-                return max(zip(objects, topics, strict=True), key=lambda pair: date_key(pair[0]))[1]
+        if self.rule == "last_object":
+            return objects[0]
+        if self.rule == "same":
+            return "yes" if objects[0] == objects[1] else "no"
+        first = min if self.rule == "earlier" else max
+        return first(zip(objects, topics, strict=True), key=lambda pair: date_key(pair[0]))[1]
 
 
 def date_text(year: int, month: int, day: int) -> str:
