@@ -11,22 +11,18 @@ the number before the object, both years before the one that decides.
 """
 
 import random
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from mujica_jax.agents import protocol, scripted_decex, scripted_single
 from mujica_jax.agents.decex import DECEX, DecexState
 from mujica_jax.agents.mujica import PlannerState, WorkerState
-from mujica_jax.agents.scripted_text import TextScript, fact, query_of, stated
+from mujica_jax.agents.scripted_text import TextScript, conclusion, fact, query_of, stated
 from mujica_jax.agents.single import SingleState
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Entity, Evidence, Question, Search
+from mujica_jax.records import Entity, Evidence, Search
 from mujica_jax.tasks.task import Material
-from mujica_jax.tasks.two_wiki.chains import chain_ends, compare_dates, parse_date
-
-_YEAR = re.compile(r"\b\d{3,4}\b")
 
 
 class ScriptedPolicy:
@@ -52,9 +48,9 @@ class ScriptedPolicy:
             )
         if isinstance(state, SingleState):
             recalls = random.Random(f"{self._seed} {state.question.id}").random() >= self._miss_rate
-            text = scripted_single.write(state, conclusion, recalls=recalls)
+            text = scripted_single.write(state, recalls=recalls)
         elif isinstance(state, DecexState):
-            text = scripted_decex.write(state, conclusion)
+            text = scripted_decex.write(state)
         elif isinstance(state, PlannerState):
             text = self._plan(state) if state.candidates else self._plan_on_text(state)
         else:
@@ -141,47 +137,6 @@ def _unread(state: PlannerState) -> list[Search]:
     """The last turn's searches that no worker read."""
     last = [search for search in state.searches if search.iteration == state.searches[-1].iteration]
     return [search for search in last if search.found and not search.selected]
-
-
-def conclusion(question: Question, answer: str) -> str:
-    """The thought before an answer. For two chains: what was found at their ends with the numbers of the candidates
-    they began with, then the one that decides, its number and its name, so that each step follows from one look back.
-    """
-    ends = chain_ends(question.evidences)
-    if len(ends) != 2:
-        return f"{answer}."
-    if answer in ("yes", "no"):
-        values = [group[0].object for group in ends.values()]
-        return f"{' and '.join(values)}: {'same' if answer == 'yes' else 'different'}."
-    labels = [entity.label for entity in question.candidates]
-    (first, one), (second, other) = ends.items()
-    found = {first: _quantity(one, other), second: _quantity(other, one)}
-    if answer not in ends or (labels and not {first, second} <= set(labels)):
-        return f"{answer}."
-    side = _side(ends[answer], ends[second if answer == first else first])
-    if not labels:
-        return f"{first}: {found[first]}. {second}: {found[second]}. {side.capitalize()}: {answer}."
-    numbered = {label: f"{quantity} [{labels.index(label)}]" for label, quantity in found.items()}
-    return f"{numbered[first]} and {numbered[second]}: {side} {numbered[answer]} {answer}."
-
-
-def _quantity(group: Sequence[Evidence], other: Sequence[Evidence]) -> str:
-    """What is compared: years, or the whole values where they are no dates or years do not decide."""
-    of_both = ([_YEAR.findall(evidence.object) for evidence in some] for some in (group, other))
-    years, others = ([found[-1] for found in some if found] for some in of_both)
-    decided = len(years) == len(group) and len(others) == len(other) and years != others
-    return " to ".join(years) if decided else " and ".join(evidence.object for evidence in group)
-
-
-def _side(deciding: Sequence[Evidence], other: Sequence[Evidence]) -> str:
-    if len(deciding) != len(other):
-        return "more"
-    if len(deciding) > 1:
-        return "longer"
-    dates = [parse_date(group[0].object) for group in (deciding, other)]
-    if dates[0] is None or dates[1] is None:
-        return "rather"
-    return "earlier" if compare_dates(dates[0], dates[1]) < 0 else "later"
 
 
 def sample_text(agent: str = "mujica") -> Iterator[str]:

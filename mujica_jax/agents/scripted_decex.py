@@ -10,17 +10,16 @@ from collections.abc import Iterator
 
 from mujica_jax.agents import decex, protocol
 from mujica_jax.agents.decex import DecexState, Decision, Solution, Step
-from mujica_jax.agents.scripted_single import Conclude
-from mujica_jax.agents.scripted_text import fact, first_statement, queries_of
+from mujica_jax.agents.scripted_text import conclusion, fact, first_statement, queries_of
 from mujica_jax.agents.single import information
 from mujica_jax.records import UNKNOWN, Evidence, Question
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
 
-def write(state: DecexState, conclude: Conclude) -> str:
+def write(state: DecexState) -> str:
     """The next turn."""
-    return _decide(state, conclude) if state.asked is None else _solve(state, state.asked)
+    return _decide(state) if state.asked is None else _solve(state, state.asked)
 
 
 def sample_text() -> Iterator[str]:
@@ -33,7 +32,7 @@ def sample_text() -> Iterator[str]:
     yield information((Material(text=""),))
 
 
-def _decide(state: DecexState, conclude: Conclude) -> str:
+def _decide(state: DecexState) -> str:
     read = _read(state)
     for evidence in _in_order(state.question):
         wording = queries_of(evidence)[0]
@@ -45,7 +44,7 @@ def _decide(state: DecexState, conclude: Conclude) -> str:
         thought = f"{read}I need the {evidence.relation} of {evidence.subject}."
         return decex.write_decision(thought, Decision(question=wording))
     question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
-    return decex.write_decision(f"{read}{conclude(question, answer)}", Decision(answer=answer))
+    return decex.write_decision(f"{read}{conclusion(question, answer)}", Decision(answer=answer))
 
 
 def _solve(state: DecexState, asked: str) -> str:

@@ -8,24 +8,22 @@ can notice.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from mujica_jax.agents import protocol
-from mujica_jax.agents.scripted_text import fact, stated
+from mujica_jax.agents.scripted_text import conclusion, fact, stated
 from mujica_jax.agents.single import INFORMATION, SingleState, information, system_prompt
 from mujica_jax.records import UNKNOWN, Question, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
-Conclude = Callable[[Question, str], str]  # the thought before an answer
 
-
-def write(state: SingleState, conclude: Conclude, *, recalls: bool = True) -> str:
+def write(state: SingleState, *, recalls: bool = True) -> str:
     """The next turn. One that does not recall searches for what is common knowledge, too."""
     question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
     evidences = [evidence for group in evidence_rounds(question.evidences) for evidence in group]
     if recalls and question.is_known:
-        return _turn(state, " ".join(fact(one, one.object) for one in evidences), conclude(question, answer), answer)
+        return _turn(state, " ".join(fact(one, one.object) for one in evidences), conclusion(question, answer), answer)
     asked = {search.query for search in state.searches}
     learnt: list[str] = []  # by the last search
     for evidence in evidences:
@@ -38,7 +36,7 @@ def write(state: SingleState, conclude: Conclude, *, recalls: bool = True) -> st
             return f"{_thought(state, ' '.join([*learnt, fact(evidence, UNKNOWN)]))}\n<search> {query} </search>"
         if stated(evidence, state.searches[:-1]) is None:
             learnt.append(fact(evidence, value))
-    return _turn(state, protocol.NOTHING_FOUND, " ".join([*learnt, conclude(question, answer)]), answer)
+    return _turn(state, protocol.NOTHING_FOUND, " ".join([*learnt, conclusion(question, answer)]), answer)
 
 
 def sample_text() -> Iterator[str]:
@@ -54,14 +52,14 @@ def sample_text() -> Iterator[str]:
     yield "\n".join(f"[{number}]" for number in range(8))
 
 
-def _turn(state: SingleState, thought: str, conclusion: str, answer: str) -> str:
+def _turn(state: SingleState, thought: str, concluding: str, answer: str) -> str:
     """A last turn. The first of an episode thinks before it concludes."""
     closing = f"<answer> {answer} </answer>"
     if state.style == "search_r1":
-        said = conclusion if state.searches else f"{thought} {conclusion}"
+        said = concluding if state.searches else f"{thought} {concluding}"
         return f"<think> {said} </think>\n{closing}"
     opening = [] if state.searches else [f"<think> {thought} </think>"]
-    return "\n".join([*opening, f"<reflect> {conclusion} </reflect>", closing])
+    return "\n".join([*opening, f"<reflect> {concluding} </reflect>", closing])
 
 
 def _thought(state: SingleState, text: str) -> str:

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.mujica import PlannerState, WorkerState
-from mujica_jax.records import Evidence, Search
+from mujica_jax.records import Evidence, Question, Search
 from mujica_jax.tasks.task import Material
-from mujica_jax.tasks.two_wiki.chains import COUNTRY_FORMS, MONTHS, country_form, evidence_rounds, parse_date
+from mujica_jax.tasks.two_wiki import chains
 
 PERSON_RELATIONS = frozenset(
     "director father mother spouse performer composer sibling child creator producer editor presenter "
     "screenwriter".split()
 ) | {"founded by", "student of", "doctoral advisor"}
+YEAR = re.compile(r"\b\d{3,4}\b")
 PARENTHESIS = re.compile(r"\s*\([^()]*\)\s*$")
 
 
@@ -31,7 +32,7 @@ class TextScript:
         """The triples to ask for now, each in its next wording. None where one was asked in every wording in vain."""
         found = [search for search in state.searches if search.found]
         asked = {search.query for search in state.searches}
-        for evidences in evidence_rounds(state.question.evidences):
+        for evidences in chains.evidence_rounds(state.question.evidences):
             calls = []
             for evidence in evidences:
                 wordings = queries_of(evidence)
@@ -93,16 +94,57 @@ def stated(evidence: Evidence, searches: Sequence[Search]) -> str | None:
     return None
 
 
+def conclusion(question: Question, answer: str) -> str:
+    """The thought before an answer. For two chains: what was found at their ends with the numbers of the candidates
+    they began with, then the one that decides, its number and its name, so that each step follows from one look back.
+    """
+    ends = chains.chain_ends(question.evidences)
+    if len(ends) != 2:
+        return f"{answer}."
+    if answer in ("yes", "no"):
+        values = [group[0].object for group in ends.values()]
+        return f"{' and '.join(values)}: {'same' if answer == 'yes' else 'different'}."
+    labels = [entity.label for entity in question.candidates]
+    (first, one), (second, other) = ends.items()
+    found = {first: _quantity(one, other), second: _quantity(other, one)}
+    if answer not in ends or (labels and not {first, second} <= set(labels)):
+        return f"{answer}."
+    side = _side(ends[answer], ends[second if answer == first else first])
+    if not labels:
+        return f"{first}: {found[first]}. {second}: {found[second]}. {side.capitalize()}: {answer}."
+    numbered = {label: f"{quantity} [{labels.index(label)}]" for label, quantity in found.items()}
+    return f"{numbered[first]} and {numbered[second]}: {side} {numbered[answer]} {answer}."
+
+
 def forms_of(value: str) -> Iterator[str]:
     """How a passage may write an object: as it is, a date in either order, a country as its people."""
     yield value
     if without := PARENTHESIS.sub("", value):
         yield without
-    if (date := parse_date(value)) is not None and date[1]:
+    if (date := chains.parse_date(value)) is not None and date[1]:
         year, month, day = date
-        name = MONTHS[month - 1].capitalize()
+        name = chains.MONTHS[month - 1].capitalize()
         yield from (f"{day} {name} {year}", f"{name} {day}, {year}") if day else (f"{name} {year}",)
-    form = country_form(value)
-    if form in COUNTRY_FORMS:
-        same = [other for other, named in COUNTRY_FORMS.items() if named[0] == COUNTRY_FORMS[form][0]]
+    form = chains.country_form(value)
+    if form in chains.COUNTRY_FORMS:
+        same = [other for other, named in chains.COUNTRY_FORMS.items() if named[0] == chains.COUNTRY_FORMS[form][0]]
         yield from sorted(same, key=lambda other: -len(other))
+
+
+def _quantity(group: Sequence[Evidence], other: Sequence[Evidence]) -> str:
+    """What is compared: years, or the whole values where they are no dates or years do not decide."""
+    of_both = ([YEAR.findall(evidence.object) for evidence in some] for some in (group, other))
+    years, others = ([found[-1] for found in some if found] for some in of_both)
+    decided = len(years) == len(group) and len(others) == len(other) and years != others
+    return " to ".join(years) if decided else " and ".join(evidence.object for evidence in group)
+
+
+def _side(deciding: Sequence[Evidence], other: Sequence[Evidence]) -> str:
+    if len(deciding) != len(other):
+        return "more"
+    if len(deciding) > 1:
+        return "longer"
+    dates = [chains.parse_date(group[0].object) for group in (deciding, other)]
+    if dates[0] is None or dates[1] is None:
+        return "rather"
+    return "earlier" if chains.compare_dates(dates[0], dates[1]) < 0 else "later"
