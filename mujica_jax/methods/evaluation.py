@@ -43,9 +43,6 @@ class KindScore:
     f1_interval: tuple[float, float]
     questions: int
 
-    def rounded(self) -> dict[str, Any]:
-        return rounded(dataclasses.asdict(self))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -61,13 +58,13 @@ class Evaluation:
     def summary(self) -> dict[str, Any]:
         """What is written beside the predictions: everything but the trajectories."""
         return {
-            **self.score.rounded(),
+            **rounded(dataclasses.asdict(self.score)),
             "searches": round(self.searches, 3),
             "tokens": round(generated_tokens(self.trajectories) / len(self.trajectories), 1),
             "seconds": round(sum(t.seconds for t in self.trajectories) / len(self.trajectories), 3),
             **{name: round(value, 2) for name, value in self.further.items()},
             "stop_reasons": self.stop_reasons,
-            "by_kind": {kind: score.rounded() for kind, score in self.by_kind.items()},
+            "by_kind": {kind: rounded(dataclasses.asdict(score)) for kind, score in self.by_kind.items()},
         }
 
 

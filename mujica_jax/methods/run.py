@@ -202,12 +202,8 @@ class Run:
     ) -> tuple[ShardEntry, list[Trajectory]]:
         """One unit of work: play the attempts and write their shard, or read the shard that an earlier run left.
         `concurrency`: episodes at a time, where another model than the engine's writes."""
-
-        def waves(earlier: Sequence[Trajectory]) -> Sequence[Attempt]:
-            return [] if earlier else attempts
-
         entry, trajectories = self.sample_waves(
-            round_number, shard, waves, on_episode, agent=agent, concurrency=concurrency
+            round_number, shard, lambda past: () if past else attempts, on_episode, agent=agent, concurrency=concurrency
         )
         assert entry is not None, "a unit of work has attempts"
         return entry, trajectories

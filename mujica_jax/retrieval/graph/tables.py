@@ -102,7 +102,12 @@ def _rows(path: str, piece: Piece, counts: Counts, *, skip: bool) -> Iterator[Tr
     """The triple of each line. One that cannot be read is counted with `skip`, else raises UserError."""
     for number, line in piece.numbered:
         if number == 1:
-            _check_header(path, line)
+            cells = tuple(cell.strip() for cell in line.decode(errors="replace").split("\t"))
+            if cells != COLUMNS:
+                columns = ", ".join(COLUMNS)
+                raise UserError(
+                    f"{path}, line 1: the header is {', '.join(cells)!r}; expected tab-separated columns {columns}"
+                )
         elif line.strip():
             try:
                 row = _row(f"{path}, line {number:,}", line)
@@ -113,14 +118,6 @@ def _rows(path: str, piece: Piece, counts: Counts, *, skip: bool) -> Iterator[Tr
             else:
                 counts.triples += 1
                 yield row
-
-
-def _check_header(path: str, line: bytes) -> None:
-    cells = [cell.strip() for cell in line.decode(errors="replace").split("\t")]
-    if tuple(cells) != COLUMNS:
-        raise UserError(
-            f"{path}, line 1: the header is {', '.join(cells)!r}; expected tab-separated columns {', '.join(COLUMNS)}"
-        )
 
 
 def _row(place: str, line: bytes) -> Triple:
