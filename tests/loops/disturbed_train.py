@@ -56,11 +56,10 @@ NOTED = "MUJICA_SIGNALLED"  # names the file that holds when the signal came
 
 
 def import_all() -> None:
-    """All that a run imports, so that no start imports it again; but for kernels with threads of OpenMP, whose fork
-    ends itself by SIGTERM."""
+    """All that a run imports, so that no start imports it again."""
     folders = ("agents", "learning", "methods", "models", "report", "tasks", "trajectories")
     for module in pkgutil.walk_packages(mujica_jax.__path__, "mujica_jax."):
-        if module.name.split(".")[1] in folders and module.name != "mujica_jax.models.cpu_kernels":
+        if module.name.split(".")[1] in folders:
             importlib.import_module(module.name)
     _ = transformers.PreTrainedTokenizerFast  # this one is lazy
 
