@@ -7,11 +7,16 @@ multiplies. Here a thread takes a few rows of one head of keys: their queries me
 row, of which no more is read than the row holds.
 
 Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies, and while some of its
-rows are multiplied the next ones are fetched. Few rows are multiplied along the inner length, more in tiles.
+rows are multiplied later ones are fetched into the second cache, which has more fetches on their way than the first.
+Few rows are multiplied along the inner length, more in tiles.
 
 Packed rows: of XLA's small products none uses two cores. Here a thread takes a head of a segment, block after block of
 queries, and no key after them. Only a block's scores exist at a time, keys by queries, so that all lies in the order in
 which it is read; the gradient computes them again (FlashAttention, Dao et al. 2022, algorithm 4).
+
+Threads: a decode step has five kernels a layer, some of them shorter than it takes to wake a thread. Those of OpenMP
+sleep as soon as two of XLA's threads have called them, each of which gets a team. Ours are shared, look for work for a
+while before they sleep, and take parts of a kernel as they come; a caller who finds them busy works alone.
 
 All of it is one file: numba's cache on disk asks whether the file of a kernel has changed, and not those that it uses.
 """
