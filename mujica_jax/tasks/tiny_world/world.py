@@ -252,22 +252,19 @@ def _passage_text(part: WorldPart, number: int) -> str:
 
 def _evidences(part: WorldPart, plan: Plan) -> tuple[Evidence, ...]:
     """Step after step, and within a step topic after topic."""
-    evidences = []
-    here: list[Value] = [*plan.topics]
-    for step, relation in enumerate(plan.template.path):
-        for topic, chain in enumerate(plan.chains):
-            subject, found = here[topic], chain[step]
-            evidences.append(
-                Evidence(
-                    subject=_label(part, subject),
-                    relation=relation,
-                    object=_label(part, found),
-                    subject_id=_key(part, subject),
-                    object_id=_key(part, found),
-                )
-            )
-            here[topic] = found
-    return tuple(evidences)
+    paths = zip(plan.topics, plan.chains, strict=True)
+    steps = zip(*(itertools.pairwise((topic, *chain)) for topic, chain in paths), strict=True)
+    return tuple(
+        Evidence(
+            subject=_label(part, subject),
+            relation=relation,
+            object=_label(part, found),
+            subject_id=_key(part, subject),
+            object_id=_key(part, found),
+        )
+        for relation, pairs in zip(plan.template.path, steps, strict=True)
+        for subject, found in pairs
+    )
 
 
 def _material(part: WorldPart, number: int, relation: str) -> Material:
