@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -150,10 +150,11 @@ def _splash(query: Array, key: Array, value: Array, segment_ids: Array, *, inter
         kv_heads = key.shape[2]
         sharing = heads // kv_heads
         block = math.gcd(SPLASH_BLOCK, time)
-        blocks = [field.name for field in dataclasses.fields(splash.BlockSizes) if field.name.startswith("block_")]
+        names = (field.name for field in dataclasses.fields(splash.BlockSizes))
+        blocks: dict[str, Any] = dict.fromkeys((name for name in names if name.startswith("block_")), block)
         kernel = splash.make_splash_mqa_single_device(
             masks.MultiHeadMask([masks.CausalMask((time, time))] * sharing),
-            block_sizes=splash.BlockSizes(**dict.fromkeys(blocks, block)),
+            block_sizes=splash.BlockSizes(**blocks),
             interpret=interpret,
         )
         scaled = (query / math.sqrt(head_dim)).astype(query.dtype)

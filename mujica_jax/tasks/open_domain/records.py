@@ -99,10 +99,13 @@ def as_row(record: OpenRecord) -> dict[str, Any]:
 
 def from_row(row: Mapping[str, Any]) -> OpenRecord:
     return OpenRecord(
-        **{name: row[name] for name in ("id", "text", "kind")},
-        **{name: tuple(row[name]) for name in ("answers", "titles")},
+        id=row["id"],
+        text=row["text"],
+        answers=tuple(row["answers"]),
         answer_sets=tuple(tuple(tuple(of) for of in answers) for answers in json.loads(row["answer_sets"])),
+        titles=tuple(row["titles"]),
         context=tuple(GoldPassage(**passage) for passage in json.loads(row["context"])),
+        kind=row["kind"],
     )
 
 
