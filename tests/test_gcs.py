@@ -33,7 +33,7 @@ QUICK = tuple(fault for fault in FAULTS if fault != "hang")
 
 
 @pytest.fixture
-def fake(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeBucket:
+def fake(request, tmp_path, monkeypatch) -> FakeBucket:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Of the others none depends on how busy the machine is. 0.3 s were too short beside another program.
     if "hang" in request.node.name:
@@ -42,7 +42,7 @@ def fake(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def store(fake: FakeBucket) -> Store:
+def store(fake) -> Store:
     return Store("gs://bucket/run")
 
 
@@ -66,7 +66,7 @@ def repeated(fake: FakeBucket, times: int, kind: str, fault: Fault | None = None
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_create_that_meets_a_fault_is_repeated_and_wins(fake: FakeBucket, store: Store, fault: Fault) -> None:
+def test_a_create_that_meets_a_fault_is_repeated_and_wins(fake, store, fault):
     fake.faults = once("upload", fault)
     assert store.create("x", b"content" * 1000)
     assert fake.names("bucket") == ["run/x"]
@@ -74,16 +74,14 @@ def test_a_create_that_meets_a_fault_is_repeated_and_wins(fake: FakeBucket, stor
     assert repeated(fake, 1, "upload", fault)
 
 
-def test_a_create_whose_answer_was_lost_and_another_writers_object_are_told_apart(
-    fake: FakeBucket, store: Store
-) -> None:
+def test_a_create_whose_answer_was_lost_and_another_writers_object_are_told_apart(fake, store):
     fake.faults = once("upload", "lost answer", "503")
     assert store.create("x", b"same"), "its own object answers the repeated request"
     fake.faults = once("upload", "503")
     assert not store.create("x", b"same"), "another writer's object, with the same bytes"
 
 
-def test_of_many_writers_behind_a_bad_network_exactly_one_wins(fake: FakeBucket, store: Store) -> None:
+def test_of_many_writers_behind_a_bad_network_exactly_one_wins(fake, store):
     draw, lock = random.Random(0), threading.Lock()
 
     def faults(request: Request) -> Fault | None:
@@ -106,7 +104,7 @@ def test_of_many_writers_behind_a_bad_network_exactly_one_wins(fake: FakeBucket,
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_read_that_meets_a_fault_is_repeated(fake: FakeBucket, store: Store, fault: Fault) -> None:
+def test_a_read_that_meets_a_fault_is_repeated(fake, store, fault):
     content = random.Random(0).randbytes(300_000)
     store.create("x", content)
     fake.faults = once("download", fault, fault)
@@ -114,7 +112,7 @@ def test_a_read_that_meets_a_fault_is_repeated(fake: FakeBucket, store: Store, f
     assert repeated(fake, 2, "download", fault)
 
 
-def test_content_that_changed_on_its_way_is_read_again(fake: FakeBucket, store: Store) -> None:
+def test_content_that_changed_on_its_way_is_read_again(fake, store):
     store.create("x", b"right")
     made = fake.objects["bucket", "run/x"]
     wrong = dataclasses.replace(made, content=b"wrong")
@@ -130,7 +128,7 @@ def test_content_that_changed_on_its_way_is_read_again(fake: FakeBucket, store: 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_large_file_is_uploaded_whole(fake: FakeBucket, store: Store, fault: Fault) -> None:
+def test_a_large_file_is_uploaded_whole(fake, store, fault):
     content = random.Random(0).randbytes(9_000_000)  # above the size that goes up in one request
 
     def write(folder: Path) -> None:
@@ -145,7 +143,7 @@ def test_a_large_file_is_uploaded_whole(fake: FakeBucket, store: Store, fault: F
 
 @pytest.mark.parametrize("fault", UNANSWERED)
 @pytest.mark.parametrize("kind", ["upload", "download", "delete"])
-def test_an_interrupted_quarantine_is_finished(fake: FakeBucket, store: Store, kind: str, fault: Fault) -> None:
+def test_an_interrupted_quarantine_is_finished(fake, store, kind, fault):
     store.create(shard_name(1, 2), b"rubbish")
     fake.faults = once(kind, fault)
     reason = store.quarantine(shard_name(1, 2), "it is rubbish")
@@ -154,7 +152,7 @@ def test_an_interrupted_quarantine_is_finished(fake: FakeBucket, store: Store, k
     assert store.find_shard(1, 2) is None
 
 
-def test_a_shard_that_came_meanwhile_is_not_quarantined(fake: FakeBucket, store: Store) -> None:
+def test_a_shard_that_came_meanwhile_is_not_quarantined(fake, store):
     store.create("x", b"rubbish")
 
     def another_process(request: Request) -> None:
@@ -169,9 +167,7 @@ def test_a_shard_that_came_meanwhile_is_not_quarantined(fake: FakeBucket, store:
 # Errors
 
 
-def test_a_bucket_that_hangs_for_ever_is_one_sentence_within_the_deadline(
-    fake: FakeBucket, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_hangs_for_ever_is_one_sentence_within_the_deadline(fake, store, monkeypatch):
     monkeypatch.setattr(gcs, "DEADLINE_SECONDS", 1.2)
     fake.faults = lambda request: "hang"
     began = time.monotonic()
@@ -183,9 +179,7 @@ def test_a_bucket_that_hangs_for_ever_is_one_sentence_within_the_deadline(
     assert time.monotonic() - began < 10
 
 
-def test_retries_are_counted_and_many_are_on_the_console(
-    fake: FakeBucket, store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_retries_are_counted_and_many_are_on_the_console(fake, store, caplog):
     fake.faults = once("upload", "503", "429")
     store.create("x", b"")
     assert store.io_statistics.summary()["repeated_requests"] == 2 and not caplog.text
@@ -196,14 +190,14 @@ def test_retries_are_counted_and_many_are_on_the_console(
     assert "gs://bucket/run/y is asked again after 3 attempts" in caplog.text
 
 
-def test_attempts_are_bounded(fake: FakeBucket, store: Store) -> None:
+def test_attempts_are_bounded(fake, store):
     fake.faults = lambda request: "503"
     with pytest.raises(StoreUnavailable, match=rf"x could not be read in {gcs.MAX_ATTEMPTS} attempts .*try again"):
         store.read("x")
     assert [request.kind for request in fake.requests].count("download") == gcs.MAX_ATTEMPTS
 
 
-def test_a_server_that_is_not_there_is_one_sentence(fake: FakeBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there_is_one_sentence(fake, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{taken.getsockname()[1]}")
@@ -212,12 +206,12 @@ def test_a_server_that_is_not_there_is_one_sentence(fake: FakeBucket, monkeypatc
             open_run("gs://bucket/run", {})
 
 
-def test_an_absent_bucket_is_named(fake: FakeBucket) -> None:
+def test_an_absent_bucket_is_named(fake):
     with pytest.raises(UserError, match="there is no bucket no-such-bucket: create it"):
         open_run("gs://no-such-bucket/run", {})
 
 
-def test_an_unreachable_store_is_no_damaged_shard(fake: FakeBucket, store: Store) -> None:
+def test_an_unreachable_store_is_no_damaged_shard(fake, store):
     """StoreError means damage, upon which a shard is set aside."""
     store.write_shard(0, 0, [trajectory()])
     fake.faults = lambda request: "503" if request.kind == "download" else None
@@ -235,9 +229,7 @@ def test_an_unreachable_store_is_no_damaged_shard(fake: FakeBucket, store: Store
         ("s3://bucket/run", "s3://bucket/run is neither a local directory nor"),
     ],
 )
-def test_eval_answers_what_is_no_run_in_one_sentence(
-    fake: FakeBucket, capsys: pytest.CaptureFixture[str], address: str, sentence: str
-) -> None:
+def test_eval_answers_what_is_no_run_in_one_sentence(fake, capsys, address, sentence):
     fake.put("bucket", "model/config.json", b"{}")
     assert eval.main(["--checkpoint", address]) == 2
     assert sentence in capsys.readouterr().err
@@ -246,7 +238,7 @@ def test_eval_answers_what_is_no_run_in_one_sentence(
 # Folders
 
 
-def test_a_torn_policy_is_ignored_and_replaced(fake: FakeBucket, store: Store) -> None:
+def test_a_torn_policy_is_ignored_and_replaced(fake, store):
     fake.put("bucket", "run/policies/000001/params/weights", b"torn")
     fake.put("bucket", "run/policies/000001/params/of another version", b"old")
     assert store.policies() == []
@@ -260,7 +252,7 @@ def test_a_torn_policy_is_ignored_and_replaced(fake: FakeBucket, store: Store) -
     assert (store.policy_path(1) / "params" / "weights").read_bytes() == b"0123456789"
 
 
-def test_a_writer_that_dies_between_two_files_leaves_no_policy(fake: FakeBucket, store: Store) -> None:
+def test_a_writer_that_dies_between_two_files_leaves_no_policy(fake, store):
     def die(request: Request) -> None:
         if request.kind == "upload" and fake.names("bucket"):
             raise ConnectionResetError("as if the process had died here")
@@ -276,7 +268,7 @@ def test_a_writer_that_dies_between_two_files_leaves_no_policy(fake: FakeBucket,
     assert store.policies() == [1]
 
 
-def test_the_first_of_two_writers_wins_and_the_other_notices(fake: FakeBucket, store: Store) -> None:
+def test_the_first_of_two_writers_wins_and_the_other_notices(fake, store):
     def write(folder: Path) -> None:
         (folder / "weights").write_bytes(b"mine")
         assert Store("gs://bucket/run").commit_policy(1, write_weights)
@@ -285,7 +277,7 @@ def test_the_first_of_two_writers_wins_and_the_other_notices(fake: FakeBucket, s
     assert fake.names("bucket") == ["run/policies/000001/COMMITTED", "run/policies/000001/params/weights"]
 
 
-def test_files_of_two_writers_are_never_taken_for_those_of_one(fake: FakeBucket, store: Store) -> None:
+def test_files_of_two_writers_are_never_taken_for_those_of_one(fake, store):
     store.commit_policy(1, write_weights)
     name = "run/policies/000001/COMMITTED"
     theirs = fake.content("bucket", name)
@@ -305,7 +297,7 @@ def test_files_of_two_writers_are_never_taken_for_those_of_one(fake: FakeBucket,
         store.policy_path(1)
 
 
-def test_a_fetched_policy_is_kept_and_compared_each_time(fake: FakeBucket, store: Store) -> None:
+def test_a_fetched_policy_is_kept_and_compared_each_time(fake, store):
     store.commit_policy(1, write_weights)
     local = store.policy_path(1) / "params" / "weights"
     before = len([request for request in fake.requests if "weights" in request.path])
@@ -321,7 +313,7 @@ def downloads(fake: FakeBucket) -> list[str]:
     return [request.path.rpartition("%2F")[2] for request in fake.requests if request.kind == "download"]
 
 
-def test_a_checkpoint_in_a_bucket_is_fetched_once_and_follows_what_changes_there(fake: FakeBucket) -> None:
+def test_a_checkpoint_in_a_bucket_is_fetched_once_and_follows_what_changes_there(fake):
     fake.put("bucket", "models/a/config.json", b"{}")
     fake.put("bucket", "models/a/weights", b"0123456789")
     copy = local_folder("gs://bucket/models/a")
@@ -336,7 +328,7 @@ def test_a_checkpoint_in_a_bucket_is_fetched_once_and_follows_what_changes_there
     assert [(copy / name).read_bytes() for name in ("config.json", "weights")] == [b"{}", b"9876543210"]
 
 
-def test_a_checkpoint_that_was_damaged_on_its_way_is_fetched_again(fake: FakeBucket) -> None:
+def test_a_checkpoint_that_was_damaged_on_its_way_is_fetched_again(fake):
     fake.put("bucket", "models/a/weights", b"right")
     made = fake.objects["bucket", "models/a/weights"]
     wrong = dataclasses.replace(made, content=b"wrong")
@@ -350,7 +342,7 @@ def test_a_checkpoint_that_was_damaged_on_its_way_is_fetched_again(fake: FakeBuc
     assert (local_folder("gs://bucket/models/a") / "weights").read_bytes() == b"right"
 
 
-def test_a_bucket_without_the_checkpoint_is_one_sentence(fake: FakeBucket) -> None:
+def test_a_bucket_without_the_checkpoint_is_one_sentence(fake):
     fake.put("bucket", "models/b/weights", b"other")
     with pytest.raises(UserError, match="there is nothing in gs://bucket/models/a"):
         local_folder("gs://bucket/models/a")
@@ -365,7 +357,7 @@ def lines(fake: FakeBucket, name: str = "run/metrics.jsonl") -> list[dict]:
 
 @pytest.mark.parametrize("fault", UNANSWERED)
 @pytest.mark.parametrize("kind", ["upload", "compose", "delete"])
-def test_lines_are_appended_once_whatever_happens(fake: FakeBucket, store: Store, kind: str, fault: Fault) -> None:
+def test_lines_are_appended_once_whatever_happens(fake, store, kind, fault):
     with MetricsLog(store.root) as metrics:
         for step in range(4):
             fake.faults = once(kind, fault)
@@ -375,7 +367,7 @@ def test_lines_are_appended_once_whatever_happens(fake: FakeBucket, store: Store
     assert [name for name in fake.names("bucket") if ".part-" in name] == []
 
 
-def test_a_resumed_run_adds_only_what_is_new(fake: FakeBucket, store: Store) -> None:
+def test_a_resumed_run_adds_only_what_is_new(fake, store):
     with MetricsLog(store.root) as metrics:
         metrics.write("learn", 1, {"loss": 1.0})
     fake.put("bucket", "run/metrics.jsonl.part-of-a-killed-process", b"half")
@@ -388,9 +380,7 @@ def test_a_resumed_run_adds_only_what_is_new(fake: FakeBucket, store: Store) -> 
     assert len(fake.names("bucket")) == 2
 
 
-def test_lines_are_held_for_some_seconds_and_not_longer(
-    fake: FakeBucket, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_are_held_for_some_seconds_and_not_longer(fake, store, monkeypatch):
     metrics = MetricsLog(store.root)
     metrics.write("learn", 1, {"note": "held"})
     assert fake.names("bucket") == []
@@ -400,7 +390,7 @@ def test_lines_are_held_for_some_seconds_and_not_longer(
     metrics.close()
 
 
-def test_the_costs_of_a_line_do_not_grow_with_the_file(fake: FakeBucket, store: Store) -> None:
+def test_the_costs_of_a_line_do_not_grow_with_the_file(fake, store):
     # No other test writes a file of this name: what they left running is not counted.
     file = open_to_append(store.root / "costs.jsonl")
     requests = []
@@ -414,9 +404,7 @@ def test_the_costs_of_a_line_do_not_grow_with_the_file(fake: FakeBucket, store: 
     assert len(fake.content("bucket", "run/costs.jsonl")) == 20_000
 
 
-def test_an_interrupted_append_is_repeated_as_the_same_one(
-    fake: FakeBucket, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_append_is_repeated_as_the_same_one(fake, store, monkeypatch):
     file = open_to_append(store.root / "metrics.jsonl")
     file.write(b"1\n")
     file.flush()
@@ -436,7 +424,7 @@ def test_an_interrupted_append_is_repeated_as_the_same_one(
     assert fake.names("bucket") == ["run/metrics.jsonl"]
 
 
-def test_two_programs_in_one_run_are_told(fake: FakeBucket, store: Store) -> None:
+def test_two_programs_in_one_run_are_told(fake, store):
     one, other = (open_to_append(store.root / "metrics.jsonl") for _ in range(2))
     one.write(b"1\n")
     one.flush()
@@ -487,9 +475,7 @@ def undisturbed() -> dict[str, object]:
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(faults=st.dictionaries(st.integers(1, 60), st.sampled_from(QUICK), max_size=15))
-def test_faults_at_any_request_change_nothing(
-    fake: FakeBucket, monkeypatch: pytest.MonkeyPatch, faults: dict[int, Fault]
-) -> None:
+def test_faults_at_any_request_change_nothing(fake, monkeypatch, faults) -> None:
     expected = undisturbed()
     fake = use(monkeypatch)
     fake.faults = lambda request: faults.get(request.nth)

@@ -68,7 +68,7 @@ def trajectory(number: int = 0, tokens: int = 6, workers: int = 2) -> Trajectory
 
 
 @pytest.fixture(params=["disk", "bucket"])
-def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPath:
+def root(request, tmp_path, monkeypatch) -> RunPath:
     """A run directory that is not there yet; every test that takes it runs on local disk and on gs://."""
     if request.param == "disk":
         return tmp_path / "run"
@@ -78,12 +78,12 @@ def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def store(root: RunPath) -> Store:
+def store(root) -> Store:
     return Store(root)
 
 
 @pytest.fixture
-def on_disk(tmp_path: Path) -> Store:
+def on_disk(tmp_path) -> Store:
     return Store(tmp_path / "run")
 
 
@@ -102,14 +102,14 @@ def files(root: RunPath) -> list[str]:
 # Objects
 
 
-def test_an_object_is_created_once_and_the_second_bytes_are_dropped(store: Store) -> None:
+def test_an_object_is_created_once_and_the_second_bytes_are_dropped(store):
     assert store.create("rounds/0001/x", b"first")
     assert not store.create("rounds/0001/x", b"second")
     assert store.read("rounds/0001/x") == b"first"
     assert files(store.root) == ["rounds/0001/x"]  # no temporary file stays
 
 
-def test_of_many_writers_exactly_one_wins(store: Store) -> None:
+def test_of_many_writers_exactly_one_wins(store):
     barrier = threading.Barrier(8)
     won: list[int] = []
 
@@ -127,7 +127,7 @@ def test_of_many_writers_exactly_one_wins(store: Store) -> None:
     assert store.read("x") == bytes(won) * 10_000
 
 
-def test_a_writer_killed_in_the_middle_leaves_no_object(tmp_path: Path) -> None:
+def test_a_writer_killed_in_the_middle_leaves_no_object(tmp_path):
     program = (
         "import os, pathlib, signal\n"
         "from mujica_jax.storage.local import create\n"
@@ -141,25 +141,25 @@ def test_a_writer_killed_in_the_middle_leaves_no_object(tmp_path: Path) -> None:
     assert store.create("x", b"whole")
 
 
-def test_json_comes_back(store: Store) -> None:
+def test_json_comes_back(store):
     assert store.write_json_once("a.json", {"x": [1, 2.5, None, "é"]})
     assert not store.write_json_once("a.json", {"x": 0})
     assert store.read_json("a.json") == {"x": [1, 2.5, None, "é"]}
 
 
 @pytest.mark.parametrize(("content", "complaint"), [("{", "is not JSON"), ("[1]", "holds no JSON object")])
-def test_json_that_was_changed_is_named(store: Store, content: str, complaint: str) -> None:
+def test_json_that_was_changed_is_named(store, content, complaint):
     (store.root / "a.json").write_text(content)
     with pytest.raises(StoreError, match=rf"a\.json {complaint}"):
         store.read_json("a.json")
 
 
-def test_a_missing_object_is_named(store: Store) -> None:
+def test_a_missing_object_is_named(store):
     with pytest.raises(StoreError, match=r"plan\.json is missing"):
         store.read_json("plan.json")
 
 
-def test_json_refuses_what_is_not_a_number(store: Store) -> None:
+def test_json_refuses_what_is_not_a_number(store):
     with pytest.raises(ValueError, match="not JSON compliant"):
         store.write_json_once("a.json", {"x": float("nan")})
 
@@ -167,7 +167,7 @@ def test_json_refuses_what_is_not_a_number(store: Store) -> None:
 # Shards
 
 
-def test_trajectories_come_back(store: Store, rows: list[Trajectory]) -> None:
+def test_trajectories_come_back(store, rows):
     entry = store.write_shard(3, 7, rows)
     assert (entry.name, entry.rows) == ("rounds/0003/shard-00007.parquet", 4)
     assert store.read_shard(entry) == rows
@@ -197,11 +197,11 @@ def test_trajectories_come_back(store: Store, rows: list[Trajectory]) -> None:
         *(dataclasses.replace(trajectory(), stop_reason=reason) for reason in StopReason),
     ],
 )
-def test_odd_trajectories_come_back(odd: Trajectory) -> None:
+def test_odd_trajectories_come_back(odd):
     assert shards.decode(shards.encode([odd, trajectory(1), odd]), "x") == [odd, trajectory(1), odd]
 
 
-def test_a_shard_without_trajectories_comes_back(store: Store) -> None:
+def test_a_shard_without_trajectories_comes_back(store):
     assert store.read_shard(store.write_shard(0, 0, [])) == []
 
 
@@ -212,9 +212,7 @@ def test_a_shard_without_trajectories_comes_back(store: Store) -> None:
     seed=st.integers(-(2**63), 2**63 - 1),
     reward=st.floats(allow_nan=False),
 )
-def test_float32_logprobs_and_everything_else_are_exact(
-    logprobs: list[float], text: str, seed: int, reward: float
-) -> None:
+def test_float32_logprobs_and_everything_else_are_exact(logprobs, text, seed, reward):
     turn = Turn(role="model", token_ids=tuple(range(len(logprobs))), text=text, logprobs=tuple(logprobs), trained=True)
     row = dataclasses.replace(
         trajectory(),
@@ -226,7 +224,7 @@ def test_float32_logprobs_and_everything_else_are_exact(
     assert shards.decode(shards.encode([row]), "x") == [row]
 
 
-def test_other_tools_read_plain_columns_and_metadata(store: Store, rows: list[Trajectory]) -> None:
+def test_other_tools_read_plain_columns_and_metadata(store, rows):
     entry = store.write_shard(0, 0, rows)
     table = pyarrow.parquet.read_table(io.BytesIO(store.read(entry.name)))
     assert table.column("question_id").to_pylist() == [row.question_id for row in rows]
@@ -239,14 +237,14 @@ def test_other_tools_read_plain_columns_and_metadata(store: Store, rows: list[Tr
     assert (metadata[b"schema_version"], metadata[b"rows"]) == (b"2", b"4")
 
 
-def test_the_first_shard_stays(store: Store, rows: list[Trajectory]) -> None:
+def test_the_first_shard_stays(store, rows):
     first = store.write_shard(0, 0, rows)
     again = store.write_shard(0, 0, [dataclasses.replace(row, seconds=9.0) for row in rows])
     assert again == first
     assert store.read_shard(again) == rows
 
 
-def test_content_does_not_depend_on_seconds(rows: list[Trajectory]) -> None:
+def test_content_does_not_depend_on_seconds(rows):
     slower = [dataclasses.replace(row, seconds=9.0) for row in rows]
     assert shards.content_sha256(slower) == shards.content_sha256(rows)
     assert shards.encode(slower) != shards.encode(rows)
@@ -279,12 +277,12 @@ def changed_contents() -> Iterator[Trajectory]:
         yield dataclasses.replace(row, conversations=(altered, *workers))
 
 
-def test_content_depends_on_everything_else() -> None:
+def test_content_depends_on_everything_else():
     digests = [shards.content_sha256([row]) for row in (trajectory(), *changed_contents())]
     assert len(digests) == len(set(digests))
 
 
-def test_every_flipped_bit_is_found_before_a_manifest_exists() -> None:
+def test_every_flipped_bit_is_found_before_a_manifest_exists():
     data = shards.encode([trajectory(tokens=2, workers=0)])
     for place in range(len(data)):
         damaged = bytearray(data)
@@ -294,14 +292,14 @@ def test_every_flipped_bit_is_found_before_a_manifest_exists() -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 100, -1])
-def test_a_truncated_shard_is_found_before_a_manifest_exists(store: Store, rows: list[Trajectory], kept: int) -> None:
+def test_a_truncated_shard_is_found_before_a_manifest_exists(store, rows, kept):
     path = store.root / store.write_shard(1, 2, rows).name
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(StoreError, match=r"shard-00002\.parquet is .*sample it again"):
         store.find_shard(1, 2)
 
 
-def test_a_foreign_parquet_file_is_no_shard(store: Store) -> None:
+def test_a_foreign_parquet_file_is_no_shard(store):
     foreign = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), foreign)
     store.create(shard_name(0, 0), foreign.getvalue())
@@ -309,7 +307,7 @@ def test_a_foreign_parquet_file_is_no_shard(store: Store) -> None:
         store.find_shard(0, 0)
 
 
-def test_a_shard_of_another_schema_is_refused(monkeypatch: pytest.MonkeyPatch, rows: list[Trajectory]) -> None:
+def test_a_shard_of_another_schema_is_refused(monkeypatch, rows):
     monkeypatch.setattr(shards, "SCHEMA_VERSION", "7")
     data = shards.encode(rows)
     monkeypatch.undo()
@@ -318,7 +316,7 @@ def test_a_shard_of_another_schema_is_refused(monkeypatch: pytest.MonkeyPatch, r
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "replaced"])
-def test_a_damaged_shard_is_named(store: Store, rows: list[Trajectory], damage: str) -> None:
+def test_a_damaged_shard_is_named(store, rows, damage):
     entry = store.write_shard(1, 2, rows)
     path = store.root / entry.name
     data = path.read_bytes()
@@ -335,7 +333,7 @@ def test_a_damaged_shard_is_named(store: Store, rows: list[Trajectory], damage: 
         store.read_shard(entry)
 
 
-def test_a_quarantined_shard_can_be_sampled_again(store: Store, rows: list[Trajectory]) -> None:
+def test_a_quarantined_shard_can_be_sampled_again(store, rows):
     damaged = store.write_shard(1, 2, rows)
     (store.root / damaged.name).write_bytes(b"rubbish")
     reason = store.quarantine(damaged, "its size is 7")
@@ -347,7 +345,7 @@ def test_a_quarantined_shard_can_be_sampled_again(store: Store, rows: list[Traje
     assert again.content_sha256 == damaged.content_sha256
 
 
-def test_quarantine_opens_the_round_again(store: Store, rows: list[Trajectory]) -> None:
+def test_quarantine_opens_the_round_again(store, rows):
     entries = [store.write_shard(1, shard, rows) for shard in (0, 1)]
     store.write_done(1, entries, mean_reward=0.5, threshold=0.7)
     unlisted = store.write_shard(1, 2, rows)
@@ -359,7 +357,7 @@ def test_quarantine_opens_the_round_again(store: Store, rows: list[Trajectory]) 
     assert store.find_shard(1, 1) == entries[1]
 
 
-def test_the_same_shard_may_be_quarantined_twice(store: Store, rows: list[Trajectory]) -> None:
+def test_the_same_shard_may_be_quarantined_twice(store, rows):
     reasons = [store.quarantine(store.write_shard(0, 0, rows), "again") for _ in range(2)]
     assert reasons[0] != reasons[1]
 
@@ -367,13 +365,13 @@ def test_the_same_shard_may_be_quarantined_twice(store: Store, rows: list[Trajec
 # Rounds
 
 
-def test_a_plan_is_written_once(store: Store) -> None:
+def test_a_plan_is_written_once(store):
     assert store.write_plan(3, {"policy_version": 2, "shards": [["q1"], ["q2"]]})
     assert not store.write_plan(3, {"policy_version": 3})
     assert store.read_json("rounds/0003/plan.json") == {"policy_version": 2, "shards": [["q1"], ["q2"]]}
 
 
-def test_a_round_is_done_once(store: Store, rows: list[Trajectory]) -> None:
+def test_a_round_is_done_once(store, rows):
     assert store.read_done(3) is None
     entries = [store.write_shard(3, shard, rows[:shard]) for shard in (1, 2)]
     summary = store.write_done(3, entries, mean_reward=0.25, threshold=None)
@@ -384,13 +382,13 @@ def test_a_round_is_done_once(store: Store, rows: list[Trajectory]) -> None:
     assert store.write_done(3, [], mean_reward=0.0, threshold=1.0) == summary
 
 
-def test_a_done_file_with_other_fields_is_named(store: Store) -> None:
+def test_a_done_file_with_other_fields_is_named(store):
     store.write_json_once("rounds/0003/DONE.json", {"shards": [{"name": "x"}]})
     with pytest.raises(StoreError, match=r"DONE\.json has other fields"):
         store.read_done(3)
 
 
-def test_shards_are_listed_by_round_and_by_the_policy_that_sampled_them(store: Store, rows: list[Trajectory]) -> None:
+def test_shards_are_listed_by_round_and_by_the_policy_that_sampled_them(store, rows):
     assert store.shards() == []
     later = [dataclasses.replace(row, policy_version=3) for row in rows]
     entries = [store.write_shard(1, 0, rows), store.write_shard(1, 1, later), store.write_shard(2, 0, [*rows, *later])]
@@ -404,7 +402,7 @@ def test_shards_are_listed_by_round_and_by_the_policy_that_sampled_them(store: S
     assert store.shards(round_number=7) == store.shards(policy_version=7) == []
 
 
-def test_what_was_written_and_read_is_counted_in_bytes_and_seconds(store: Store, rows: list[Trajectory]) -> None:
+def test_what_was_written_and_read_is_counted_in_bytes_and_seconds(store, rows):
     entry = store.write_shard(0, 0, rows)
     store.read_shard(entry)
     store.read_shard(entry)
@@ -431,7 +429,7 @@ def write_weights(path: Path) -> None:
     (path / "params" / "weights").write_bytes(b"0123456789")
 
 
-def test_a_policy_is_committed_once(store: Store) -> None:
+def test_a_policy_is_committed_once(store):
     assert store.policies() == []
     assert store.commit_policy(3, write_weights)
     assert not store.commit_policy(3, lambda path: pytest.fail("the version exists"))
@@ -442,7 +440,7 @@ def test_a_policy_is_committed_once(store: Store) -> None:
     assert store.read_json("policies/000003/COMMITTED")["version"] == 3
 
 
-def test_a_policy_that_fails_half_way_is_not_there(store: Store) -> None:
+def test_a_policy_that_fails_half_way_is_not_there(store):
     def fail(path: Path) -> None:
         write_weights(path)
         raise RuntimeError("out of memory")
@@ -454,7 +452,7 @@ def test_a_policy_that_fails_half_way_is_not_there(store: Store) -> None:
     assert store.commit_policy(1, write_weights)
 
 
-def test_a_policy_that_a_killed_writer_left_is_written_anew(on_disk: Store) -> None:
+def test_a_policy_that_a_killed_writer_left_is_written_anew(on_disk):
     store = on_disk
     torn = store.root / "policies" / "000001"
     torn.mkdir(parents=True)
@@ -464,7 +462,7 @@ def test_a_policy_that_a_killed_writer_left_is_written_anew(on_disk: Store) -> N
     assert files(store.root / "policies") == ["000001/COMMITTED", "000001/params/weights"]
 
 
-def test_a_policy_without_committed_is_no_policy(store: Store) -> None:
+def test_a_policy_without_committed_is_no_policy(store):
     store.commit_policy(1, write_weights)
     store.create("policies/000002/params/weights", b"01234")
     assert store.policies() == [1]
@@ -473,7 +471,7 @@ def test_a_policy_without_committed_is_no_policy(store: Store) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"01234", b"0123456780"])
-def test_a_damaged_policy_is_named(store: Store, content: bytes | None) -> None:
+def test_a_damaged_policy_is_named(store, content):
     store.commit_policy(1, write_weights)
     weights = store.root / "policies" / "000001" / "params" / "weights"
     weights.unlink()
@@ -495,7 +493,7 @@ CONFIG = {
 }
 
 
-def test_a_run_keeps_its_configuration_and_where_it_came_from(root: RunPath) -> None:
+def test_a_run_keeps_its_configuration_and_where_it_came_from(root):
     store = open_run(root, CONFIG)
     saved = store.read_json("config.json")
     assert saved["config"]["task"] == {"paraphrases": 3, "kinds": ["a", "b"]}
@@ -504,14 +502,14 @@ def test_a_run_keeps_its_configuration_and_where_it_came_from(root: RunPath) -> 
     assert "git_revision" in saved
 
 
-def test_a_run_is_opened_again_with_the_same_configuration(root: RunPath) -> None:
+def test_a_run_is_opened_again_with_the_same_configuration(root):
     open_run(root, CONFIG)
     before = (root / "config.json").read_bytes()
     open_run(root, {**CONFIG, "run": "elsewhere"})
     assert (root / "config.json").read_bytes() == before
 
 
-def test_another_configuration_is_refused_with_both_values_of_every_key(root: RunPath) -> None:
+def test_another_configuration_is_refused_with_both_values_of_every_key(root):
     open_run(root, CONFIG)
     other = {**CONFIG, "seed": 1, "task": {"paraphrases": 1, "kinds": ["a", "b"], "missing": 0.5}}
     with pytest.raises(RunMismatch) as caught:
@@ -522,14 +520,14 @@ def test_another_configuration_is_refused_with_both_values_of_every_key(root: Ru
     )
 
 
-def test_ignored_keys_may_differ(root: RunPath) -> None:
+def test_ignored_keys_may_differ(root):
     open_run(root, CONFIG)
     open_run(root, {**CONFIG, "name": "x", "eval": {"control": False}}, ignore=("name", "eval"))
     with pytest.raises(RunMismatch, match="named"):
         open_run(root, {**CONFIG, "named": 1}, ignore=("name",))
 
 
-def test_a_section_that_became_empty_is_a_difference() -> None:
+def test_a_section_that_became_empty_is_a_difference():
     assert provenance.differences({"task": {"a": 1}}, {"task": None}, ignore=()) == [
         "task.a was 1 and is now 'unset'",
         "task was 'unset' and is now None",
@@ -537,12 +535,12 @@ def test_a_section_that_became_empty_is_a_difference() -> None:
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://", "gs:///run", "gs://Bucket/run", "gs://b/run"])
-def test_what_is_no_address_of_a_bucket_is_refused(address: str) -> None:
+def test_what_is_no_address_of_a_bucket_is_refused(address):
     with pytest.raises(UserError, match=rf"^{address} is neither a local directory nor gs://BUCKET/NAME"):
         open_run(address, CONFIG)
 
 
-def test_a_file_in_the_place_of_the_run_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_run_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UserError, match=r"cannot use .*file.*: a file stands where a directory is needed"):
@@ -553,9 +551,7 @@ def test_a_file_in_the_place_of_the_run_is_one_sentence(tmp_path: Path) -> None:
     ("code", "sentence"),
     [(errno.ENOSPC, "no space is left"), (errno.EROFS, "read-only"), (errno.EACCES, "permission is denied")],
 )
-def test_a_disk_that_cannot_be_written_is_one_sentence(
-    on_disk: Store, monkeypatch: pytest.MonkeyPatch, code: int, sentence: str
-) -> None:
+def test_a_disk_that_cannot_be_written_is_one_sentence(on_disk, monkeypatch, code, sentence):
     store = on_disk
 
     def fail(descriptor: int) -> None:
@@ -570,9 +566,7 @@ def test_a_disk_that_cannot_be_written_is_one_sentence(
     assert files(store.root) == []
 
 
-def test_other_errors_of_the_operating_system_keep_their_traceback(
-    on_disk: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_of_the_operating_system_keep_their_traceback(on_disk, monkeypatch):
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, "input/output error")
 
@@ -581,7 +575,7 @@ def test_other_errors_of_the_operating_system_keep_their_traceback(
         on_disk.create("x", b"")
 
 
-def test_importing_the_store_loads_no_arrow_and_nothing_of_google() -> None:
+def test_importing_the_store_loads_no_arrow_and_nothing_of_google():
     heavy = "{'pyarrow', 'jax', 'google.cloud', 'google.auth', 'etils', 'requests'}"
     program = f"import sys, mujica_jax.trajectories.store; print({heavy} & sys.modules.keys())"
     shown = subprocess.run(

@@ -81,7 +81,7 @@ def fingerprint(world: TinyWorld) -> tuple:
     return questions, [world.graph.materials(key) for key in sorted(keys)]
 
 
-def test_it_is_a_task_over_a_graph(world: TinyWorld) -> None:
+def test_it_is_a_task_over_a_graph(world):
     task: Task = world  # a type checker compares it with the protocol
     assert (task.name, task.rule, task.environment_kind) == ("tiny_world", "two_wiki", "graph")
     assert isinstance(task, FromScratchTask)
@@ -90,7 +90,7 @@ def test_it_is_a_task_over_a_graph(world: TinyWorld) -> None:
     assert all(one is environment for _, one in task.demonstrations())
 
 
-def test_same_configuration_gives_the_same_world(world: TinyWorld) -> None:
+def test_same_configuration_gives_the_same_world(world):
     assert fingerprint(world) == fingerprint(build(CONFIG))
 
 
@@ -111,25 +111,25 @@ def test_same_configuration_gives_the_same_world(world: TinyWorld) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_every_field_changes_something(world: TinyWorld, change: dict[str, float]) -> None:
+def test_every_field_changes_something(world, change):
     pairs = zip(pieces(build(dataclasses.replace(CONFIG, **change))), pieces(world), strict=False)
     assert any(one != other for one, other in pairs)
 
 
-def test_every_field_is_perturbed_above() -> None:
+def test_every_field_is_perturbed_above():
     changed = {next(iter(case)) for case in test_every_field_changes_something.pytestmark[0].args[1]}
     of_passages = {"environment", "top_k"}  # test_scripted.py
     assert changed | {"kind"} | of_passages == {field.name for field in dataclasses.fields(TinyWorldConfig)}
 
 
-def test_training_size_leaves_the_held_out_questions_alone(world: TinyWorld) -> None:
+def test_training_size_leaves_the_held_out_questions_alone(world):
     larger = build(dataclasses.replace(CONFIG, train_questions=3000, demonstrations=900))
     for split in ("dev", "test"):
         assert list(larger.questions(split)) == list(world.questions(split))
 
 
 @pytest.mark.parametrize("common_knowledge", [0.0, 0.5])
-def test_fewer_questions_are_a_beginning_of_more(common_knowledge: float) -> None:
+def test_fewer_questions_are_a_beginning_of_more(common_knowledge):
     shorter, longer = (
         build(dataclasses.replace(CONFIG, common_knowledge=common_knowledge, test_questions=count)).questions("test")
         for count in (150, 400)
@@ -137,26 +137,26 @@ def test_fewer_questions_are_a_beginning_of_more(common_knowledge: float) -> Non
     assert longer[:150] == list(shorter)
 
 
-def test_names_are_unique_and_no_part_shares_one(world: TinyWorld) -> None:
+def test_names_are_unique_and_no_part_shares_one(world):
     titles = [label for part in SHARES for label in labels(world, part)]
     assert len(titles) == len(set(titles))
 
 
 @pytest.mark.parametrize("distractor_names", [0.0, 1.0])
-def test_every_word_of_a_name_occurs_in_training(distractor_names: float) -> None:
+def test_every_word_of_a_name_occurs_in_training(distractor_names):
     world = build(dataclasses.replace(CONFIG, train_questions=1, distractor_names=distractor_names))
     train_words = {word for label in labels(world, "train") for word in label.split()}
     for part in ("demonstration", "dev", "test"):
         assert {word for label in labels(world, part) for word in label.split()} <= train_words
 
 
-def test_parts_share_all_pairs_of_words() -> None:
+def test_parts_share_all_pairs_of_words():
     assert sorted(percent for owned in SHARES.values() for percent in owned) == list(range(100))
     assert set(LEARNING_SHARES) == set(SHARES["train"]) | set(SHARES["demonstration"])
     assert all(SHARES.values())
 
 
-def test_copies_ask_the_same_of_other_names(world: TinyWorld) -> None:
+def test_copies_ask_the_same_of_other_names(world):
     copied = build(dataclasses.replace(CONFIG, augmented_copies=2))
     demonstrations = [question for question, _ in copied.demonstrations()]
     originals, first, second = (
@@ -179,7 +179,7 @@ def test_copies_ask_the_same_of_other_names(world: TinyWorld) -> None:
     assert shared < 0.02 * len(originals)  # both draw from all pairs of learning, so now and then the same one
 
 
-def test_question_ids_are_unique_and_stable(world: TinyWorld) -> None:
+def test_question_ids_are_unique_and_stable(world):
     ids = [question.id for question in all_questions(world)]
     assert len(ids) == len(set(ids))
     assert (world.questions("train")[123].id, world.questions("test")[-1].id) == (
@@ -188,29 +188,29 @@ def test_question_ids_are_unique_and_stable(world: TinyWorld) -> None:
     )
 
 
-def test_no_question_is_asked_twice(world: TinyWorld) -> None:
+def test_no_question_is_asked_twice(world):
     texts = [question.text for question in all_questions(world)]
     assert len(texts) == len(set(texts))
 
 
-def test_every_answer_follows_from_text_and_evidences(world: TinyWorld) -> None:
+def test_every_answer_follows_from_text_and_evidences(world):
     for question in all_questions(world):
         assert score(answer_by_reading(question), question.answers, world.rule).em == 1.0, question
 
 
-def test_rules_for_the_real_questions_read_these_too() -> None:
+def test_rules_for_the_real_questions_read_these_too():
     world = build(dataclasses.replace(CONFIG, train_questions=3000, paraphrases=4))
     assert [q.text for q in world.questions("train") if not follows_from_evidence(q)] == []
 
 
-def test_text_names_all_candidates_in_their_order(world: TinyWorld) -> None:
+def test_text_names_all_candidates_in_their_order(world):
     for question in all_questions(world):
         places = [question.text.index(candidate.label) for candidate in question.candidates]
         assert places == sorted(places)
         assert question.answers[0] in question.text or question.answers[0] not in {c.label for c in question.candidates}
 
 
-def test_every_evidence_is_found_by_searching_its_subject(world: TinyWorld) -> None:
+def test_every_evidence_is_found_by_searching_its_subject(world):
     for question in all_questions(world):
         for evidence in question.evidences:
             found = world.graph.materials(evidence.subject_id)
@@ -219,7 +219,7 @@ def test_every_evidence_is_found_by_searching_its_subject(world: TinyWorld) -> N
             }
 
 
-def test_the_next_hop_is_among_the_entities_of_the_triple(world: TinyWorld) -> None:
+def test_the_next_hop_is_among_the_entities_of_the_triple(world):
     for question in world.questions("test"):
         for evidence in question.evidences:
             text = f"{evidence.subject}, {evidence.relation}, {evidence.object}"
@@ -230,7 +230,7 @@ def test_the_next_hop_is_among_the_entities_of_the_triple(world: TinyWorld) -> N
             assert list(triple.entities) == expected
 
 
-def test_search_returns_two_to_facts_per_entity_triples_gold_not_always_first(world: TinyWorld) -> None:
+def test_search_returns_two_to_facts_per_entity_triples_gold_not_always_first(world):
     first_places, sizes = [], set()
     for question in world.questions("train"):
         for evidence in question.evidences:
@@ -241,7 +241,7 @@ def test_search_returns_two_to_facts_per_entity_triples_gold_not_always_first(wo
     assert 0.1 < sum(first_places) / len(first_places) < 0.4  # about one in the number of materials
 
 
-def test_search_shows_triples_in_both_directions(world: TinyWorld) -> None:
+def test_search_shows_triples_in_both_directions(world):
     question = next(q for q in world.questions("test") if q.evidences[0].relation == "director")
     director = question.evidences[0].object
     texts = [material.text for material in world.graph.materials(question.evidences[0].object_id)]
@@ -256,17 +256,17 @@ def test_search_shows_triples_in_both_directions(world: TinyWorld) -> None:
     assert seen
 
 
-def test_nobody_has_an_unknown_key(world: TinyWorld) -> None:
+def test_nobody_has_an_unknown_key(world):
     for key in ("", "Q", "Q1", "Q9999999", "Q1999999", "Barbara Bell"):
         assert world.graph.materials(key) == ()
 
 
-def test_searching_without_an_entity_is_refused(world: TinyWorld) -> None:
+def test_searching_without_an_entity_is_refused(world):
     with pytest.raises(ValueError, match="names the entity"):
         asyncio.run(world.graph.search("Who?", None))
 
 
-def test_missing_facts_are_gone_from_both_ends_and_the_questions_stay(world: TinyWorld) -> None:
+def test_missing_facts_are_gone_from_both_ends_and_the_questions_stay(world):
     poorer = build(dataclasses.replace(CONFIG, missing_facts=0.3))
     own, others = ([dataclasses.replace(q, gold_passages=()) for q in of.questions("test")] for of in (poorer, world))
     assert own == others, "but for their passages, which say what the graph says"
@@ -282,12 +282,12 @@ def test_missing_facts_are_gone_from_both_ends_and_the_questions_stay(world: Tin
     assert 0.2 < lost / (lost + kept) < 0.4
 
 
-def test_without_any_fact_every_search_is_empty() -> None:
+def test_without_any_fact_every_search_is_empty():
     world = build(dataclasses.replace(CONFIG, missing_facts=1.0))
     assert all(world.graph.materials(c.id) == () for q in world.questions("test") for c in q.candidates)
 
 
-def test_kinds_come_in_the_shares_of_2wiki() -> None:
+def test_kinds_come_in_the_shares_of_2wiki():
     questions = build(dataclasses.replace(CONFIG, train_questions=4000)).questions("train")
     counts = Counter(question.kind for question in questions)
     for kind, share in KIND_SHARES.items():
@@ -298,7 +298,7 @@ def test_kinds_come_in_the_shares_of_2wiki() -> None:
     assert sum(q.answers[0] == q.candidates[0].label for q in named) / len(named) == pytest.approx(0.5, abs=0.06)
 
 
-def test_paraphrases_count_the_wordings_of_a_template() -> None:
+def test_paraphrases_count_the_wordings_of_a_template():
     template_of = {wording.format(a="x", b="x"): template.id for template in TEMPLATES for wording in template.wordings}
     for paraphrases in (1, 3):
         world = build(dataclasses.replace(CONFIG, train_questions=3000, paraphrases=paraphrases))
@@ -313,12 +313,12 @@ def test_paraphrases_count_the_wordings_of_a_template() -> None:
         assert max(map(len, wordings.values())) == paraphrases
 
 
-def test_wordings_are_all_different() -> None:
+def test_wordings_are_all_different():
     wordings = [wording for template in TEMPLATES for wording in template.wordings]
     assert len(wordings) == len(set(wordings))
 
 
-def test_distractor_names_make_pairs_share_words() -> None:
+def test_distractor_names_make_pairs_share_words():
     shares = []
     for distractor_names in (0.0, 1.0):
         questions = build(dataclasses.replace(CONFIG, distractor_names=distractor_names)).questions("train")
@@ -332,7 +332,7 @@ def test_distractor_names_make_pairs_share_words() -> None:
     assert shares[1] > 0.6
 
 
-def test_lives_are_possible(world: TinyWorld) -> None:
+def test_lives_are_possible(world):
     part = WorldPart("train", dataclasses.replace(CONFIG, facts_per_entity=13), questions=300)
     year: dict[tuple[object, str], int] = {
         (number, relation): int(str(facts[relation]).split()[-1])
@@ -366,7 +366,7 @@ def test_lives_are_possible(world: TinyWorld) -> None:
     assert min(compared.values()) > 100 and len(compared) == 3
 
 
-def test_tokenizer_text_is_bounded_and_free_of_test_names(world: TinyWorld) -> None:
+def test_tokenizer_text_is_bounded_and_free_of_test_names(world):
     lines = list(build(dataclasses.replace(CONFIG, train_questions=5000, demonstrations=2000)).tokenizer_text())
     assert 2000 < len(lines) < 10_000
     text = "\n".join(lines)
@@ -377,7 +377,7 @@ def test_tokenizer_text_is_bounded_and_free_of_test_names(world: TinyWorld) -> N
     assert all(word in text for word in ("Song", "Simon", "Shaw", "date of birth", "Who is older"))
 
 
-def test_gold_passages_say_what_the_evidences_say(world: TinyWorld) -> None:
+def test_gold_passages_say_what_the_evidences_say(world):
     for question in world.questions("test"):
         passages = {passage.title: passage.text for passage in question.gold_passages}
         assert passages.keys() == {evidence.subject for evidence in question.evidences}
@@ -396,14 +396,14 @@ def test_gold_passages_say_what_the_evidences_say(world: TinyWorld) -> None:
         ({"paraphrases": 5}, "paraphrases"),
     ],
 )
-def test_values_out_of_bounds_are_refused(change: dict[str, float], named: str) -> None:
+def test_values_out_of_bounds_are_refused(change, named):
     with pytest.raises(
         UserError, match=f"{named} from .* to .*, and the configuration says {next(iter(change.values()))}"
     ):
         build(dataclasses.replace(CONFIG, **change))
 
 
-def test_a_world_without_enough_questions_says_so() -> None:
+def test_a_world_without_enough_questions_says_so():
     with pytest.raises(UserError, match=r"ran out of inference questions after .* of 60000"):
         build(dataclasses.replace(CONFIG, test_questions=60_000, facts_per_entity=4)).questions("test")
 
@@ -415,9 +415,7 @@ def test_a_world_without_enough_questions_says_so() -> None:
     paraphrases=st.integers(1, 4),
     seed=st.integers(0, 10**6),
 )
-def test_any_world_is_answerable_and_disjoint(
-    facts_per_entity: int, distractor_names: float, paraphrases: int, seed: int
-) -> None:
+def test_any_world_is_answerable_and_disjoint(facts_per_entity, distractor_names, paraphrases, seed):
     counts = dict.fromkeys(("train_questions", "demonstrations", "dev_questions", "test_questions"), 60)
     options = {"distractor_names": distractor_names, "paraphrases": paraphrases, "seed": seed}
     world = build(TinyWorldConfig(facts_per_entity=facts_per_entity, **counts, **options))
