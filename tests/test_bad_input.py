@@ -112,25 +112,6 @@ def test_an_unknown_choice_is_answered_with_the_choices(capsys):
     assert "web" in said and "graph" in said and "text" in said
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--agent.kind mujca", "--agent.kind is mujca and there is none of this name: did you mean mujica?"),
-        ("--method.kind=mygoo", "--method.kind is mygoo and there is none of this name: did you mean mygo?"),
-        ("--task.kind two_wikki", "--task.kind is two_wikki and there is none of this name: did you mean two_wiki?"),
-        ("--task.kind web", "--task.kind is web and there is none of this name: there are: tiny_world, two_wiki"),
-        ("--reward f1_fromat", "there is no reward f1_fromat: did you mean f1_format?"),
-        (
-            "--task.hold-out-percent 9",
-            "--task.hold-out-percent is a field of task.kind two_wiki, and task.kind is tiny",
-        ),
-    ],
-)
-def test_names_of_kinds_and_rewards_are_answered_with_the_nearest(refused, tmp_path, flags, sentence):
-    assert sentence in refused(train, SMOKE, "--run", "run", *flags.split())
-    assert written(tmp_path) == []
-
-
 def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, monkeypatch):
     bare = types.SimpleNamespace(name="bare", rule="two_wiki", environment_kind="text")
     monkeypatch.setattr(start, "build_task", lambda config: bare)
@@ -200,11 +181,23 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--trainer.data 3": "trainer.rows_per_step 4 cannot be split over data x fsdp = 3 devices",
     "--trainer.tensor 0": "trainer.tensor is 0",
     "--seed -1": "seed is -1",
+    # Names of kinds and rewards are answered with the nearest.
+    "--agent.kind mujca": "--agent.kind is mujca and there is none of this name: did you mean mujica?",
+    "--method.kind=mygoo": "--method.kind is mygoo and there is none of this name: did you mean mygo?",
+    "--task.kind two_wikki": "--task.kind is two_wikki and there is none of this name: did you mean two_wiki?",
+    "--task.kind web": "--task.kind is web and there is none of this name: there are: tiny_world, two_wiki",
+    "--reward f1_fromat": "there is no reward f1_fromat: did you mean f1_format?",
+    "--task.hold-out-percent 9": "--task.hold-out-percent is a field of task.kind two_wiki, and task.kind is tiny",
+    # What is not here, or not possible together, is refused before the run is begun.
+    "--task.facts-per-entity 99": "facts_per_entity from 4 to 13, and the configuration says 99",
+    "--pretraining.steps 0 --init nowhere": "there is no directory nowhere: give the folder",
+    "--engine.tensor 64": "engine.tensor is 64 and 1 devices are available: use at most 1",
+    "--engine.cache-gigabytes 1e-6": "1e-06 GB engine.cache_gigabytes allows",
 }
 
 
 @pytest.mark.parametrize("flags", IMPOSSIBLE)
-def test_values_that_cannot_be_are_refused_before_anything_is_written(refused, tmp_path, flags):
+def test_what_cannot_be_is_refused_before_anything_is_written(refused, tmp_path, flags):
     assert IMPOSSIBLE[flags] in refused(train, SMOKE, "--run", "run", *flags.split())
     assert written(tmp_path) == []
 
@@ -255,7 +248,9 @@ def refusal(config: Config) -> UserError | None:
     return None
 
 
-def test_a_task_without_held_out_questions_is_refused(refused, tmp_path):
+def test_a_task_without_data_or_without_held_out_questions_is_refused(refused, tmp_path):
+    missing = refused(train, TWO_WIKI, "--run", "run", "--task.data-dir", "nowhere")
+    assert "folder nowhere does not exist; set data_dir" in missing and written(tmp_path) == []
     data = tmp_path / "data"
     data.mkdir()
     record = {"_id": "a", "question": "Who made Taxi!?", "answer": "Roy Del Ruth", "supporting_facts": [["Taxi!", 0]]}
@@ -270,21 +265,6 @@ def test_more_devices_than_there_are_are_refused(refused, tmp_path):
     devices = len(jax.devices())
     message = refused(train, SMOKE, "--run", "run", "--trainer.tensor", str(4 * devices))
     assert f"needs {4 * devices} devices and {devices} are available" in message
-    assert written(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("config", "flags", "sentence"),
-    [
-        (SMOKE, "--task.facts-per-entity 99", "facts_per_entity from 4 to 13, and the configuration says 99"),
-        (TWO_WIKI, "--task.data-dir nowhere", "folder nowhere does not exist; set data_dir"),
-        (SMOKE, "--pretraining.steps 0 --init nowhere", "there is no directory nowhere: give the folder"),
-        (SMOKE, "--engine.tensor 64", "engine.tensor is 64 and 1 devices are available: use at most 1"),
-        (SMOKE, "--engine.cache-gigabytes 1e-6", "1e-06 GB engine.cache_gigabytes allows"),
-    ],
-)
-def test_what_is_not_here_or_cannot_be_is_refused_before_the_run_is_begun(refused, tmp_path, config, flags, sentence):
-    assert sentence in refused(train, config, "--run", "run", *flags.split())
     assert written(tmp_path) == []
 
 
@@ -331,16 +311,11 @@ def warming_up(**changes) -> Any:
     return run
 
 
-def test_rows_too_short_for_any_demonstration_are_said():
-    run = warming_up(task={"demonstrations": 3}, trainer={"row_tokens": 32})
+def test_rows_too_short_or_limits_too_small_for_any_demonstration_are_said():
     with pytest.raises(UserError, match=r"of the 3 .* trainer.row_tokens 32, the shortest has \d+ tokens: raise"):
-        warmup.warm_up(run)
-
-
-def test_limits_too_small_for_any_demonstration_are_said():
-    run = warming_up(task={"demonstrations": 3}, agent={"max_turn_tokens": 9})
+        warmup.warm_up(warming_up(task={"demonstrations": 3}, trainer={"row_tokens": 32}))
     with pytest.raises(UserError, match=r"none of 3 scripted .* raise agent.max_turn_tokens 9 or the limit of turns"):
-        warmup.warm_up(run)
+        warmup.warm_up(warming_up(task={"demonstrations": 3}, agent={"max_turn_tokens": 9}))
 
 
 def test_rows_too_short_for_some_conversations_are_said():
@@ -430,15 +405,13 @@ def test_adapters_of_a_rank_that_the_checkpoint_cannot_have_are_refused(refused,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_package_that_is_not_installed_is_named_with_its_extra(refused, checkpoint, tmp_path, monkeypatch):
+def test_a_package_that_is_not_installed_is_named_with_its_extra_by_eval_too(
+    refused, checkpoint, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "qwix", None)
     message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint), "--engine.weights=int8")
     assert "needs the package qwix and qwix is not installed: install the extra `qwix`" in message
     assert not (tmp_path / "run").exists()
-
-
-def test_eval_names_the_extra_too(refused, checkpoint, monkeypatch):
-    monkeypatch.setitem(sys.modules, "qwix", None)
     message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--engine.weights", "fp8")
     assert "engine.weights fp8 needs the package qwix" in message
 

@@ -91,18 +91,18 @@ def test_an_existing_checkpoint_is_not_overwritten(decoder, directory):
         save_checkpoint(decoder, directory)
 
 
-def test_a_tensor_without_mapping_is_refused(directory):
-    _rewrite(
-        directory, lambda tensors: tensors.update({"model.layers.0.mlp.experts.weight": np.ones((2, 2), np.float32)})
-    )
-    with pytest.raises(UserError, match=r"mlp.experts.weight and none of our weights is mapped to it"):
-        load_checkpoint(directory)
-
-
-@pytest.mark.parametrize("name", ["model.layers.2.input_layernorm.weight", "model.layers.0.self_attn.q_proj.bias"])
-def test_a_tensor_that_the_config_does_not_expect_is_refused(directory, name):
-    _rewrite(directory, lambda tensors: tensors.update({name: np.ones(16, np.float32)}))
-    with pytest.raises(UserError, match=f"{name} .* its config.json does not expect it"):
+@pytest.mark.parametrize(
+    ("name", "shape", "sentence"),
+    [
+        ("model.layers.0.mlp.experts.weight", (2, 2), "and none of our weights is mapped to it"),
+        ("model.layers.2.input_layernorm.weight", (16,), ".* its config.json does not expect it"),
+        ("model.layers.0.self_attn.q_proj.bias", (16,), ".* its config.json does not expect it"),
+        ("model.norm.weight", (15,), r".* shape \(15,\) .* \(16,\)"),
+    ],
+)
+def test_a_tensor_that_is_not_expected_or_of_another_shape_is_refused(directory, name, shape, sentence):
+    _rewrite(directory, lambda tensors: tensors.update({name: np.ones(shape, np.float32)}))
+    with pytest.raises(UserError, match=f"{name} {sentence}"):
         load_checkpoint(directory)
 
 
@@ -119,12 +119,6 @@ def test_a_tensor_set_twice_is_refused(directory):
 def test_a_missing_tensor_is_named(directory):
     _rewrite(directory, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(UserError, match=r"lacks the tensor model.layers.1.mlp.up_proj.weight"):
-        load_checkpoint(directory)
-
-
-def test_a_wrong_shape_is_named_with_both_shapes(directory):
-    _rewrite(directory, lambda tensors: tensors.update({"model.norm.weight": np.ones(15, np.float32)}))
-    with pytest.raises(UserError, match=r"model.norm.weight .* shape \(15,\) .* \(16,\)"):
         load_checkpoint(directory)
 
 
