@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from whole_runs import free_port
@@ -200,15 +201,9 @@ def test_in_another_thread_it_hears_nothing_and_does_no_harm():
 
 
 def program(source: str, *words: str) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-    }
-    command = [sys.executable, "-c", source, *words]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    own = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", source, *words], cwd=ROOT, env=os.environ | own, **streams)
 
 
 def test_a_compilation_cannot_be_interrupted_and_is_ended():
@@ -280,39 +275,37 @@ def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
     assert others.left == [("preempted in round 1: sampling; shards are kept", 0)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["learning", "sampling", "waiting"])
-def test_the_processes_of_a_run_end_together(where):
-    """By one SIGTERM to one of them: in training before the same step, elsewhere where each is."""
+def said_by_processes(count: int, source: str, word: str) -> list[tuple[str, str]]:
+    """Output and messages of each process of a job, all of which end well."""
     address = f"localhost:{free_port()}"
-    running = [program(TWO_PROCESSES, str(process), address, where) for process in range(2)]
+    running = [program(source, str(process), address, word) for process in range(count)]
     try:
         said = [process.communicate(timeout=SECONDS) for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0], said
+    assert [process.returncode for process in running] == [0] * count, said
+    assert not any("Traceback" in messages for _, messages in said), said
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["learning", "sampling", "waiting"])
+def test_the_processes_of_a_run_end_together(where):
+    """By one SIGTERM to one of them: in training before the same step, elsewhere where each is."""
+    said = said_by_processes(2, TWO_PROCESSES, where)
     (first, reasons), (second, _) = said
     if where == "learning":
         assert first == second and int(first.partition(";")[0].split()[-1]) > 20
     else:
         assert "preempted in round 1" in second
         assert first == second or f"ended: preempted in round 1: {where}" in reasons
-    assert not any("Traceback" in messages for _, messages in said)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_all_read_of_an_end_before_the_process_that_holds_the_store_is_gone(leaver):
     """Also one that reads it seconds later: a machine may be that busy."""
-    address = f"localhost:{free_port()}"
-    running = [program(THREE_PROCESSES, str(process), address, str(leaver)) for process in range(3)]
-    try:
-        said = [process.communicate(timeout=SECONDS)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0, 0], said
-    for process, messages in enumerate(said):
+    said = said_by_processes(3, THREE_PROCESSES, str(leaver))
+    for process, (_, messages) in enumerate(said):
         assert (f"process {leaver} on" in messages and "ended: preempted" in messages) == (process != leaver), said
-    assert not any("Traceback" in messages for messages in said), said

@@ -65,14 +65,9 @@ ANSWER_FORMS = {
 }
 
 
-@pytest.mark.parametrize("text", GRAPH_FORMS)
-def test_well_formed_graph_searches(text):
-    assert plan(text) == GRAPH_FORMS[text]
-
-
-@pytest.mark.parametrize("text", TEXT_FORMS)
-def test_well_formed_text_searches(text):
-    assert plan(text, "text") == TEXT_FORMS[text]
+@pytest.mark.parametrize(("kind", "forms"), [("graph", GRAPH_FORMS), ("text", TEXT_FORMS)])
+def test_well_formed_searches(kind, forms):
+    assert {text: plan(text, kind) for text in forms} == forms
 
 
 @pytest.mark.parametrize("kind", ["graph", "text"])
@@ -151,10 +146,7 @@ WORKER_FORMS = {
     "<select></select><sentence>\nTwo\nlines. </sentence>": ((), "Two lines."),
     "<sentence>First.</sentence><select>[0]</select>": ((0,), "First."),
     "<think> <select>[2]</select> <sentence>Thought.</sentence> "
-    "</think><select>[0]</select><sentence>Said.</sentence>": (
-        (0,),
-        "Said.",
-    ),
+    "</think><select>[0]</select><sentence>Said.</sentence>": ((0,), "Said."),
 }
 
 
@@ -187,21 +179,9 @@ def test_a_worker_turn_without_a_field_says_that_nothing_was_found(text):
 pieces = st.sampled_from(
     [
         *(f"<{slash}{tag}>" for tag in "think action search answer select sentence".split() for slash in ("", "/")),
-        "Search([0], \"Who?\")",
-        "Search([",
-        "], \"",
-        "\")",
-        "[0]",
-        "[-1]",
-        "[",
-        "]",
-        "7",
-        "٣",
-        "²",
-        "\n",
-        "\x00",
+        *('Search([0], "Who?")', "Search([", '], "', '")', "[0]", "[-1]", "[", "]", "7", "٣", "²", "\n", "\x00"),
     ]
-)  # fmt: skip
+)
 any_text = st.lists(pieces | st.text(max_size=6), max_size=14).map("".join)
 
 
