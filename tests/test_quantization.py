@@ -82,6 +82,16 @@ def test_a_product_of_integers_worked_by_hand():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def greedily(weights: nnx.State) -> list[int]:
+    """The twelve tokens that an engine of these weights draws after TOKENS."""
+    engine = make_engine()
+    engine.set_weights(weights)
+    engine.prefill([PrefillRow(0, pages_of_slot(0), 0, TOKENS[:-1])])
+    state = SlotState.idle(SLOTS)
+    state.token[0], state.position[0], state.remaining[0] = TOKENS[-1], len(TOKENS) - 1, 12
+    return decoded(engine, state)[0][0]
+
+
 def test_with_rounded_rows_logits_stay_near_those_of_the_model():
     """In the engine too, token by token."""
     weights = stored("w8a8")
@@ -90,12 +100,7 @@ def test_with_rounded_rows_logits_stay_near_those_of_the_model():
     rounded = nnx.merge(nnx.graphdef(decoder()), weights)
     found, expected = next_token_logits(rounded, TOKENS), next_token_logits(decoder(), TOKENS)
     assert 0 < np.abs(found - expected).mean() / np.abs(expected).mean() < 0.05
-    engine = make_engine()
-    engine.set_weights(weights)
-    engine.prefill([PrefillRow(0, pages_of_slot(0), 0, TOKENS[:-1])])
-    state = SlotState.idle(SLOTS)
-    state.token[0], state.position[0], state.remaining[0] = TOKENS[-1], len(TOKENS) - 1, 12
-    drawn, _ = decoded(engine, state)[0]
+    drawn = greedily(weights)
     logits = next_token_logits(rounded, [*TOKENS, *drawn])
     assert drawn == logits[len(TOKENS) - 1 : -1].argmax(axis=-1).tolist() and len(drawn) == 12
 
@@ -129,16 +134,9 @@ def test_everything_else_is_kept_in_the_compute_type(storage):
 
 
 def test_an_engine_samples_greedily_what_the_rounded_model_would(storage, weights):
-    engine = make_engine()
-    engine.set_weights(weights)
-    engine.prefill([PrefillRow(0, pages_of_slot(0), 0, TOKENS[:-1])])
-    state = SlotState.idle(SLOTS)
-    state.token[0], state.position[0], state.remaining[0] = TOKENS[-1], len(TOKENS) - 1, 12
-    found, _ = decoded(engine, state)[0]
-    sequence = [*TOKENS, *found]
-    logits = next_token_logits(dequantised_model(storage), sequence)
-    assert found == logits[len(TOKENS) - 1 : -1].argmax(axis=-1).tolist()
-    assert len(found) == 12
+    found = greedily(weights)
+    logits = next_token_logits(dequantised_model(storage), [*TOKENS, *found])
+    assert found == logits[len(TOKENS) - 1 : -1].argmax(axis=-1).tolist() and len(found) == 12
 
 
 def test_without_the_package_the_extra_is_named(storage, monkeypatch):
