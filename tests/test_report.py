@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from episodes import episode
 from tensorboardX.proto.event_pb2 import Event
 
 from mujica_jax.config.schema import MetricsConfig
@@ -68,20 +69,8 @@ def trajectory(**changes: object) -> Trajectory:
             iteration=1, query="Where was Mara Voss born?", materials=("[0] Ilmen",), selected=(0,), sentence="Ilmen."
         ),
     )
-    fields: dict = {
-        "question_id": "q1",
-        "attempt": 0,
-        "policy_version": 1,
-        "seed": 0,
-        "conversations": (Conversation(role="planner", turns=()),),
-        "answer": "Ilmen",
-        "reward": 1.0,
-        "rewards_by_part": {"em": 1.0},
-        "stop_reason": StopReason.ANSWERED,
-        "searches": searches,
-        "seconds": 0.1,
-    }
-    return Trajectory(**{**fields, **changes})
+    fields = {"question_id": "q1", "answer": "Ilmen", "reward": 1.0, "rewards_by_part": {"em": 1.0}}
+    return episode(Conversation(role="planner", turns=()), **fields | {"searches": searches} | changes)
 
 
 QUESTION = Question(id="q1", text="Where was the director of Blue Lantern born?", answers=("Ilmen", "Old Ilmen"))
