@@ -59,10 +59,7 @@ def collectives(text: str) -> list[Collective]:
             arrays = list(_array_bytes(match["type"]))
             key = f"{match['kind']} {channel[1]}" if channel else f"{name} {match['name']}"
             one = Collective(
-                kind=match["kind"],
-                bytes=max(arrays, default=0),
-                loops=depths[name],
-                source=source[1] if source else "",
+                kind=match["kind"], bytes=max(arrays, default=0), loops=depths[name], source=source[1] if source else ""
             )
             if key not in found or one.loops > found[key].loops:
                 found[key] = one

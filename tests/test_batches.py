@@ -87,10 +87,7 @@ def test_packing_knows_the_seed_and_no_process():
     ("changes", "words"),
     [
         ({"seed": 4}, "seed 3, and this run has .* seed 4"),
-        (
-            {"rows": pack(random_conversations(20), row_tokens=32, seed=0)},
-            r"22 rows, .* has \d\d rows",
-        ),
+        ({"rows": pack(random_conversations(20), row_tokens=32, seed=0)}, r"22 rows, .* has \d\d rows"),
     ],
 )
 def test_a_place_in_another_order_is_refused(changes, words):

@@ -64,10 +64,7 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
         (["--agents", "mujica"], "tiny_world text mujica is asked for twice"),
         (["--tasks", "two_wiki_texts"], "there is no configuration two_wiki_texts: did you mean"),
         (["--task.environment", "graph", "--agents", "rag"], "agent.kind is rag, which reads passages"),
-        (
-            ["--agent.kind", "direct", "--agents", "mujica"],
-            "agent mujica needs prompt, which agent.kind direct",
-        ),
+        (["--agent.kind", "direct", "--agents", "mujica"], "agent mujica needs prompt, which agent.kind direct"),
         (["--agents", "direct", "--worker", "w"], "--worker is w, and of mujica, direct only mujica has workers"),
         (["--plot", "True"], "--plot is True and there is nothing to compare"),
     ):

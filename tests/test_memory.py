@@ -57,8 +57,7 @@ def test_keys_and_values_are_no_more_than_was_allowed_and_none_where_nothing_was
 
 
 @pytest.mark.parametrize(
-    ("part", "change"),
-    [(memory.STEP, "raise trainer.accumulation_steps"), (memory.MOMENTS, "raise trainer.fsdp")],
+    ("part", "change"), [(memory.STEP, "raise trainer.accumulation_steps"), (memory.MOMENTS, "raise trainer.fsdp")]
 )
 def test_what_does_not_fit_is_told_with_its_sum_its_largest_part_and_what_to_change(part, change):
     found = [

@@ -38,9 +38,7 @@ class Played:
         self.asked: list[tuple[str, int]] = []
         self.done: dict[int, Any] = {}
         self.config = types.SimpleNamespace(
-            method=METHOD,
-            sampling=SamplingConfig(questions_per_round=2, shard_questions=2, temperature=1.0),
-            seed=0,
+            method=METHOD, sampling=SamplingConfig(questions_per_round=2, shard_questions=2, temperature=1.0), seed=0
         )
         self.task = types.SimpleNamespace(questions=lambda split: QUESTIONS)
         self.reward = types.SimpleNamespace(best=1.0)

@@ -154,10 +154,7 @@ def test_untrained_tokens_change_nothing_whatever_they_hold(loss_of, junk):
 
 def test_nothing_trained_is_loss_and_gradient_zero():
     nothing = np.zeros_like(TRAINED)
-    for loss_of in (
-        lambda now: grpo(now, trained=nothing)[0],
-        lambda now: dapo(now, trained=nothing)[0],
-    ):
+    for loss_of in (lambda now: grpo(now, trained=nothing)[0], lambda now: dapo(now, trained=nothing)[0]):
         value, gradient = jax.value_and_grad(loss_of)(log_probs())
         assert float(value) == 0.0 and np.all(np.asarray(gradient) == 0.0)
 

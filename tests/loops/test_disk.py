@@ -27,10 +27,7 @@ def test_a_disk_that_fills_up_during_saves(undisturbed, tmp_path):
     """While the learner's state is written, by a library of its own in C++; while its mark is; and while shards are."""
     directory = tmp_path / "run"
     large, mark, shard = disturbed(
-        directory,
-        {"file_bytes": SMALL_FILE_BYTES},
-        {"full": "disk", "write": 2},
-        {"full": "disk", "write": 30},
+        directory, {"file_bytes": SMALL_FILE_BYTES}, {"full": "disk", "write": 2}, {"full": "disk", "write": 30}
     )
     refused(large, "raise the limit (ulimit -f)")
     refused(mark, "no space is left there")
