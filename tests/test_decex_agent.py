@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 from little_agent import attempt, completion, rewarded, tokenizer
 from test_baselines import FILM, PERSON, QUESTION, Told, world
 from test_hostile_text import ADDED, HOSTILE, pieces
+from tiny_worlds import small_world
 
 from mujica_jax import metrics
 from mujica_jax.agents import decex
 from mujica_jax.agents.decex import GO_ON, SOLVE, Decex, DecexState, Decision, Solution
 from mujica_jax.agents.scripted import ScriptedPolicy, sample_text
 from mujica_jax.config.agents import DecexConfig
-from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.models.tokenizer import TAG_PATTERN, Tokenizer
 from mujica_jax.records import StopReason, Trajectory
-from mujica_jax.tasks.tiny_world.world import build
 
 CONFIG = DecexConfig(
     prompt="zero_shot", max_iterations=2, max_turn_tokens=300, max_trajectory_tokens=4000, max_observation_tokens=900
@@ -194,17 +193,7 @@ def test_no_passage_decides_anything(text):
 
 @pytest.fixture(scope="module")
 def tiny_text():
-    config = TinyWorldConfig(
-        environment="text",
-        train_questions=50,
-        demonstrations=60,
-        dev_questions=10,
-        test_questions=10,
-        facts_per_entity=5,
-        distractor_names=0.0,
-        common_knowledge=0.6,
-    )
-    task = build(config)
+    task = small_world(50, 60, 10, facts=5, environment="text", common_knowledge=0.6)
     texts = [*task.tokenizer_text(), *list(sample_text("decex")) * 20]
     return task, Tokenizer.train(texts, 4000)
 

@@ -14,9 +14,9 @@ from little_agent import agent, attempt, rewarded, tokenizer
 from packed_rows import MODEL as TINY
 from packed_rows import TRAINER as SHORT
 from packed_rows import tiny_decoder
+from tiny_worlds import small_world
 
 from mujica_jax.agents.scripted import ScriptedPolicy
-from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages
@@ -24,7 +24,6 @@ from mujica_jax.learning.losses.preference import DPO
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.records import Conversation
-from mujica_jax.tasks.tiny_world import world as tiny_world
 from mujica_jax.trajectories.packing import PackedRows, pack
 
 MODEL = dataclasses.replace(TINY, vocab_size=tokenizer().vocab_size, max_position_embeddings=1024)
@@ -38,16 +37,7 @@ LOSSES = {"grpo": GRPO(**CLIP, kl_coefficient=0.01), "dapo": DAPO(**CLIP), "dpo"
 def played() -> list[tuple[Conversation, float]]:
     """Planner conversations with their rewards: to each question an episode that is right and one that misses a fact,
     as the pairs of DPO and the groups of GRPO have them."""
-    world = tiny_world.build(
-        TinyWorldConfig(
-            train_questions=8,
-            demonstrations=GROUPS,
-            dev_questions=8,
-            test_questions=8,
-            facts_per_entity=4,
-            distractor_names=0.0,
-        )
-    )
+    world = small_world(8, GROUPS, 8, facts=4)
     player = agent(max_turn_tokens=600, max_trajectory_tokens=4000, max_observation_tokens=3000)
     found = []
     for question, environment in world.demonstrations():

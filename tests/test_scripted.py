@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 from little_agent import CONFIG, LittleWorld, agent, attempt, rewarded, tokenizer
+from tiny_worlds import small_world
 
 from mujica_jax.agents.protocol import NOTHING_FOUND, SearchCall, parse_planner, parse_worker
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.scripted_text import first_statement, query_of
-from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.records import Entity, Evidence, Question, StopReason, Trajectory
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.tasks.task import Material
@@ -24,16 +24,7 @@ WIDE = {"max_turn_tokens": 600, "max_trajectory_tokens": 4000, "max_observation_
 
 @pytest.fixture(scope="module")
 def world() -> TinyWorld:
-    return tiny_world.build(
-        TinyWorldConfig(
-            train_questions=50,
-            demonstrations=200,
-            dev_questions=50,
-            test_questions=50,
-            facts_per_entity=8,
-            distractor_names=0.3,
-        )
-    )
+    return small_world(50, 200, 50, facts=8, distractor_names=0.3)
 
 
 def play_all(world: TinyWorld, policy: ScriptedPolicy | None = None, **limits) -> list[tuple[Question, Trajectory]]:
@@ -162,17 +153,9 @@ def test_rows_of_played_conversations_are_95_percent_full(played):
     assert pack(conversations, row_tokens=2 * lengths[-1], seed=0).efficiency >= 0.95
 
 
-def test_what_the_graph_lacks_is_not_answered():
+def test_what_the_graph_lacks_is_not_answered(world):
     """Many demonstrations then need a fact that no search finds; an answer all the same would teach to guess."""
-    config = TinyWorldConfig(
-        train_questions=50,
-        demonstrations=100,
-        dev_questions=50,
-        test_questions=50,
-        facts_per_entity=8,
-        distractor_names=0.3,
-        missing_facts=0.3,
-    )
+    config = dataclasses.replace(world.config, demonstrations=100, missing_facts=0.3)
     played = play_all(tiny_world.build(config), **WIDE)
     complete = [all(search.found for search in trajectory.searches) for _, trajectory in played]
     assert 20 < sum(complete) < 80

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 from little_agent import LittleWorld, attempt, rewarded, tokenizer
+from tiny_worlds import small_world
 
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.single import Single
 from mujica_jax.config.agents import SingleConfig
-from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.records import Evidence, Question, StopReason, Trajectory
 from mujica_jax.tasks.task import Environment, Material
-from mujica_jax.tasks.tiny_world import world as tiny_world
 
 LIMITS = SingleConfig(prompt="brief", max_turn_tokens=900, max_trajectory_tokens=6000, max_observation_tokens=3000)
 CHAIN = (("Amber Tide", "director", "Ilse Vand"), ("Ilse Vand", "place of birth", "Ghent"))
@@ -83,18 +82,7 @@ def test_a_search_in_vain_is_repeated_once_and_then_given_up():
 
 @pytest.mark.parametrize("style", ["reflect", "search_r1"])
 def test_demonstrations_of_the_tiny_world_are_right_and_well_formed(style):
-    world = tiny_world.build(
-        TinyWorldConfig(
-            environment="text",
-            train_questions=50,
-            demonstrations=60,
-            dev_questions=10,
-            test_questions=10,
-            facts_per_entity=4,
-            distractor_names=0.0,
-            common_knowledge=0.5,
-        )
-    )
+    world = small_world(50, 60, 10, facts=4, environment="text", common_knowledge=0.5)
     known = []
     for question, environment in world.demonstrations():
         trajectory = rewarded(play(question, environment, style), question, "f1_format")
