@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
@@ -62,6 +63,19 @@ def repeated(fake: FakeBucket, times: int, kind: str, fault: Fault | None = None
     return counted == sum(request.kind == kind for request in fake.requests) - 1 >= times
 
 
+def damage_first_answer(fake: FakeBucket, name: str) -> None:
+    """The first download of an object gives another content under its checksum."""
+    made = fake.objects["bucket", name]
+    wrong = dataclasses.replace(made, content=b"wrong")
+    answers = itertools.chain([dataclasses.replace(_Lying(**vars(wrong)), says=made.crc32c)], itertools.repeat(made))
+
+    def faults(request: Request) -> None:
+        if request.kind == "download":
+            fake.objects["bucket", name] = next(answers)
+
+    fake.faults = faults
+
+
 # One request
 
 
@@ -89,18 +103,11 @@ def test_of_many_writers_behind_a_bad_network_exactly_one_wins(fake, store):
             return draw.choice([*QUICK, None, None, None, None])
 
     fake.faults = faults
-    won: list[int] = []
-    threads = [
-        threading.Thread(target=lambda number=number: store.create("x", bytes([number])) and won.append(number))
-        for number in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        won = list(threads.map(lambda number: store.create("x", bytes([number])), range(8)))
     fake.faults = lambda request: None
-    assert len(won) == 1
-    assert store.read("x") == bytes(won)
+    assert won.count(True) == 1
+    assert store.read("x") == bytes([won.index(True)])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -114,15 +121,7 @@ def test_a_read_that_meets_a_fault_is_repeated(fake, store, fault):
 
 def test_content_that_changed_on_its_way_is_read_again(fake, store):
     store.create("x", b"right")
-    made = fake.objects["bucket", "run/x"]
-    wrong = dataclasses.replace(made, content=b"wrong")
-    answers = itertools.chain([dataclasses.replace(_Lying(**vars(wrong)), says=made.crc32c)], itertools.repeat(made))
-
-    def faults(request: Request) -> None:
-        if request.kind == "download":
-            fake.objects["bucket", "run/x"] = next(answers)
-
-    fake.faults = faults
+    damage_first_answer(fake, "run/x")
     assert store.read("x") == b"right"
     assert repeated(fake, 1, "download")
 
@@ -330,15 +329,7 @@ def test_a_checkpoint_in_a_bucket_is_fetched_once_and_follows_what_changes_there
 
 def test_a_checkpoint_that_was_damaged_on_its_way_is_fetched_again(fake):
     fake.put("bucket", "models/a/weights", b"right")
-    made = fake.objects["bucket", "models/a/weights"]
-    wrong = dataclasses.replace(made, content=b"wrong")
-    answers = itertools.chain([dataclasses.replace(_Lying(**vars(wrong)), says=made.crc32c)], itertools.repeat(made))
-
-    def faults(request: Request) -> None:
-        if request.kind == "download":
-            fake.objects["bucket", "models/a/weights"] = next(answers)
-
-    fake.faults = faults
+    damage_first_answer(fake, "models/a/weights")
     assert (local_folder("gs://bucket/models/a") / "weights").read_bytes() == b"right"
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis
@@ -111,20 +112,15 @@ def test_an_object_is_created_once_and_the_second_bytes_are_dropped(store):
 
 def test_of_many_writers_exactly_one_wins(store):
     barrier = threading.Barrier(8)
-    won: list[int] = []
 
-    def write(number: int) -> None:
+    def write(number: int) -> bool:
         barrier.wait()
-        if store.create("x", bytes([number]) * 10_000):
-            won.append(number)
+        return store.create("x", bytes([number]) * 10_000)
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert store.read("x") == bytes(won) * 10_000
+    with ThreadPoolExecutor(8) as threads:
+        won = list(threads.map(write, range(8)))
+    assert won.count(True) == 1
+    assert store.read("x") == bytes([won.index(True)]) * 10_000
 
 
 def test_a_writer_killed_in_the_middle_leaves_no_object(tmp_path):
