@@ -151,12 +151,8 @@ def test_flags_reach_their_fields():
     flags = ["--seed", "3", "--run", "runs/a", "--task.data-dir", "elsewhere", "--engine.prefix-reuse", "False"]
     config = command_line([two_wiki, *flags], default="tiny_world")
     assert isinstance(config.task, TwoWikiConfig)
-    assert (config.seed, config.run, config.task.data_dir, config.engine.prefix_reuse) == (
-        3,
-        "runs/a",
-        "elsewhere",
-        False,
-    )
+    found = (config.seed, config.run, config.task.data_dir, config.engine.prefix_reuse)
+    assert found == (3, "runs/a", "elsewhere", False)
 
 
 def test_a_section_of_another_kind_keeps_what_was_chosen_and_no_default():
@@ -255,16 +251,8 @@ def assert_each_changes(config: Config, section: str, values: Mapping[str, Any],
 
 
 def test_every_field_of_the_model_changes_the_decoder(smoke):
-    values = {
-        "family": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "rope_theta": 5e5,
-    }
+    values = {"family": "llama", "hidden_size": 64, "intermediate_size": 96, "num_layers": 3, "rope_theta": 5e5}
+    values |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     assert set(values) | {"vocab_tokens", "embedding_range"} == {
         field.name for field in dataclasses.fields(ModelConfig)
     }
@@ -288,16 +276,8 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
     monkeypatch.setattr(engines, "engine_mesh", lambda engine: engine.tensor)
     monkeypatch.setattr(parts, "BatchedGenerator", lambda engine, **options: (engine.options, options))
     tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,), token_bytes=None)
-    values = {
-        "slots": 8,
-        "decode_steps_per_call": 4,
-        "prefill_tokens": 512,
-        "prefix_reuse": False,
-        "page_tokens": 16,
-        "cache_gigabytes": 2e-4,
-        "tensor": 2,
-        "cache_dtype": "fp8",
-    }
+    values = {"slots": 8, "decode_steps_per_call": 4, "prefill_tokens": 512, "prefix_reuse": False, "tensor": 2}
+    values |= {"page_tokens": 16, "cache_gigabytes": 2e-4, "cache_dtype": "fp8"}
     assert set(values) | {"weights"} == {field.name for field in dataclasses.fields(EngineConfig)}
     assert_each_changes(smoke, "engine", values, lambda config: parts.make_generator(decoder, config, tokenizer))
 
@@ -422,7 +402,21 @@ def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversati
     )
 
 
-class RecordedRun:
+class SilentProgress:
+    def stage(self, name: str, **options: Any):
+        return self
+
+    def update(self, done: int, **figures: Any) -> None:
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class RecordedRun(SilentProgress):
     """Stands in for a Run: plays scripts instead of a model, learns nothing, and keeps what it was asked for."""
 
     def __init__(self, config: Config, root: Path) -> None:
@@ -444,18 +438,6 @@ class RecordedRun:
         self.asked.append(text)
 
     def flush(self) -> None:
-        pass
-
-    def stage(self, name: str, **options: Any):
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, done: int, **figures) -> None:
         pass
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
@@ -538,17 +520,8 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
     def rounds(config: Config) -> list:
         return asked(config, lambda run: mygo._run_rounds(run, run.initial_state, run.rows))
 
-    values = {
-        "rounds": 3,
-        "max_attempts": 4,
-        "keep_per_question": 2,
-        "learning_rate": 1e-3,
-        "end_learning_rate": 1e-4,
-        "epochs": 1,
-        "replay": 2.0,
-        "schedule": "offline",
-        "threshold": "fixed",
-    }
+    values = {"rounds": 3, "max_attempts": 4, "keep_per_question": 2, "epochs": 1, "replay": 2.0}
+    values |= {"learning_rate": 1e-3, "end_learning_rate": 1e-4, "schedule": "offline", "threshold": "fixed"}
     others = {"kind", "fixed_threshold"}
     assert set(values) | others == {field.name for field in dataclasses.fields(MygoConfig)}
     assert_each_changes(changed(smoke, "method", max_attempts=3), "method", values, rounds)
@@ -575,19 +548,9 @@ def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatc
         load_config(str(SMOKE.with_name("smoke_evipath_config.py"))),
         task=changed(smoke, "task", demonstrations=10).task,
     )
-    values = {
-        "mode": "deductive",
-        "teacher": "policy",
-        "tune": "executor",
-        "max_tries": 1,
-        "embedder": "minilm",
-        "threshold": 0.5,
-        "learning_rate": 1e-3,
-        "end_learning_rate": 1e-4,
-        "epochs": 1,
-        "warmup_ratio": 0.5,
-        "remote": RemoteConfig(concurrency=3),
-    }
+    values = {"mode": "deductive", "teacher": "policy", "tune": "executor", "max_tries": 1, "embedder": "minilm"}
+    values |= {"threshold": 0.5, "learning_rate": 1e-3, "end_learning_rate": 1e-4, "epochs": 1, "warmup_ratio": 0.5}
+    values["remote"] = RemoteConfig(concurrency=3)
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(EviPathConfig)}
     assert_each_changes(config, "method", values, seen)
     assert_each_changes(config, "sampling", {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}, seen)
@@ -623,13 +586,8 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
     pretraining = {"documents": 100, "steps": 10, "learning_rate": 5e-3, "end_learning_rate": 5e-4, "row_parts": 2}
     assert set(pretraining) == {field.name for field in dataclasses.fields(PretrainingConfig)}
     assert_each_changes(few, "pretraining", pretraining, warm_up)
-    from_scratch = {
-        "steps": 60,
-        "learning_rate": 1e-2,
-        "end_learning_rate": 1e-4,
-        "pretraining_share": 0.5,
-        "miss_rate": 0.5,
-    }
+    from_scratch = {"steps": 60, "learning_rate": 1e-2, "end_learning_rate": 1e-4}
+    from_scratch |= {"pretraining_share": 0.5, "miss_rate": 0.5}
     assert_each_changes(few, "warmup", from_scratch, warm_up)
     few_shot = {"source": "scripted", "few_shot_trajectories": 40, "few_shot_attempts": 1}
     assert set(from_scratch | few_shot) == {field.name for field in dataclasses.fields(WarmupConfig)}
@@ -647,16 +605,8 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
 
         return asked(config, play)
 
-    values = {
-        "prompt": "zero_shot",
-        "max_iterations": 1,
-        "max_searches_per_turn": 1,
-        "max_turn_tokens": 20,
-        "max_trajectory_tokens": 100,
-        "max_observation_tokens": 20,
-        "split": False,
-        "parallel": False,
-    }
+    values = {"prompt": "zero_shot", "max_iterations": 1, "max_searches_per_turn": 1, "split": False, "parallel": False}
+    values |= {"max_turn_tokens": 20, "max_trajectory_tokens": 100, "max_observation_tokens": 20}
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MujicaConfig)}
     assert_each_changes(smoke, "agent", values, demonstrations)
 
@@ -674,28 +624,8 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
 
     def seen(config: Config) -> scoring.Scores:
         generator: Any = types.SimpleNamespace(reset_cache=lambda: None, policy_version=0)
-        own: dict[str, Any] = {
-            "agent": None,
-            "reward": None,
-            "generator": generator,
-            "progress": RecordedProgress(),
-            "concurrency": 2,
-            "preemption": Preemption(),
-        }
+        own: dict[str, Any] = {"agent": None, "reward": None, "generator": generator, "concurrency": 2}
+        own |= {"progress": SilentProgress(), "preemption": Preemption()}
         return scoring.score_policy("warm-up", task=task, config=config, **own)
 
     assert_each_changes(smoke, "eval", {"questions": 5, "split": "test", "temperature": 0.7}, seen)
-
-
-class RecordedProgress:
-    def stage(self, name: str, **options: Any):
-        return self
-
-    def update(self, done: int, **figures: Any) -> None:
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
