@@ -28,6 +28,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -774,7 +775,12 @@ def address(kernel: Callable) -> int:
 @functools.cache
 def _start_threads() -> None:
     """One for each core but one, so that whoever calls a kernel works too. They end before Python does."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores, limit = os.cpu_count() or 1, Path("/sys/fs/cgroup/cpu.max")  # the second one is a container's
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    if limit.exists() and "max" not in (allowed := limit.read_text()):
+        microseconds, period = map(int, allowed.split())
+        cores = max(1, min(cores, microseconds // period))
     target = ctypes.CFUNCTYPE(None)(_compiled_for_c(types.void(), _help))
     BOARD[THREADS] = cores
     threads = [threading.Thread(target=target, daemon=True) for _ in range(cores - 1)]
