@@ -12,7 +12,7 @@ import pytest
 from tiny_engine import decoder, make_engine
 
 from mujica_jax.inference.engine import contiguous_programs as programs
-from mujica_jax.models import cpu_calls
+from mujica_jax.models import cpu_calls, cpu_kernels
 
 EXACT = 2e-6  # float32, the same sums in another order
 
@@ -105,6 +105,15 @@ def test_callers_at_once_get_their_own_numbers():
         found = pool.map(lambda pair: [np.asarray(call(*pair)[0]) for _ in range(100)], given)
         for (rows, matrix), results in zip(given, found, strict=True):
             np.testing.assert_allclose(results, np.stack([rows @ matrix.T] * 100), atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not bind a process to a core")
+def test_threads_keep_to_what_a_container_may_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert cpu_kernels.usable_cores(tmp_path / "cpu.max") == 8
+    for text, cores in [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("3200000 100000", 8)]:
+        (tmp_path / "cpu.max").write_text(text)
+        assert cpu_kernels.usable_cores(tmp_path / "cpu.max") == cores
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not bind a process to a core")

@@ -518,11 +518,8 @@ def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed,
     longest = min(places[first:stop, 1].max() + time - 1, most)
     queries = np.zeros((_whole(count, ROWS) + ROWS, _whole(head_dim, STEPS)), np.float32)
     scores = np.zeros((queries.shape[0], own + _whole(longest, COLUMNS)), np.float32)
-    results, of_row, peaks = (
-        np.zeros_like(queries),
-        np.empty_like(queries[: each + ROWS]),
-        np.empty(COLUMNS, np.float32),
-    )
+    results, of_row = np.zeros_like(queries), np.empty_like(queries[: each + ROWS])
+    peaks = np.empty(COLUMNS, np.float32)
     totals, scale = np.ones(count, np.float32), ONE / np.sqrt(np.float32(head_dim))
     for row in range(first, stop):
         for step in range(time):
@@ -772,15 +769,19 @@ def address(kernel: Callable) -> int:
     return _compiled_for_c(types.int64(types.int64), kernel)
 
 
-@functools.cache
-def _start_threads() -> None:
-    """One for each core but one, so that whoever calls a kernel works too. They end before Python does."""
-    cores, limit = os.cpu_count() or 1, Path("/sys/fs/cgroup/cpu.max")  # the second one is a container's
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Those that the process is bound to; no more than its container may use at a time, by this file."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if limit.exists() and "max" not in (allowed := limit.read_text()):
         microseconds, period = map(int, allowed.split())
         cores = max(1, min(cores, microseconds // period))
+    return cores
+
+
+@functools.cache
+def _start_threads() -> None:
+    """One for each core but one, so that whoever calls a kernel works too. They end before Python does."""
+    cores = usable_cores()
     target = ctypes.CFUNCTYPE(None)(_compiled_for_c(types.void(), _help))
     BOARD[THREADS] = cores
     threads = [threading.Thread(target=target, daemon=True) for _ in range(cores - 1)]

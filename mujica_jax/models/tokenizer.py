@@ -230,13 +230,20 @@ class Tokenizer:
     def _content(self, text: str) -> str:
         return text.strip() if self._pieces.strips_contents else text
 
-    def _encode(self, parts: Sequence[Any]) -> list[int]:
+    def _encode(self, parts: Sequence[int | str]) -> list[int]:
         """Token ids stay; text between two of them is encoded in one run, so that word boundaries fall as in the whole
         text."""
         ids: list[int] = []
-        for kind, grouped in itertools.groupby((part for part in parts if part != ""), type):
-            run = list(grouped)
-            ids += self.encode_trusted("".join(run)) if kind is str else run
+        run = ""
+        for part in [*parts, None]:
+            if isinstance(part, str):
+                run += part
+                continue
+            if run:
+                ids += self.encode_trusted(run)
+                run = ""
+            if part is not None:
+                ids.append(part)
         return ids
 
 
