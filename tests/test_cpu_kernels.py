@@ -129,6 +129,29 @@ def test_one_core_is_enough_and_threads_end_with_the_program():
         assert (finished.returncode, float(finished.stdout)) == (0, 8 * 64 * 640), finished.stderr
 
 
+@pytest.mark.slow
+def test_what_compiles_the_kernels_rounds_as_what_finds_them_compiled(tmp_path):
+    """Or the first run on a machine would not go on bit for bit when it is resumed."""
+    program = """
+import hashlib, jax, numpy as np
+from mujica_jax.models.cpu_calls import attention, packed_attention, products
+draw = lambda *shape: np.random.default_rng(0).normal(size=shape).astype(np.float32)
+of_rows = np.array([[0, 50, 0, 60], [1, 77, 0, 60]], np.int32)
+packed, segments = (draw(1, 200, 4, 24), draw(1, 200, 2, 24), draw(1, 200, 2, 24)), (np.arange(200) // 90)[None]
+total = lambda *given: (packed_attention(*given, segments) ** 2).sum()
+held = draw(2, 2, 24, 99), draw(2, 2, 99, 24), draw(1, 2, 24, 64), draw(1, 2, 64, 24)
+found = [
+    jax.jit(attention)(draw(2, 3, 4, 24), *held, of_rows),
+    *(jax.jit(products)(draw(rows, 576), draw(999, 576)) for rows in (4, 12, 30)),
+    jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(*packed),
+]
+print([hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for leaf in jax.tree.leaves(found)])
+"""
+    command, environment = [sys.executable, "-c", program], os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    starts = [subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600) for _ in range(2)]
+    assert starts[0].stdout == starts[1].stdout != "", starts[0].stderr
+
+
 def test_the_gradient_of_products():
     def loss(products, left, *matrices):
         return sum(jnp.sum(jnp.sin(product)) for product in products(left, *matrices))

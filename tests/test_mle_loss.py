@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -182,29 +183,33 @@ def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
 
 
 def test_a_frozen_head_has_its_logits_once_and_gives_the_same_gradient(decoder, batch):
-    """As with adapters, where only weights in the layers are trained. A trained head has them again, and a gradient."""
+    """As with adapters, where only weights in the layers are trained. A trained head has one product more, that of its
+    gradient, where all positions weigh the same, and its logits again where they may not."""
     graph, head, others = nnx.split(decoder, nnx.PathContains("embedding"), ...)
     vocabulary = rf"\b{decoder.config.vocab_size}\b.*= dot_general"
 
-    def loss(others: nnx.State, head: nnx.State) -> Array:
-        return MLE()(nnx.merge(graph, head, others), batch)[0]
+    def loss(others: nnx.State, head: nnx.State, z_loss: float = 0.0) -> Array:
+        return MLE(z_loss=z_loss)(nnx.merge(graph, head, others), batch)[0]
 
     gradients = [jax.grad(loss, argnums=of) for of in (0, (0, 1))]
     options = QUICKLY["compiler_options"]
     one, (both, _) = (jax.jit(each, compiler_options=options)(others, head) for each in gradients)
     assert_close(one, both)
+    gradients.append(jax.grad(functools.partial(loss, z_loss=0.1), argnums=(0, 1)))
     text = [str(jax.make_jaxpr(each)(others, head)) for each in gradients]
-    assert [len(re.findall(vocabulary, each)) for each in text] == [1, 3]
+    assert [len(re.findall(vocabulary, each)) for each in text] == [1, 2, 3]
 
 
-def test_a_loss_may_leave_the_normalizers_out(decoder, batch):
-    def gradient(normalized: bool) -> nnx.State:
+def test_a_loss_may_leave_the_normalizers_out_or_say_that_it_is_a_sum(decoder, batch):
+    def gradient(**said: bool) -> nnx.State:
         def total(decoder: Decoder) -> Array:
-            return log_probs.token_scores(decoder, batch, None, normalized=normalized).log_probs.sum()
+            return 0.3 * log_probs.token_scores(decoder, batch, None, **said).log_probs.sum()
 
         return nnx.jit(nnx.grad(total))(decoder)
 
-    assert_close(gradient(True), gradient(False))
+    expected = gradient(normalized=False)
+    assert_close(gradient(normalized=True), expected)
+    assert_close(gradient(normalized=False, uniform=True), expected)
 
 
 def test_a_deep_model_scans_to_the_same_numbers(decoder, batch, monkeypatch):

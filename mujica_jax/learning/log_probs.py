@@ -5,8 +5,8 @@
 Logits of [rows, time, vocab] are never made. In each row the positions whose log-probability is wanted are moved to the
 front, then all rows walk together through chunks of positions: a chunk without any wanted position costs nothing. So
 the head costs what the trained tokens need (a quarter to a third of an agent's conversation), with static shapes. Only
-a head that is trained computes its logits again in the backward pass. Called by the losses and by `learning.trainer`,
-which scores with it.
+a head that is trained by a loss that weighs positions by their log-probabilities computes its logits again in the
+backward pass. Called by the losses and by `learning.trainer`, which scores with it.
 """
 
 import functools
@@ -34,6 +34,14 @@ CHUNK_POSITIONS, CPU_CHUNK_POSITIONS = 512, 256
 # `lax.scan`, which copies every layer's weights and residuals. Deeper models scan and recompute, so that neither
 # program nor memory grows with depth.
 UNROLLED_LAYERS = 4
+
+
+class Mode(NamedTuple):
+    """What is asked of the walk, the same for all of its chunks."""
+
+    normalized: bool  # with the normalizers
+    uniform: bool  # each wanted log-probability weighs the same in the loss, whatever it is; not with `normalized`
+    parts: tuple[str, ...] = ()  # mesh axes over which the table's columns are split; none if it is whole
 
 
 class TokenScores(NamedTuple):
@@ -66,8 +74,10 @@ def token_scores(
     attention: Implementation = "auto",
     remat: Remat | Literal["auto"] = "auto",
     normalized: bool,
+    uniform: bool = False,
 ) -> TokenScores:
-    """Without `normalized` the normalizers are all 0 and cost nothing."""
+    """Without `normalized` the normalizers are all 0 and cost nothing. `uniform`: the loss is a multiple of the sum of
+    all log-probabilities, as a mean is; then the forward pass knows the gradient but for that number."""
     tokens, segments, positions = map(jnp.asarray, (batch.tokens, batch.segment_ids, batch.positions))
     predicted = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)  # position t predicts token t + 1
     if wanted is not None:
@@ -78,7 +88,8 @@ def token_scores(
     deep = decoder.config.num_layers > UNROLLED_LAYERS
     kept: Remat = ("full" if deep else "none") if remat == "auto" else remat
     hidden = decoder(tokens, positions, causal_self_attention(segments, attention), scan=deep, remat=kept)
-    log_probs, normalizers = _target_scores(decoder.head_table(), hidden, targets, predicted, normalized)
+    mode = Mode(normalized, uniform)
+    log_probs, normalizers = _target_scores(decoder.head_table(), hidden, targets, predicted, mode)
     # Column 0 receives the last position's 0.
     return TokenScores(jnp.roll(log_probs, 1, axis=1), jnp.roll(normalizers, 1, axis=1))
 
@@ -88,7 +99,7 @@ def _target_scores(
     hidden: Float[Array, "rows time hidden"],
     targets: Int[Array, "rows time"],
     wanted: Bool[Array, "rows time"],
-    normalized: bool,
+    mode: Mode,
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     """log p of `targets` under the logits of `hidden`, and the normalizers of these logits; 0 where not wanted.
 
@@ -99,11 +110,11 @@ def _target_scores(
     mesh = jax.sharding.get_abstract_mesh()
     split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     if not split:
-        return _chunked_scores(table, hidden, targets, wanted, normalized=normalized, parts=())
+        return _chunked_scores(table, hidden, targets, wanted, mode=mode)
     parts = tuple(axis for axis in RULES["embed"].mesh_axes if axis in split)
     if table.shape[1] % math.prod(mesh.shape[axis] for axis in parts):
         parts = ()
-    walk: Any = functools.partial(_chunked_scores, normalized=normalized, parts=parts)
+    walk: Any = functools.partial(_chunked_scores, mode=mode._replace(parts=parts))
     rows, head = PartitionSpec(split), PartitionSpec(None, parts)
     return jax.shard_map(
         walk, in_specs=(head, rows, rows, rows), out_specs=(rows, rows), axis_names=set(split), check_vma=False
@@ -116,8 +127,7 @@ def _chunked_scores(
     targets: Int[Array, "rows time"],
     wanted: Bool[Array, "rows time"],
     *,
-    normalized: bool,
-    parts: tuple[str, ...],
+    mode: Mode,
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     rows, time = targets.shape
     chunk = min(time, max(1, (CPU_CHUNK_POSITIONS if on_cpu() else CHUNK_POSITIONS) // rows))
@@ -137,30 +147,29 @@ def _chunked_scores(
         moved = jnp.moveaxis(walked, 0, 1).reshape(rows, chunks * chunk)[:, :time]
         return jnp.where(wanted, jnp.take_along_axis(moved, place, axis=1), 0.0)
 
-    walked: Any = _walk(normalized, parts, table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
+    walked: Any = _walk(mode, table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
     log_probs, normalizers = walked
-    return in_rows(log_probs), in_rows(normalizers) if normalized else jnp.zeros_like(wanted, jnp.float32)
+    return in_rows(log_probs), in_rows(normalizers) if mode.normalized else jnp.zeros_like(wanted, jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _walk(
-    normalized: bool,
-    parts: tuple[str, ...],
+    mode: Mode,
     table: Float[Array, "vocab part"],
     hidden: Float[Array, "chunks rows chunk hidden"],
     targets: Int[Array, "chunks rows chunk"],
     wanted: Bool[Array, "chunks rows chunk"],
 ) -> tuple[Float[Array, "chunks rows chunk"], Float[Array, "chunks rows chunk"] | None]:
-    """log p of the targets and, where `normalized`, the normalizers, chunk after chunk; a chunk in which nothing is
-    wanted is 0 and costs nothing. `parts` names the mesh axes over which the columns of the table are split, none if
-    this is the whole table.
+    """log p of the targets and, where asked for, the normalizers, chunk after chunk; a chunk in which nothing is wanted
+    is 0 and costs nothing.
 
     The gradient is written out because the derived one would keep the whole head for every chunk: a conditional hands
     all that its backward pass needs out of the loop, the loop stacks it, and at a vocabulary of 152k that was a
     gigabyte for 512 tokens. And since upstream is one number a position, the forward pass leaves the gradient by the
-    hidden states but for that number, which saves a frozen head half of its products."""
-    narrow = _narrow(table, hidden, parts)
-    return _forward(normalized, False, narrow, hidden, targets, wanted)[:2]
+    hidden states but for that number, which saves a frozen head half of its products. Where it is one number for all
+    positions, the forward pass leaves the head's gradient too, which saves a trained one a quarter."""
+    narrow = _narrow(table, hidden, mode.parts)
+    return _forward(mode, narrow, hidden, targets, wanted, differentiated=False)[1][:2]
 
 
 def _narrow(table: Array, hidden: Array, parts: tuple[str, ...]) -> Array:
@@ -169,30 +178,33 @@ def _narrow(table: Array, hidden: Array, parts: tuple[str, ...]) -> Array:
 
 
 def _forward(
-    normalized: bool, differentiated: bool, narrow: Array, *chunks: Array
-) -> tuple[Array, Array | None, Array | None]:
-    """Log p, normalizers and d log p / d hidden [chunks, rows, chunk, hidden], the last two where asked for."""
+    mode: Mode, narrow: Array, *chunks: Array, differentiated: bool, head: Array | None = None
+) -> tuple[Array | None, tuple[Array, Array | None, Array | None]]:
+    """The sum of d log p / d head where `head` is zeros, and then log p, normalizers and d log p / d hidden [chunks,
+    rows, chunk, hidden], the last two where asked for."""
 
-    def one_chunk(carry: None, chunk_of: tuple[Array, ...]) -> tuple[None, tuple[Array, Array | None, Array | None]]:
+    def one_chunk(head: Array | None, chunk_of: tuple[Array, ...]) -> Any:
         hidden, targets, wanted = chunk_of
 
-        def some(hidden: Array, targets: Array) -> tuple[Array, Array | None, Array | None]:
+        def some(head: Array | None) -> Any:
             logits = scores(narrow, hidden)
             chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
             normalizers = jax.nn.logsumexp(logits, axis=-1)
             pulled = None
             if differentiated:
-                pull = _pull(logits, targets).astype(narrow.dtype)
-                pulled = matrix_product(pull, narrow).reshape(hidden.shape)
-            return chosen - normalizers, normalizers if normalized else None, pulled
+                pull = _pull(logits, targets)
+                pulled = matrix_product(pull.astype(narrow.dtype), narrow).reshape(hidden.shape)
+                if head is not None:
+                    head = _add_gradient(head, jnp.where(wanted.reshape(-1, 1), pull, 0.0), hidden)
+            return head, (chosen - normalizers, normalizers if mode.normalized else None, pulled)
 
-        def nothing(hidden: Array, targets: Array) -> tuple[Array, Array | None, Array | None]:
-            zeros = jnp.zeros(targets.shape, jnp.float32)
-            return zeros, zeros if normalized else None, jnp.zeros_like(hidden) if differentiated else None
+        def nothing(head: Array | None) -> Any:
+            zeros, pulled = jnp.zeros(targets.shape, jnp.float32), jnp.zeros_like(hidden) if differentiated else None
+            return head, (zeros, zeros if mode.normalized else None, pulled)
 
-        return carry, jax.lax.cond(wanted.any(), some, nothing, hidden, targets)
+        return jax.lax.cond(wanted.any(), some, nothing, head)
 
-    return jax.lax.scan(one_chunk, None, chunks)[1]
+    return jax.lax.scan(one_chunk, head, chunks)
 
 
 def _pull(
@@ -203,29 +215,40 @@ def _pull(
     return (at_target - jax.nn.softmax(logits, axis=-1)).reshape(-1, logits.shape[-1])
 
 
-def _walk_forward(
-    normalized: bool, parts: tuple[str, ...], *given: CustomVJPPrimal
-) -> tuple[tuple[Array, Array | None], tuple[Any, ...]]:
+def _add_gradient(head: Array, pull: Float[Array, "positions vocab"], hidden: Array) -> Array:
+    """In float32: over chunks in one place, over devices outside or, where the head is in parts, in `_summed`."""
+    states = hidden.reshape(-1, hidden.shape[-1])
+    return head + jnp.matmul(pull.astype(hidden.dtype).T, states, preferred_element_type=head.dtype)
+
+
+def _summed(head: Array, parts: tuple[str, ...]) -> Array:
+    return jax.lax.psum_scatter(head, parts, scatter_dimension=1, tiled=True) if parts else head
+
+
+def _walk_forward(mode: Mode, *given: CustomVJPPrimal) -> tuple[tuple[Array, Array | None], tuple[Any, ...]]:
     table, *chunks = (one.value for one in given)
-    narrow = _narrow(table, chunks[0], parts)
-    log_probs, normalizers, pulled = _forward(normalized, True, narrow, *chunks)
-    return (log_probs, normalizers), (table if given[0].perturbed else None, narrow, pulled, *chunks)
+    trained, narrow = given[0].perturbed, _narrow(table, chunks[0], mode.parts)
+    head = jnp.zeros_like(narrow, jnp.float32) if trained and mode.uniform else None
+    head, (log_probs, normalizers, pulled) = _forward(mode, narrow, *chunks, differentiated=True, head=head)
+    if head is not None:
+        head = _summed(head, mode.parts)
+    return (log_probs, normalizers), (table if trained else None, head, narrow, pulled, *chunks)
 
 
-def _walk_backward(
-    normalized: bool, parts: tuple[str, ...], kept: tuple[Any, ...], upstream: tuple[Any, Any]
-) -> tuple[Array | None, ...]:
-    """d normalizer / d logits = softmax(logits). The head's gradient adds up in float32, over chunks in one place and
-    over devices outside or, where the head is in parts, here."""
-    table, narrow, pulled, hidden, targets, wanted = kept
+def _walk_backward(mode: Mode, kept: tuple[Any, ...], upstream: tuple[Any, Any]) -> tuple[Array | None, ...]:
+    """d normalizer / d logits = softmax(logits)"""
+    table, head, narrow, pulled, hidden, targets, wanted = kept
     of_log_probs, of_normalizers = (  # a loss may leave one of them out
         jnp.zeros(given.shape, jnp.float32) if isinstance(given, SymbolicZero) else given for given in upstream
     )
     states = of_log_probs[..., None] * pulled
-    if normalized:
+    if mode.normalized:
         states += of_normalizers[..., None] * (narrow[targets] - pulled)
     if table is None:
         return None, states.astype(hidden.dtype), None, None
+    if head is not None:
+        weight = of_log_probs.reshape(-1)[jnp.argmax(wanted)]
+        return (weight * head).astype(table.dtype), states.astype(hidden.dtype), None, None
 
     def one_chunk(head: Array, chunk_of: Any) -> tuple[Array, None]:
         hidden, targets, wanted, of_log_probs, of_normalizers = chunk_of
@@ -233,18 +256,15 @@ def _walk_backward(
         def some(head: Array) -> Array:
             logits = scores(narrow, hidden)
             pull = _pull(logits, targets) * of_log_probs.reshape(-1, 1)
-            if normalized:
+            if mode.normalized:
                 pull += (jax.nn.softmax(logits, axis=-1) * of_normalizers[..., None]).reshape(pull.shape)
-            rows, states = pull.astype(narrow.dtype), hidden.reshape(-1, hidden.shape[-1])
-            return head + jnp.matmul(rows.T, states, preferred_element_type=head.dtype)
+            return _add_gradient(head, pull, hidden)
 
         return jax.lax.cond(wanted.any(), some, lambda head: head, head), None
 
     chunks = (hidden, targets, wanted, of_log_probs, of_normalizers)
     head, _ = jax.lax.scan(one_chunk, jnp.zeros_like(narrow, jnp.float32), chunks)
-    if parts:
-        head = jax.lax.psum_scatter(head, parts, scatter_dimension=1, tiled=True)
-    return head.astype(table.dtype), states.astype(hidden.dtype), None, None
+    return _summed(head, mode.parts).astype(table.dtype), states.astype(hidden.dtype), None, None
 
 
 _walk.defvjp(_walk_forward, _walk_backward, symbolic_zeros=True)

@@ -50,8 +50,11 @@ LINE = 64  # bytes of a cache's line
 AHEAD = 3  # pairs of a matrix's rows that are on their way to the second cache
 STEPS = 16  # of a tile, between two that fetch ahead
 BLOCK = 48  # queries that meet their keys together, of packed rows: whole tiles
-# Sums in any order, and no more: with "nnan" a broken number could look like a good one.
-FAST = {"reassoc", "contract", "nsz", "arcp"}
+# Products are added without rounding in between, and no more: with "nnan" a broken number could look like a good one,
+# and a sum in any order ("reassoc") has another one where an inner function is compiled alone than where it is part of
+# its caller. A process that compiles may run either, one that reads numba's cache only the second, so that the first
+# run on a machine would round otherwise than the next ones and not go on bit for bit. So sums are written in lanes.
+FAST = {"contract"}
 ZERO, ONE, HALF, NOTHING = np.float32(0), np.float32(1), np.float32(0.5), np.float32(-np.inf)
 LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
 LEAST = np.float32(-87)  # e to this is about the least float32 that is not denormal
@@ -227,6 +230,24 @@ def _multiply_add(builder, left, right, total):
     builder.store(builder.call(both, [left, right, builder.load(total)]), total)
 
 
+def _add_up(builder, vector):
+    of_type = ir.FunctionType(SINGLE, [SINGLE, VECTOR])
+    add_up = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.vector.reduce.fadd.v{LANES}f32")
+    return builder.call(add_up, [SINGLE(0.0), vector], fastmath=("reassoc",))
+
+
+@instruction(types.float32, types.int64, types.int64)
+def _sum(builder, address, count):
+    """Of so many floats, pairs of whole vectors."""
+    totals = [cgutils.alloca_once_value(builder, NONE) for _ in range(COLUMNS // LANES)]
+    stop, step = builder.mul(count, LONG(4)), LONG(4 * COLUMNS)
+    with cgutils.for_range_slice(builder, LONG(0), stop, step, inc=True) as (place, _):
+        for number, total in enumerate(totals):
+            found = _load(builder, builder.add(address, builder.add(place, LONG(4 * LANES * number))))
+            builder.store(builder.fadd(builder.load(total), found), total)
+    return _add_up(builder, functools.reduce(builder.fadd, map(builder.load, totals)))
+
+
 def _offset(builder, base, count, distance):
     return builder.add(base, builder.mul(LONG(count) if isinstance(count, int) else count, distance))
 
@@ -252,10 +273,8 @@ def _dot_adder(rows: int) -> Any:
                     loaded = _load(builder, _offset(builder, rows_at, row, stride))
                     for number in range(MATRIX_ROWS):
                         _multiply_add(builder, held[number], loaded, totals[number * rows + row])
-        of_type = ir.FunctionType(SINGLE, [SINGLE, VECTOR])
-        add_up = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.vector.reduce.fadd.v{LANES}f32")
         for number, total in enumerate(totals):
-            added = builder.call(add_up, [SINGLE(0.0), builder.load(total)], fastmath=("reassoc",))
+            added = _add_up(builder, builder.load(total))
             builder.store(added, builder.inttoptr(builder.add(sums, LONG(4 * number)), SINGLE.as_pointer()))
 
     return add_dots
@@ -482,19 +501,17 @@ def _in_tiles(matrix):
 
 
 @compiled(fastmath=FAST)
-def _softmax(scores, peaks):
+def _softmax(scores, lanes):
     """exp(scores - their maximum) in place, of whole vectors; their sum."""
-    peaks[:] = scores[:COLUMNS]
+    lanes[:] = scores[:COLUMNS]
     for place in range(0, scores.size, COLUMNS):
         for lane in range(COLUMNS):
             score = scores[place + lane]
-            peaks[lane] = score if score > peaks[lane] else peaks[lane]
-    peak, total = peaks.max(), ZERO
+            lanes[lane] = score if score > lanes[lane] else lanes[lane]
+    peak = lanes.max()
     for place in range(scores.size):
-        weight = _exp(scores[place] - peak)
-        scores[place] = weight
-        total += weight
-    return total
+        scores[place] = _exp(scores[place] - peak)
+    return _sum(scores.ctypes.data, scores.size)
 
 
 @compiled(fastmath=FAST)
@@ -519,7 +536,7 @@ def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed,
     queries = np.zeros((_whole(count, ROWS) + ROWS, _whole(head_dim, STEPS)), np.float32)
     scores = np.zeros((queries.shape[0], own + _whole(longest, COLUMNS)), np.float32)
     results, of_row = np.zeros_like(queries), np.empty_like(queries[: each + ROWS])
-    peaks = np.empty(COLUMNS, np.float32)
+    lanes = np.empty(COLUMNS, np.float32)
     totals, scale = np.ones(count, np.float32), ONE / np.sqrt(np.float32(head_dim))
     for row in range(first, stop):
         for step in range(time):
@@ -546,7 +563,7 @@ def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed,
             visible, weights = min(seen + number // sharing, most), scores[begin + number]
             weights[length:own] = NOTHING
             weights[own + visible :] = NOTHING
-            totals[begin + number] = _softmax(weights, peaks)
+            totals[begin + number] = _softmax(weights, lanes)
             weights[length:own] = ZERO
             weights[own + visible :] = ZERO
         of_row[:] = ZERO
@@ -619,7 +636,7 @@ def _pull_segment(query, key, value, mixed, normalizers, gradient, of_query, of_
     keys, values = _gathered(key, start, stop, from_head, ONE), _gathered(value, start, stop, from_head, ONE)
     of_keys, of_values = np.zeros_like(keys), np.zeros_like(keys)
     weights, slopes = np.empty((BLOCK, BLOCK), np.float32), np.empty((BLOCK, BLOCK), np.float32)
-    results, totals = np.empty((BLOCK, keys.shape[1]), np.float32), np.zeros(BLOCK, np.float32)
+    results, totals = np.zeros((BLOCK, keys.shape[1]), np.float32), np.zeros(BLOCK, np.float32)
     inner = np.empty(BLOCK, np.float32)
     for begin in range(start, stop, BLOCK):
         tokens = min(BLOCK, stop - begin)
@@ -631,7 +648,8 @@ def _pull_segment(query, key, value, mixed, normalizers, gradient, of_query, of_
         for number in range(tokens):
             totals[number] = normalizers[head, begin + number, 0]
             for dim in range(head_dim):
-                inner[number] += pulls[number, dim] * mixed[begin + number, head, dim]
+                results[number, dim] = pulls[number, dim] * mixed[begin + number, head, dim]
+            inner[number] = _sum(results[number].ctypes.data, results.shape[1])
         results[:] = ZERO
         for first in range(0, begin - start + BLOCK, BLOCK):
             seen = slice(first, first + BLOCK)

@@ -35,7 +35,9 @@ class MLE(Loss):
         remat: Remat | Literal["auto"] = "auto",
     ) -> LossAndMetrics:
         trained, normalized = jnp.asarray(batch.loss_mask), self.z_loss > 0
-        found = token_scores(decoder, batch, trained, attention=attention, remat=remat, normalized=normalized)
+        found = token_scores(
+            decoder, batch, trained, attention=attention, remat=remat, normalized=normalized, uniform=not normalized
+        )
         count = (self.counts(batch) if counts is None else counts)["trained_tokens"]
         loss = -divided(jnp.sum(found.log_probs), count)  # log_probs is 0 outside the mask, and so are the normalizers
         if normalized:
