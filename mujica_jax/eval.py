@@ -3,6 +3,7 @@
     python -m mujica_jax.eval --checkpoint RUN [--policy N] [--section.field value ...]
     python -m mujica_jax.eval CONFIG --checkpoint HF_DIR|FILE.gguf|smollm2 [--out DIR] [--section.field value ...]
     python -m mujica_jax.eval [CONFIG] --init HF_DIR|FILE.gguf|smollm2 --adapter DIR [...]
+    python -m mujica_jax.eval --checkpoint RUN --ask "Who is the mother of the director of Polish-Russian War?"
     python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat \\
         --remote.tokenizer DIR [...]
 
@@ -64,6 +65,7 @@ class EvalArguments:
     tasks: tuple[str, ...] = ()  # configurations whose tasks are evaluated as well, by the same agents
     sampled: bool = True  # a second time at eval.temperature; False: greedily alone, in half the time
     plot: bool = False  # a picture of the table too (extra `plots`)
+    ask: str | None = None  # a question of yours over the task's passages: shows how it is answered, in place of scores
     task: schema.TaskConfig
     agent: schema.AgentConfig
     engine: schema.EngineConfig
@@ -94,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A mistake in the arguments is answered before JAX has started.
         from mujica_jax.methods.evaluate_policies import evaluate
 
-        evaluate(configs, policy, preemption, worker=worker, judge=judge, sampled=given.sampled, plot=given.plot)
+        options = {"sampled": given.sampled, "plot": given.plot, "ask": given.ask}
+        evaluate(configs, policy, preemption, worker=worker, judge=judge, **options)
         distributed.finish()
 
     return preemption.exit_status(program)
@@ -107,6 +110,13 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
             f"--worker is {given.worker}, and of {', '.join((config.agent.kind, *given.agents))} only mujica has "
             "workers: leave it out, or evaluate mujica alone"
         )
+    if given.ask is not None:
+        kind, setting = config.task.environment, getattr(config.task, "setting", "open")
+        if (kind, setting) != ("text", "open"):
+            raise UserError(
+                f"--ask is {given.ask!r} and the task's environment is {kind} and its setting {setting}: a question of "
+                "yours comes with no entities and no passages; ask a policy of passages that all questions share"
+            )
     if given.plot and not (given.agents or given.tasks):
         raise UserError("--plot is True and there is nothing to compare: add --agents or --tasks")
     tasks = [config.task, *(load_config(name).task for name in given.tasks)]

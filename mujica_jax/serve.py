@@ -65,6 +65,9 @@ def _check(given: ServeArguments) -> None:
     for name, least in (("max_tokens", 2), ("max_new_tokens", 1), ("temperature", 0), ("queue_size", 0), ("seed", 0)):
         if (value := getattr(given, name)) < least:
             raise UserError(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
+    for name, port in (("port", given.port), ("metrics-port", given.metrics_port)):
+        if port is not None and not 0 <= port < 2**16:
+            raise UserError(f"--{name} is {port} and must be from 0, for any that is free, to {2**16 - 1}")
     if given.max_new_tokens >= given.max_tokens:
         raise UserError(
             f"--max-new-tokens is {given.max_new_tokens} and leaves no room for a prompt in --max-tokens "

@@ -51,7 +51,7 @@ class TwoWikiConfig(PassageSearch):
     kind: Literal["two_wiki"] = "two_wiki"
     implementation: ClassVar[str] = "mujica_jax.tasks.two_wiki.task:build"
     environment: Literal["graph", "text"]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
-    data_dir: str  # folder with dev_evidences*.json.gz, triples.tsv.gz, corpus*.json.gz, questions*.jsonl.gz
+    data_dir: str  # folder with train*, dev* or questions*.json[l], triples*.tsv, corpus*.json[l] (docs/evaluation.md)
     hold_out_percent: int  # share of question ids (by hash) that are kept out of training: half of them dev, half test
     dev_questions: int  # how many there are at most, first by hash
     test_questions: int  # the same for test

@@ -174,7 +174,7 @@ class BatchedGenerator:
         if len(prompt) + params.max_new_tokens > room:
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones do not fit the engine's {room} "
-                "positions: shorten the prompt or raise agent.max_trajectory_tokens"
+                "positions: shorten the prompt or raise agent.max_trajectory_tokens (of serve: --max-tokens)"
             )
         needed = self._blocks.needed(len(prompt) + params.max_new_tokens)
         if needed > self._blocks.count:

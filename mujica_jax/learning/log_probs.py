@@ -264,6 +264,8 @@ def _walk_backward(mode: Mode, kept: tuple[Any, ...], upstream: tuple[Any, Any])
 
     chunks = (hidden, targets, wanted, of_log_probs, of_normalizers)
     head, _ = jax.lax.scan(one_chunk, jnp.zeros_like(narrow, jnp.float32), chunks)
+    # The layers need only the states. They wait, or a compiler keeps the whole head until they are done.
+    head, states = jax.lax.optimization_barrier((head, states))
     return _summed(head, mode.parts).astype(table.dtype), states.astype(hidden.dtype), None, None
 
 

@@ -1,5 +1,6 @@
 """Evaluating policies under configurations: score, print, and write the results. Called by `eval`."""
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mujica_jax.agents.agent import Attempt, EnginePolicy, TwoPolicies
 from mujica_jax.config.schema import Config, SingleConfig, TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters
@@ -20,11 +22,11 @@ from mujica_jax.methods.remote import Endpoint
 from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Trajectory
+from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import comparison
 from mujica_jax.report.comparison import Compared
 from mujica_jax.report.progress import NoConsole, Progress
-from mujica_jax.report.results import score_table
+from mujica_jax.report.results import question_tree, score_table
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.extras import import_extra
@@ -45,8 +47,10 @@ def evaluate(
     judge: Endpoint | None = None,
     sampled: bool = True,
     plot: bool = False,
+    ask: str | None = None,
 ) -> None:
-    """Score, print, and write the results; of several configurations, which differ in task and agent, a table too."""
+    """Score, print, and write the results; of several configurations, which differ in task and agent, a table too. Or
+    show how the first one's agent answers what `ask` says."""
     first = configs[0]
     if plot:
         import_extra("matplotlib", "--plot", extra="plots")
@@ -65,6 +69,14 @@ def evaluate(
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     if isinstance(policy, Checkpoint) and (otherwise := policy.trained_otherwise(first.agent)):
         progress.line(f"the policy was trained under other settings: {'; '.join(otherwise)}")
+    if ask is not None:
+        task, writes = tasks[first.task], EnginePolicy(generator)
+        asked = Question(id="asked", text=ask, answers=())
+        attempt = Attempt(question=asked, number=0, seed=first.seed, temperature=0.0)
+        agent = make_agent(first.agent, tokenizer)
+        by = writes if reader is None else TwoPolicies(writes, EnginePolicy(reader))
+        trajectory = asyncio.run(agent.run(attempt, task.environment(asked), by))
+        return progress.show(question_tree(asked, trajectory))
     compared = [
         _evaluate_one(
             config,

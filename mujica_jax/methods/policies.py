@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mujica_jax.models.tokenizer import Tokenizer
     from mujica_jax.storage.run_directory import RunPath
 
-WANTED = "give --checkpoint a run directory or a Hugging Face directory"
+WANTED = "give --checkpoint a run directory, or a Hugging Face directory, a GGUF file or smollm2 and a configuration"
 _INIT = re.compile("--init(=|$)")
 
 

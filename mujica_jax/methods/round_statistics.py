@@ -67,4 +67,8 @@ def advice(trajectories: Sequence[Trajectory]) -> str:
         return f"{number} of them ended as {end}: raise agent.max_turn_tokens or agent.max_trajectory_tokens"
     if share < 0.5:
         return f"{number} of them ended as {end}: the policy does not know the format, raise warmup.steps"
-    return "Most of them answered, wrongly: raise method.max_attempts or warmup.steps"
+    best = max(trajectory.reward for trajectory in trajectories)
+    return (
+        f"Most of them answered, and earned {best:.2f} at most: raise method.max_attempts or warmup.steps, or what a "
+        "reward of your own gives at best"
+    )

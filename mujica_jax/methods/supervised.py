@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from mujica_jax import metrics
@@ -133,6 +134,11 @@ def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str
             f"none of {sampled} few-shot trajectories was answered correctly: raise warmup.few_shot_attempts "
             f"{run.config.warmup.few_shot_attempts}, or start from a stronger model"
         )
+    if not sampled:
+        return (
+            "no training question can be demonstrated by a script, which needs a question's type and evidences, from "
+            "which its answer follows: add them (docs/own_questions.md), or --warmup.source few_shot"
+        )
     return (
         f"none of {sampled} scripted demonstrations reaches its gold answer: the limits of agent cut them, raise "
         f"agent.max_turn_tokens {run.config.agent.max_turn_tokens} or the limit of turns"
@@ -172,9 +178,11 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     asyncio.run(play())
     slipped = [any(search.query in policy.missed for search in t.searches) for t in trajectories]
     kept = [t for t, *keep in zip(trajectories, right, slipped, strict=True) if any(keep)]
+    lost = [t.stop_reason for t, *keep in zip(trajectories, right, slipped, strict=True) if not any(keep)]
+    ends = "".join(f"; of the rest {count} end as {end}" for end, count in Counter(lost).most_common(1))
     run.progress.line(
         f"{sum(right)} of {len(trajectories)} scripted demonstrations reach the gold answer, {len(kept) - sum(right)} "
-        f"of the others fail by a miss; these {len(kept)} are kept"
+        f"of the others fail by a miss; these {len(kept)} are kept{ends}"
     )
     return trajectories, kept
 

@@ -470,18 +470,8 @@ def _add_tiles(left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum
 @compiled()
 def _add_product(left, right, sums):
     """sums += left @ right, of whole tiles; `right` may have more columns."""
-    _add_tiles(
-        left.ctypes.data,
-        left.strides[0],
-        left.strides[1],
-        right.ctypes.data,
-        right.strides[0],
-        left.shape[1],
-        sums.ctypes.data,
-        sums.strides[0],
-        sums.shape[0],
-        sums.shape[1],
-    )
+    given = left.ctypes.data, left.strides[0], left.strides[1], right.ctypes.data, right.strides[0], left.shape[1]
+    _add_tiles(*given, sums.ctypes.data, sums.strides[0], sums.shape[0], sums.shape[1])
 
 
 @compiled()

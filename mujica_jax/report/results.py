@@ -65,7 +65,7 @@ def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = N
 
 def question_tree(question: Question, trajectory: Trajectory) -> "Tree":
     """Question -> iterations -> sub-questions, each with the evidence its worker chose and the sentence it wrote; then
-    the answer.
+    the answer, and its reward where the question has gold answers.
 
     Data is shown literally: "[bold]" in a passage is no markup, and control characters are made visible.
     """
@@ -92,9 +92,10 @@ def question_tree(question: Question, trajectory: Trajectory) -> "Tree":
         tree.add(node("answer: ", trajectory.answer, "bold"))
     else:
         tree.add(node("no answer: ", trajectory.stop_reason.value, "red"))
-    tree.add(node("gold: ", " | ".join(question.answers)))
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in trajectory.rewards_by_part.items())
-    tree.add(node("reward: ", f"{trajectory.reward:.2f}{f' ({parts})' if parts else ''}"))
+    if question.answers:
+        tree.add(node("gold: ", " | ".join(question.answers)))
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in trajectory.rewards_by_part.items())
+        tree.add(node("reward: ", f"{trajectory.reward:.2f}{f' ({parts})' if parts else ''}"))
     return tree
 
 

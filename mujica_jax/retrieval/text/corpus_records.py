@@ -19,7 +19,8 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import decompressed, open_file
 
 FORMATS = (
-    'a JSON array or JSON Lines of {"title": ..., "text": ...}, plain, .gz or .bz2, a .tar of such files, or .parquet'
+    "a JSON array or JSON Lines of objects (passages have a title and a text), plain, .gz or .bz2, a .tar of such "
+    "files, or .parquet"
 )
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2")
 SHOWN_CHARACTERS = 50  # of a text before and behind what is wrong with it

@@ -7,6 +7,7 @@ directors. Scripted demonstrations are made only of questions whose gold answer 
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from mujica_jax import dates
@@ -19,88 +20,12 @@ Date = tuple[int, int, int]  # year (negative before Christ), month and day; 0 w
 MONTHS = tuple(month.lower() for month in dates.MONTHS)
 DAYS_A_YEAR, DAYS_A_MONTH = 365.2425, 30.436875
 
-# How the data writes a country: its name, its people after the colon, other names after the semicolon.
-_COUNTRIES = """
-argentina: argentine, argentinian, argentinean
-australia: australian
-austria: austrian
-bangladesh: bangladeshi
-belgium: belgian
-bolivia: bolivian
-brazil: brazilian
-bulgaria: bulgarian
-canada: canadian
-chile: chilean
-china: chinese; peoples republic of china
-colombia: colombian
-croatia: croatian
-cuba: cuban
-czech republic: czech; czechia
-denmark: danish
-ecuador: ecuadorian
-egypt: egyptian
-estonia: estonian
-finland: finnish
-france: french
-germany: german; west germany
-greece: greek
-hungary: hungarian
-iceland: icelandic
-india: indian
-indonesia: indonesian
-iran: iranian, persian; persia
-iraq: iraqi
-ireland: irish; republic of ireland
-israel: israeli
-italy: italian
-japan: japanese
-latvia: latvian
-lebanon: lebanese
-lithuania: lithuanian
-luxembourg: luxembourgish
-malaysia: malaysian
-mexico: mexican
-myanmar: burmese; burma
-nepal: nepalese, nepali
-netherlands: dutch; the netherlands
-new zealand: new zealander
-nigeria: nigerian
-norway: norwegian
-pakistan: pakistani
-peru: peruvian
-philippines: filipino, philippine; the philippines
-poland: polish
-portugal: portuguese
-romania: romanian
-russia: russian; russian federation
-serbia: serbian
-singapore: singaporean
-slovakia: slovak
-slovenia: slovenian, slovene
-south africa: south african
-south korea: south korean, korean
-soviet union: soviet; ussr
-spain: spanish
-sri lanka: sri lankan
-sweden: swedish
-switzerland: swiss
-syria: syrian
-taiwan: taiwanese
-thailand: thai
-turkey: turkish
-ukraine: ukrainian
-united kingdom: british, english, scottish, welsh; uk, britain, great britain, england, scotland, wales
-united states: american; america, us, usa, united states of america
-venezuela: venezuelan
-vietnam: vietnamese
-yugoslavia: yugoslav, yugoslavian
-"""
-
 
 def _country_forms() -> dict[str, tuple[str, bool]]:
-    """The country of every form, and whether the form names its people."""
+    """The country of every form, and whether the form names its people. How the data writes a country: its name, its
+    people after the colon, other names after the semicolon."""
     forms = {}
-    for line in _COUNTRIES.strip().splitlines():
+    for line in Path(__file__).with_name("countries.txt").read_text().splitlines():
         name, _, rest = line.partition(": ")
         people, _, names = rest.partition("; ")
         forms |= {form: (name, True) for form in people.split(", ")}

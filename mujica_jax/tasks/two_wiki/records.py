@@ -74,8 +74,16 @@ def _merged(values: Iterable[tuple[str, object]]) -> list[Record]:
     merged: dict[str, Record] = {}
     for place, value in values:
         record = _record(value, place)
-        if record is not None:
-            merged[record.id] = _merge(merged[record.id], record) if record.id in merged else record
+        if record is None:
+            continue
+        other = merged.setdefault(record.id, record)
+        if other.text != record.text:
+            raise UserError(
+                f"{place}: the question {record.id} is {record.text!r} here and {other.text!r} elsewhere; give each "
+                "question its own _id"
+            )
+        if other is not record:
+            merged[record.id] = _merge(other, record)
     return list(merged.values())
 
 
@@ -167,15 +175,18 @@ def _record(value: object, place: str) -> Record | None:
     fields: Mapping[str, Any] = value
     identifier = fields.get("_id", fields.get("id"))
     text, answer = fields.get("question"), fields.get("answer")
-    if not identifier or not isinstance(text, str) or not text.strip():
+    if identifier in (None, "") or not isinstance(text, str) or not text.strip():
         raise UserError(
             f"{place}: _id is {identifier!r} and question {text!r}; both are needed, as in the official "
             "2WikiMultihopQA format"
         )
     if not answer:
         return None
-    if not isinstance(answer, str):
-        raise UserError(f"{place}: the answer is {answer!r}; it must be a text")
+    aliases = fields.get("answer_aliases") or []
+    if not isinstance(aliases, list) or not all(isinstance(one, str) for one in [answer, *aliases]):
+        raise UserError(
+            f"{place}: answer is {answer!r} and answer_aliases {aliases!r}; they must be a text and a list of texts"
+        )
     try:
         triples, topic_ids = _gold_triples(fields)
         titles = [fact if isinstance(fact, str) else fact[0] for fact in fields.get("supporting_facts") or ()]
@@ -183,15 +194,16 @@ def _record(value: object, place: str) -> Record | None:
             GoldPassage(title=title, text=" ".join(sentence.strip() for sentence in sentences))
             for title, sentences in fields.get("context") or ()
         ]
-    except (TypeError, IndexError, ValueError, AttributeError) as error:
+    except (TypeError, LookupError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{place}: evidences, supporting_facts or context are not in the official format ({error})"
+            f"{place}: evidences, entity_ids, supporting_facts or context are not in the official format "
+            f"({error!r}); docs/own_questions.md has an example"
         ) from error
     return Record(
         id=str(identifier),
         kind=fields.get("type") or "",
         text=text.strip(),
-        answers=tuple(dict.fromkeys([answer, *(fields.get("answer_aliases") or ())])),
+        answers=tuple(dict.fromkeys([answer, *aliases])),
         titles=tuple(dict.fromkeys(titles)),
         triples=triples,
         topic_ids=topic_ids,
@@ -211,14 +223,14 @@ def _merge(first: Record, second: Record) -> Record:
 
 
 def _gold_triples(fields: Mapping[str, Any]) -> tuple[tuple[Triple, ...], tuple[str, ...]]:
-    """Evidences with ids, and the topics' ids.
+    """Evidences with ids, and the topics' ids; where a record gives none, labels are ids.
 
     `entity_ids` lists the subjects in the order in which the evidences first name them: topic and bridge entity of a
     single chain, both topics of a comparison, two films and their two directors of a bridge comparison.
     """
     evidences = [tuple(clean_label(cell) for cell in evidence) for evidence in fields.get("evidences") or ()]
-    entity_ids = [part for part in (fields.get("entity_ids") or "").split("_") if part]
     subjects = list(dict.fromkeys(subject for subject, _, _ in evidences))
+    entity_ids = [part for part in (fields.get("entity_ids") or "").split("_") if part] or subjects
     if not evidences or len(subjects) != len(entity_ids):
         return (), ()
     id_of = dict(zip(subjects, entity_ids, strict=True))

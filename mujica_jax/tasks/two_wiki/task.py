@@ -18,6 +18,7 @@ graph and the corpus that are searched are the whole ones.
 import dataclasses
 import functools
 import itertools
+import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ from mujica_jax.tasks.two_wiki.records import (
     with_known_ids,
 )
 from mujica_jax.tasks.two_wiki.search import corpus_of, open_knowledge_graph, ranking
+
+_log = logging.getLogger(__name__)
 
 PRETRAINING_COPIES = 4  # of each training question
 PRETRAINING_FACTS = 5  # most facts a document lists
@@ -180,7 +183,7 @@ def build(config: TwoWikiConfig) -> TwoWiki:
         return _text_task(config, records)
     graph = TripleGraph(with_known_ids(_read_graph(config.data_dir, records), records))
     questions = [question for record in records if (question := graph_question(record, graph)) is not None]
-    _refuse_none(questions, config, "evidences and entity_ids")
+    _say_left_out(records, questions, config, "have no evidences, or are about an entity that the graph lacks")
     ranked = ranking(config)
     demonstrated_in = GraphEnvironment(graph, config.top_k, ranked)
     searched = demonstrated_in
@@ -223,9 +226,9 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
             "augmented_copies to 0 or environment to graph"
         )
     if config.setting == "distractor":
-        records = [record for record in records if record.titles and record.context]
-        questions = [_question(of, {given.title: given.text for given in of.context}) for of in records]
-        _refuse_none(questions, config, "passages of its own")
+        given, records = records, [record for record in records if record.titles and record.context]
+        questions = [_question(of, {passage.title: passage.text for passage in of.context}) for of in records]
+        _say_left_out(given, questions, config, "have no supporting_facts or no context")
         own = OwnPassages({record.id: record.context for record in records}, config.top_k)
         return TwoWiki(config, own[records[0].id], questions, elsewhere=own)
     retriever, passages = open_passages(config, lambda: corpus_of(config, records))
@@ -239,7 +242,6 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     questions = [_question(record, texts) for record in records if record.id in sample and _known(record, texts)]
     more = [record for record in training if record.id not in sample or not _known(record, texts)]
     questions += [_question(record, beyond) for record in more if _known(record, beyond)]
-    _refuse_none(questions, config, "gold passages in the corpus")
     elsewhere = {}
     if lacking := [record.id for record in more if _known(record, beyond) and not _known(record, texts)]:
         searched = TextEnvironment(IndexRetriever(Bm25Index(given, "default"), inline=True), config.top_k)
@@ -249,6 +251,8 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     searched = WrittenPassages(IndexRetriever(Bm25Index(written, "default"), inline=True), config.top_k)
     first = sorted(unread, key=lambda record: hash_of(record.id))[: config.triple_demonstrations]
     demonstrated = [_question(record, {}) for record in first]
+    wanted = [record for record in records if record.id in sample]
+    _say_left_out(wanted, [*questions, *demonstrated], config, "name no supporting_facts, or one that the corpus lacks")
     elsewhere |= {question.id: searched for question in demonstrated}
     environment = TextEnvironment(retriever, config.top_k)
     return TwoWiki(config, environment, questions, elsewhere=elsewhere, demonstrated=demonstrated)
@@ -288,9 +292,17 @@ def _read_graph(data_dir: str | Path, records: Iterable[Record]) -> list[Triple]
     return [triple for file in files for triple in read_triples(file)]
 
 
-def _refuse_none(questions: Sequence[Question], config: TwoWikiConfig, what: str) -> None:
+def _say_left_out(records: Sequence[Record], questions: Sequence[Question], config: TwoWikiConfig, why: str) -> None:
+    """Raises UserError if nothing is left."""
+    found = {question.id for question in questions}
+    lost = [record.id for record in records if record.id not in found]
+    said = f"{len(lost)} of {len(records)} questions with an answer in {config.data_dir} {why}"
     if not questions:
-        raise UserError(f"no question in {config.data_dir} has {what}, which environment={config.environment!r} needs")
+        raise UserError(
+            f"{said}: no question is left for environment={config.environment!r}; see docs/own_questions.md"
+        )
+    if lost:
+        _log.warning("%s, and are left out: the first one is %s", said, lost[0])
 
 
 def _with_label_as_answer(question: Question) -> Question:

@@ -1,0 +1,116 @@
+"""A folder of one's own, as docs/own_questions.md shows it, and questions asked over it."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from local_endpoint import Answer, Request, serving
+
+from mujica_jax import eval as evaluation
+from mujica_jax.config.files import load_config
+from mujica_jax.errors import UserError
+from mujica_jax.tasks.two_wiki import task as two_wiki
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "own_questions.md"
+CONFIG = "two_wiki_text_smollm2"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name, content in re.findall(r"^```\n# DIR/(\S+)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        (tmp_path / name).write_text(content)
+    return tmp_path
+
+
+def build(folder: Path, **changes) -> two_wiki.TwoWiki:
+    task = load_config(CONFIG).task
+    return two_wiki.build(dataclasses.replace(task, data_dir=str(folder), hold_out_percent=0, **changes))
+
+
+def changed(folder: Path, **changes) -> None:
+    """The second question, with these fields; None takes one out."""
+    first, second = (folder / "questions.jsonl").read_text().splitlines()
+    fields = {name: value for name, value in (json.loads(second) | changes).items() if value is not None}
+    (folder / "questions.jsonl").write_text(f"{first}\n{json.dumps(fields)}\n")
+
+
+def test_the_example_is_read_searched_and_demonstrated(folder, caplog):
+    task = build(folder)
+    born, older = sorted(task.questions("train"), key=lambda question: question.id)
+    assert born.answers == ("Corham", "Corham Town")
+    assert [passage.title for passage in born.gold_passages] == ["Tisby", "Nils Lomund"]
+    found = asyncio.run(task.environment(born).search("Who is the mayor of Tisby?", None))
+    assert found[0].title == "Tisby"
+    assert not [record for record in caplog.records if record.name.startswith("mujica_jax")], "nothing is left out"
+    assert {question.id for question, _ in task.demonstrations()} == {born.id, older.id}
+    graph = build(folder, environment="graph")
+    candidates = {question.id: [of.label for of in question.candidates] for question in graph.questions("train")}
+    assert candidates == {"q1": ["Tisby"], "q2": ["Nils Lomund", "Clara Ibsted"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"answer_aliases": "Nils"}, "answer_aliases 'Nils'; they must be a text and a list of texts"),
+        ({"answer_aliases": [1]}, r"answer_aliases \[1\]; they must be"),
+        ({"supporting_facts": [{"title": "Tisby"}]}, "not in the official format .* docs/own_questions.md has"),
+        ({"entity_ids": ["a", "b"]}, "evidences, entity_ids, .* not in the official format"),
+        ({"_id": "q1"}, "question q1 is 'Who was .* here and 'Where was .* elsewhere; give each question its own _id"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_line(folder, changes, sentence):
+    changed(folder, **changes)
+    with pytest.raises(UserError, match=rf"questions\.jsonl, line 2: .*{sentence}"):
+        build(folder)
+
+
+def test_how_many_questions_are_left_out_is_said(folder, caplog):
+    changed(folder, supporting_facts=[["Ulmby", 0]], type=None, evidences=None)
+    with caplog.at_level(logging.WARNING):
+        assert len(build(folder).questions("train")) == 1
+    (said,) = caplog.messages
+    assert said.startswith("1 of 2 questions with an answer") and said.endswith("are left out: the first one is q2")
+    (folder / "corpus.jsonl").write_text('{"title": "Elsewhere", "text": "Nothing."}\n')
+    changed(folder, supporting_facts=None)
+    lines = (folder / "questions.jsonl").read_text().splitlines()
+    (folder / "questions.jsonl").write_text(lines[1])
+    with pytest.raises(
+        UserError, match=r"1 of 1 questions .* name no supporting_facts, or one that the corpus lacks: no"
+    ):
+        build(folder)
+
+
+def test_a_question_is_asked_over_the_passages_and_shown(folder, tmp_path, tokenizer, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def answer(request: Request, before: int) -> Answer:
+        messages = request.body["messages"]
+        if "<select>" in messages[0]["content"]:
+            said = "<think>The first.</think>\n<select>[0]</select>\n<sentence>It is Clara Ibsted.</sentence>"
+        elif "It is Clara Ibsted." in messages[-1]["content"]:
+            said = "<think>Done.</think>\n<answer>Clara Ibsted</answer>"
+        else:
+            said = "<think>I search.</think>\n<search>Who is the mayor of Venford?</search>"
+        return Answer(
+            content={"choices": [{"message": {"role": "assistant", "content": said}, "finish_reason": "stop"}]}
+        )
+
+    words = [
+        CONFIG,
+        "--task.data-dir",
+        str(folder),
+        *"--agent.prompt few_shot --agent.max-trajectory-tokens 9000".split(),
+    ]
+    asked = ["--ask", "Who is the mayor of Venford?"]
+    with serving(answer) as endpoint:
+        remote = ["--remote.base-url", endpoint.base_url, "--remote.model", "m", "--remote.mode", "chat"]
+        words += [*remote, "--remote.tokenizer", str(tokenizer)]
+        assert evaluation.main([*words, *asked]) == 0
+        shown = capsys.readouterr().out
+        assert "evidence: Venford: Venford is a village" in shown and shown.rstrip().endswith("answer: Clara Ibsted")
+        assert evaluation.main([*words, *asked, "--task.setting", "distractor"]) == 2
+    assert "a question of yours comes with no entities and no passages" in capsys.readouterr().err
