@@ -111,6 +111,8 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
             "workers: leave it out, or evaluate mujica alone"
         )
     if given.ask is not None:
+        if not given.ask.strip():
+            raise UserError(f"--ask is {given.ask!r} and no question: write one between quotes")
         kind, setting = config.task.environment, getattr(config.task, "setting", "open")
         if (kind, setting) != ("text", "open"):
             raise UserError(

@@ -112,5 +112,6 @@ def test_a_question_is_asked_over_the_passages_and_shown(folder, tmp_path, token
         assert evaluation.main([*words, *asked]) == 0
         shown = capsys.readouterr().out
         assert "evidence: Venford: Venford is a village" in shown and shown.rstrip().endswith("answer: Clara Ibsted")
+        assert evaluation.main([*words, "--ask", " "]) == 2
         assert evaluation.main([*words, *asked, "--task.setting", "distractor"]) == 2
     assert "a question of yours comes with no entities and no passages" in capsys.readouterr().err
