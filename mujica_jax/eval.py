@@ -113,11 +113,15 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
     if given.ask is not None:
         if not given.ask.strip():
             raise UserError(f"--ask is {given.ask!r} and no question: write one between quotes")
-        kind, setting = config.task.environment, getattr(config.task, "setting", "open")
-        if (kind, setting) != ("text", "open"):
+        task, setting = config.task, getattr(config.task, "setting", "open")
+        if task.kind == "tiny_world" or (task.environment, setting) != ("text", "open"):
             raise UserError(
-                f"--ask is {given.ask!r} and the task's environment is {kind} and its setting {setting}: a question of "
-                "yours comes with no entities and no passages; ask a policy of passages that all questions share"
+                f"--ask is {given.ask!r} and {task.kind} has environment {task.environment}, setting {setting}: a "
+                "question of yours comes with no entities and no passages; ask over passages that all questions share"
+            )
+        if beside := [name for name in ("agents", "tasks", "plot") if getattr(given, name)]:
+            raise UserError(
+                f"--ask is {given.ask!r} and --{beside[0]} is given: one agent answers, and nothing is compared"
             )
     if given.plot and not (given.agents or given.tasks):
         raise UserError("--plot is True and there is nothing to compare: add --agents or --tasks")

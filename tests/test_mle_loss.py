@@ -2,6 +2,8 @@ import dataclasses
 import functools
 import math
 import re
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -198,6 +200,29 @@ def test_a_frozen_head_has_its_logits_once_and_gives_the_same_gradient(decoder, 
     gradients.append(jax.grad(functools.partial(loss, z_loss=0.1), argnums=(0, 1)))
     text = [str(jax.make_jaxpr(each)(others, head)) for each in gradients]
     assert [len(re.findall(vocabulary, each)) for each in text] == [1, 2, 3]
+
+
+def test_devices_without_a_trained_token_have_their_part_of_the_gradient():
+    """Of a head that is split over them: the number that all positions weigh is that of another device."""
+    program = """
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_num_cpu_devices", 4)
+from mujica_jax.learning.log_probs import Mode, _target_scores
+from mujica_jax.models.sharding import make_mesh
+draw = np.random.default_rng(0)
+head, hidden = (draw.normal(size=shape).astype(np.float32) for shape in ((64, 32), (4, 16, 32)))
+targets, wanted = draw.integers(0, 64, (4, 16)), np.zeros((4, 16), bool)
+wanted[0, 3:9] = wanted[1, 2] = True
+total = lambda head, hidden, mode: -0.3 * _target_scores(head, hidden, targets, jnp.asarray(wanted), mode)[0].sum()
+gradient = jax.jit(jax.grad(total, argnums=(0, 1)), static_argnums=2)
+expected = gradient(head, hidden, Mode(False, False))
+for data, fsdp in ((1, 4), (2, 2), (4, 1)):
+    with jax.set_mesh(make_mesh(data, fsdp, 1)):
+        found = gradient(head, hidden, Mode(False, True))
+    assert all(np.allclose(*of, atol=1e-6) for of in zip(found, expected)), (data, fsdp)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_loss_may_leave_the_normalizers_out_or_say_that_it_is_a_sum(decoder, batch):

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import logging
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from local_endpoint import Answer, Request, serving
 from mujica_jax import eval as evaluation
 from mujica_jax.config.files import load_config
 from mujica_jax.errors import UserError
+from mujica_jax.methods.setup import left_out
 from mujica_jax.tasks.two_wiki import task as two_wiki
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "own_questions.md"
@@ -27,29 +27,44 @@ def folder(tmp_path) -> Path:
 
 
 def build(folder: Path, **changes) -> two_wiki.TwoWiki:
-    task = load_config(CONFIG).task
-    return two_wiki.build(dataclasses.replace(task, data_dir=str(folder), hold_out_percent=0, **changes))
+    return two_wiki.build(dataclasses.replace(load_config(CONFIG).task, data_dir=str(folder), **changes))
 
 
 def changed(folder: Path, **changes) -> None:
     """The second question, with these fields; None takes one out."""
-    first, second = (folder / "questions.jsonl").read_text().splitlines()
-    fields = {name: value for name, value in (json.loads(second) | changes).items() if value is not None}
-    (folder / "questions.jsonl").write_text(f"{first}\n{json.dumps(fields)}\n")
+    lines = (folder / "questions.jsonl").read_text().splitlines()
+    fields = {name: value for name, value in (json.loads(lines[1]) | changes).items() if value is not None}
+    (folder / "questions.jsonl").write_text("\n".join([lines[0], json.dumps(fields), *lines[2:]]))
 
 
-def test_the_example_is_read_searched_and_demonstrated(folder, caplog):
+def test_the_example_is_read_searched_and_demonstrated(folder):
     task = build(folder)
     born, older = sorted(task.questions("train"), key=lambda question: question.id)
-    assert born.answers == ("Corham", "Corham Town")
+    assert born.answers == ("Corham", "Corham Town") and [of.id for of in task.questions("dev")] == ["q1"]
     assert [passage.title for passage in born.gold_passages] == ["Tisby", "Nils Lomund"]
     found = asyncio.run(task.environment(born).search("Who is the mayor of Tisby?", None))
-    assert found[0].title == "Tisby"
-    assert not [record for record in caplog.records if record.name.startswith("mujica_jax")], "nothing is left out"
+    assert found[0].title == "Tisby" and left_out(task) == ""
     assert {question.id for question, _ in task.demonstrations()} == {born.id, older.id}
     graph = build(folder, environment="graph")
     candidates = {question.id: [of.label for of in question.candidates] for question in graph.questions("train")}
-    assert candidates == {"q1": ["Tisby"], "q2": ["Nils Lomund", "Clara Ibsted"]}
+    assert candidates == {"q3": ["Tisby"], "q5": ["Nils Lomund", "Clara Ibsted"]}
+    assert left_out(graph).startswith("1 questions are left out"), "the third one has no evidences"
+
+
+def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folder):
+    films = [["Alpha", "director", "Ann"], ["Ann", "date of birth", "1901"], ["Beta", "director", "Ann"]]
+    changed(folder, type="bridge_comparison", question="Whose director is older, Alpha or Beta?", evidences=films)
+    (folder / "triples.tsv").write_text(
+        "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
+        "Tisby\tmayor\tNils Lomund\tQ1\tQ2\nTisby\tcountry\tQuinland\tQ1\tQ3\nAlpha\tdirector\tAnn\tQ4\tQ5\n"
+        "Beta\tdirector\tAnn\tQ6\tQ5\n"
+    )
+    task = build(folder, environment="graph")
+    asked = {question.id: question for question in task.questions("train")}
+    assert [of.label for of in asked["q5"].candidates] == ["Alpha", "Beta"]
+    (tisby,) = asked["q3"].candidates
+    found = asyncio.run(task.environment(asked["q3"]).search("Which country is it in?", tisby))
+    assert {material.text for material in found} >= {"Tisby, mayor, Nils Lomund", "Tisby, country, Quinland"}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +74,7 @@ def test_the_example_is_read_searched_and_demonstrated(folder, caplog):
         ({"answer_aliases": [1]}, r"answer_aliases \[1\]; they must be"),
         ({"supporting_facts": [{"title": "Tisby"}]}, "not in the official format .* docs/own_questions.md has"),
         ({"entity_ids": ["a", "b"]}, "evidences, entity_ids, .* not in the official format"),
-        ({"_id": "q1"}, "question q1 is 'Who was .* here and 'Where was .* elsewhere; give each question its own _id"),
+        ({"_id": "q3"}, "question q3 is 'Who was .* here and 'Where was .* elsewhere; give each question its own _id"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_line(folder, changes, sentence):
@@ -68,19 +83,12 @@ def test_what_cannot_be_read_is_refused_with_its_line(folder, changes, sentence)
         build(folder)
 
 
-def test_how_many_questions_are_left_out_is_said(folder, caplog):
-    changed(folder, supporting_facts=[["Ulmby", 0]], type=None, evidences=None)
-    with caplog.at_level(logging.WARNING):
-        assert len(build(folder).questions("train")) == 1
-    (said,) = caplog.messages
-    assert said.startswith("1 of 2 questions with an answer") and said.endswith("are left out: the first one is q2")
+def test_how_many_questions_are_left_out_is_said(folder):
+    changed(folder, supporting_facts=[["Ulmby", 0]])
+    task = build(folder)
+    assert len(task.questions("train")) == 1 and left_out(task).startswith("1 questions are left out")
     (folder / "corpus.jsonl").write_text('{"title": "Elsewhere", "text": "Nothing."}\n')
-    changed(folder, supporting_facts=None)
-    lines = (folder / "questions.jsonl").read_text().splitlines()
-    (folder / "questions.jsonl").write_text(lines[1])
-    with pytest.raises(
-        UserError, match=r"1 of 1 questions .* name no supporting_facts, or one that the corpus lacks: no"
-    ):
+    with pytest.raises(UserError, match=r"all 3 questions .* name no supporting_facts, or a title that no passage has"):
         build(folder)
 
 
@@ -114,4 +122,7 @@ def test_a_question_is_asked_over_the_passages_and_shown(folder, tmp_path, token
         assert "evidence: Venford: Venford is a village" in shown and shown.rstrip().endswith("answer: Clara Ibsted")
         assert evaluation.main([*words, "--ask", " "]) == 2
         assert evaluation.main([*words, *asked, "--task.setting", "distractor"]) == 2
-    assert "a question of yours comes with no entities and no passages" in capsys.readouterr().err
+        assert "a question of yours comes with no entities and no passages" in capsys.readouterr().err
+        assert evaluation.main([*words, *asked, "--agents", "rag"]) == 2
+    assert "--agents is given: one agent answers" in capsys.readouterr().err
+    assert not (tmp_path / "eval").exists()

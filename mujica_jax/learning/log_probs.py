@@ -5,7 +5,7 @@
 Logits of [rows, time, vocab] are never made. In each row the positions whose log-probability is wanted are moved to the
 front, then all rows walk together through chunks of positions: a chunk without any wanted position costs nothing. So
 the head costs what the trained tokens need (a quarter to a third of an agent's conversation), with static shapes. Only
-a head that is trained by a loss that weighs positions by their log-probabilities computes its logits again in the
+a head that is trained, by a loss that is more than a mean of log-probabilities, computes its logits again in the
 backward pass. Called by the losses and by `learning.trainer`, which scores with it.
 """
 
@@ -248,6 +248,9 @@ def _walk_backward(mode: Mode, kept: tuple[Any, ...], upstream: tuple[Any, Any])
         return None, states.astype(hidden.dtype), None, None
     if head is not None:
         weight = of_log_probs.reshape(-1)[jnp.argmax(wanted)]
+        if mode.parts:  # of those whose sum the part is, 0 where nothing is wanted
+            most, least = jax.lax.pmax(weight, mode.parts), jax.lax.pmin(weight, mode.parts)
+            weight = jnp.where(most > 0, most, least)
         return (weight * head).astype(table.dtype), states.astype(hidden.dtype), None, None
 
     def one_chunk(head: Array, chunk_of: Any) -> tuple[Array, None]:

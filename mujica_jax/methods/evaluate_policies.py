@@ -19,7 +19,7 @@ from mujica_jax.methods.judge import Judge
 from mujica_jax.methods.parts import check_prompts, make_agent, make_reward, statistics_of
 from mujica_jax.methods.policies import Checkpoint
 from mujica_jax.methods.remote import Endpoint
-from mujica_jax.methods.setup import build_task, check_dtypes, require_packages
+from mujica_jax.methods.setup import build_task, check_dtypes, left_out, require_packages
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question, Trajectory
@@ -54,7 +54,8 @@ def evaluate(
     first = configs[0]
     if plot:
         import_extra("matplotlib", "--plot", extra="plots")
-    _require_writable(policy.out)
+    if ask is None:
+        _require_writable(policy.out)
     require_packages(first)
     check_dtypes(first)
     use_compilation_cache()
@@ -131,8 +132,8 @@ def _evaluate_one(
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
     where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
     progress.line(f"{policy.name} from {policy.place}, {where}")
-    if left_out := getattr(task, "left_out", 0):
-        progress.line(f"{left_out} questions are left out: the graph does not know their entities or answers")
+    if said := left_out(task):
+        progress.line(said)
     scores = score_policy(
         policy.name,
         agent=make_agent(config.agent, tokenizer),

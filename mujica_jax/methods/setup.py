@@ -90,6 +90,8 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     store = distributed.primary_first("the run", lambda: _open_shared(directory, about))
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
+    if said := left_out(task):
+        progress.line(said)
     with (
         _led(store, preemption),
         MetricsLog(store.root, store.io_statistics, config.metrics, about)
@@ -256,6 +258,14 @@ def build_task(config: Config, *, learns: bool = True) -> Task:
             "give it more data or change the share that is held out"
         )
     return task
+
+
+def left_out(task: Task) -> str:
+    """A sentence about questions that cannot be asked, if there are some."""
+    count = getattr(task, "left_out", 0)
+    return f"{count} questions are left out: they say nothing of what they need, or graph or corpus lack it" * (
+        count > 0
+    )
 
 
 def open_model(directory_or_file: str | Path, dtype: str) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:

@@ -88,7 +88,8 @@ def warm_up(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
 def begin(run: Run, *, replayed: bool = False) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     """The warm-up, or where it has no steps what the run starts from, evaluated. Then nothing is demonstrated, unless
     the method replays demonstrations and a script plays some."""
-    played = replayed and has_script(run.config) and isinstance(run.task, FromScratchTask)
+    task, scripted = run.task, replayed and has_script(run.config)
+    played = scripted and isinstance(task, FromScratchTask) and any(task.demonstrations())
     if run.config.warmup.steps or played:
         return warm_up(run)
     began = time.monotonic()

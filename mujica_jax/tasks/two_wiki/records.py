@@ -77,7 +77,7 @@ def _merged(values: Iterable[tuple[str, object]]) -> list[Record]:
         if record is None:
             continue
         other = merged.setdefault(record.id, record)
-        if other.text != record.text:
+        if other.text.lower().split() != record.text.lower().split():
             raise UserError(
                 f"{place}: the question {record.id} is {record.text!r} here and {other.text!r} elsewhere; give each "
                 "question its own _id"
@@ -119,7 +119,7 @@ def with_known_ids(rows: Iterable[Triple], records: Iterable[Record]) -> list[Tr
     known: dict[tuple[str, str, str], dict[tuple[str, str], None]] = {}
     for record in records:
         for triple in record.triples:
-            if triple.subject_id:
+            if triple.subject_id not in ("", triple.subject):
                 ids = known.setdefault((triple.subject, triple.relation, triple.object), {})
                 ids[triple.subject_id, triple.object_id] = None
     result: dict[Triple, None] = {}
@@ -223,14 +223,22 @@ def _merge(first: Record, second: Record) -> Record:
 
 
 def _gold_triples(fields: Mapping[str, Any]) -> tuple[tuple[Triple, ...], tuple[str, ...]]:
-    """Evidences with ids, and the topics' ids; where a record gives none, labels are ids.
+    """Evidences with ids, and the topics' ids; where a record gives none, labels are ids and topics the subjects that
+    nothing finds.
 
     `entity_ids` lists the subjects in the order in which the evidences first name them: topic and bridge entity of a
     single chain, both topics of a comparison, two films and their two directors of a bridge comparison.
     """
     evidences = [tuple(clean_label(cell) for cell in evidence) for evidence in fields.get("evidences") or ()]
     subjects = list(dict.fromkeys(subject for subject, _, _ in evidences))
-    entity_ids = [part for part in (fields.get("entity_ids") or "").split("_") if part] or subjects
+    entity_ids = [part for part in (fields.get("entity_ids") or "").split("_") if part]
+    if evidences and not entity_ids:
+        found = {label for _, _, label in evidences}
+        unnamed = [
+            Triple(subject=of, relation=is_, object=to, subject_id=of, object_id=to if to in subjects else "")
+            for of, is_, to in evidences
+        ]
+        return tuple(unnamed), tuple(subject for subject in subjects if subject not in found)
     if not evidences or len(subjects) != len(entity_ids):
         return (), ()
     id_of = dict(zip(subjects, entity_ids, strict=True))

@@ -18,7 +18,6 @@ graph and the corpus that are searched are the whole ones.
 import dataclasses
 import functools
 import itertools
-import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,8 +52,6 @@ from mujica_jax.tasks.two_wiki.records import (
 )
 from mujica_jax.tasks.two_wiki.search import corpus_of, open_knowledge_graph, ranking
 
-_log = logging.getLogger(__name__)
-
 PRETRAINING_COPIES = 4  # of each training question
 PRETRAINING_FACTS = 5  # most facts a document lists
 WORK_RELATIONS = {"director", "performer", "composer", "publication date", "country of origin", "producer", "publisher"}
@@ -76,12 +73,14 @@ class TwoWiki:
         demonstrated_in: GraphEnvironment | None = None,
         elsewhere: Mapping[str, TextEnvironment] | None = None,
         demonstrated: Sequence[Question] = (),
+        left_out: int = 0,
     ) -> None:
         """`demonstrated_in` is where demonstrations are played, for graphs; `elsewhere` where questions are answered,
-        by id, whose passages `environment` lacks; `demonstrated` are questions for demonstrations alone.
+        by id, whose passages `environment` lacks; `demonstrated` are questions for demonstrations alone. `left_out`
+        cannot be asked.
         """
         ordered = sorted(questions, key=lambda question: hash_of(question.id))
-        self.config, self._environment = config, environment
+        self.config, self._environment, self.left_out = config, environment, left_out
         self.environment_kind = environment.kind
         self._demonstrated_in, self._elsewhere = demonstrated_in, elsewhere or {}
         sizes: dict[Split, int | None] = {"train": None, "dev": config.dev_questions, "test": config.test_questions}
@@ -183,13 +182,13 @@ def build(config: TwoWikiConfig) -> TwoWiki:
         return _text_task(config, records)
     graph = TripleGraph(with_known_ids(_read_graph(config.data_dir, records), records))
     questions = [question for record in records if (question := graph_question(record, graph)) is not None]
-    _say_left_out(records, questions, config, "have no evidences, or are about an entity that the graph lacks")
+    lost = _left_out(records, questions, config, "have no evidences, or are about an entity that the graph lacks")
     ranked = ranking(config)
     demonstrated_in = GraphEnvironment(graph, config.top_k, ranked)
     searched = demonstrated_in
     if config.index is not None:
         searched = GraphEnvironment(open_knowledge_graph(config.index, config.queries_per_second), config.top_k, ranked)
-    return TwoWiki(config, searched, questions, demonstrated_in=demonstrated_in)
+    return TwoWiki(config, searched, questions, demonstrated_in=demonstrated_in, left_out=lost)
 
 
 def split_of(question_id: str, hold_out_percent: int) -> Split:
@@ -228,9 +227,9 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     if config.setting == "distractor":
         given, records = records, [record for record in records if record.titles and record.context]
         questions = [_question(of, {passage.title: passage.text for passage in of.context}) for of in records]
-        _say_left_out(given, questions, config, "have no supporting_facts or no context")
+        lost = _left_out(given, questions, config, "have no supporting_facts or no context")
         own = OwnPassages({record.id: record.context for record in records}, config.top_k)
-        return TwoWiki(config, own[records[0].id], questions, elsewhere=own)
+        return TwoWiki(config, own[records[0].id], questions, elsewhere=own, left_out=lost)
     retriever, passages = open_passages(config, lambda: corpus_of(config, records))
     gold = titled(passages, {title for record in records for title in record.titles})
     texts = {passage.title: passage.text for passage in gold}
@@ -251,11 +250,10 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     searched = WrittenPassages(IndexRetriever(Bm25Index(written, "default"), inline=True), config.top_k)
     first = sorted(unread, key=lambda record: hash_of(record.id))[: config.triple_demonstrations]
     demonstrated = [_question(record, {}) for record in first]
-    wanted = [record for record in records if record.id in sample]
-    _say_left_out(wanted, [*questions, *demonstrated], config, "name no supporting_facts, or one that the corpus lacks")
+    lost = _left_out(records, questions, config, "name no supporting_facts, or a title that no passage has")
     elsewhere |= {question.id: searched for question in demonstrated}
     environment = TextEnvironment(retriever, config.top_k)
-    return TwoWiki(config, environment, questions, elsewhere=elsewhere, demonstrated=demonstrated)
+    return TwoWiki(config, environment, questions, elsewhere=elsewhere, demonstrated=demonstrated, left_out=lost)
 
 
 def _written_passages(records: Sequence[Record]) -> list[Passage]:
@@ -292,17 +290,14 @@ def _read_graph(data_dir: str | Path, records: Iterable[Record]) -> list[Triple]
     return [triple for file in files for triple in read_triples(file)]
 
 
-def _say_left_out(records: Sequence[Record], questions: Sequence[Question], config: TwoWikiConfig, why: str) -> None:
-    """Raises UserError if nothing is left."""
-    found = {question.id for question in questions}
-    lost = [record.id for record in records if record.id not in found]
-    said = f"{len(lost)} of {len(records)} questions with an answer in {config.data_dir} {why}"
+def _left_out(records: Sequence[Record], questions: Sequence[Question], config: TwoWikiConfig, why: str) -> int:
+    """How many cannot be asked. Raises UserError if none can."""
     if not questions:
         raise UserError(
-            f"{said}: no question is left for environment={config.environment!r}; see docs/own_questions.md"
+            f"all {len(records)} questions with an answer in {config.data_dir} {why}, which environment="
+            f"{config.environment!r} needs (docs/own_questions.md)"
         )
-    if lost:
-        _log.warning("%s, and are left out: the first one is %s", said, lost[0])
+    return len(records) - len(questions)
 
 
 def _with_label_as_answer(question: Question) -> Question:
