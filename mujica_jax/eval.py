@@ -119,7 +119,8 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
                 f"--ask is {given.ask!r} and {task.kind} has environment {task.environment}, setting {setting}: a "
                 "question of yours comes with no entities and no passages; ask over passages that all questions share"
             )
-        if beside := [name for name in ("agents", "tasks", "plot") if getattr(given, name)]:
+        asked_too = {"agents": given.agents, "tasks": given.tasks, "plot": given.plot, "judge": given.judge.base_url}
+        if beside := [name for name, value in asked_too.items() if value]:
             raise UserError(
                 f"--ask is {given.ask!r} and --{beside[0]} is given: one agent answers, and nothing is compared"
             )
