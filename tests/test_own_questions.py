@@ -48,7 +48,7 @@ def test_the_example_is_read_searched_and_demonstrated(folder):
     graph = build(folder, environment="graph")
     candidates = {question.id: [of.label for of in question.candidates] for question in graph.questions("train")}
     assert candidates == {"q3": ["Tisby"], "q5": ["Nils Lomund", "Clara Ibsted"]}
-    assert left_out(graph).startswith("1 questions are left out"), "the third one has no evidences"
+    assert left_out(graph).startswith("1 questions cannot be asked"), "the third one has no evidences"
 
 
 def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folder):
@@ -86,7 +86,7 @@ def test_what_cannot_be_read_is_refused_with_its_line(folder, changes, sentence)
 def test_how_many_questions_are_left_out_is_said(folder):
     changed(folder, supporting_facts=[["Ulmby", 0]])
     task = build(folder)
-    assert len(task.questions("train")) == 1 and left_out(task).startswith("1 questions are left out")
+    assert len(task.questions("train")) == 1 and left_out(task).startswith("1 questions cannot be asked")
     (folder / "corpus.jsonl").write_text('{"title": "Elsewhere", "text": "Nothing."}\n')
     with pytest.raises(UserError, match=r"all 3 questions .* name no supporting_facts, or a title that no passage has"):
         build(folder)

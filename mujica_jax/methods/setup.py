@@ -263,9 +263,8 @@ def build_task(config: Config, *, learns: bool = True) -> Task:
 def left_out(task: Task) -> str:
     """A sentence about questions that cannot be asked, if there are some."""
     count = getattr(task, "left_out", 0)
-    return f"{count} questions are left out: they say nothing of what they need, or graph or corpus lack it" * (
-        count > 0
-    )
+    why = "they do not say what they need, or graph or corpus lack it"
+    return f"{count} questions cannot be asked: {why}" if count else ""
 
 
 def open_model(directory_or_file: str | Path, dtype: str) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:
