@@ -61,6 +61,7 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint):
         (["--init", "nowhere"], "there is no directory nowhere: give --checkpoint a run directory"),
         (["--init", "x", "--engine.slots", "0"], "engine.slots is 0 and must be at least 1"),
         (["--init", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0 and must be at least 1"),
+        (["--init", "x", "--port", "99999"], "--port is 99999 and must be from 0, for any that is free, to 65535"),
         (["--init", "x", "--max-tokens", "512"], "--max-new-tokens is 512 and leaves no room for a prompt"),
     ],
 )

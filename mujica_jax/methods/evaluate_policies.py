@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mujica_jax.agents.agent import Attempt, EnginePolicy, TwoPolicies
+from mujica_jax.agents.agent import Attempt, EnginePolicy, TwoPolicies, gather_polled
 from mujica_jax.config.schema import Config, SingleConfig, TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters
@@ -76,7 +76,8 @@ def evaluate(
         attempt = Attempt(question=asked, number=0, seed=first.seed, temperature=0.0)
         agent = make_agent(first.agent, tokenizer)
         by = writes if reader is None else TwoPolicies(writes, EnginePolicy(reader))
-        trajectory = asyncio.run(agent.run(attempt, task.environment(asked), by))
+        playing = gather_polled([agent.run(attempt, task.environment(asked), by)], preemption.check)
+        (trajectory,) = asyncio.run(playing)
         return progress.show(question_tree(asked, trajectory))
     compared = [
         _evaluate_one(
