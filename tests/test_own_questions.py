@@ -73,6 +73,7 @@ def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folde
         ({"answer_aliases": "Nils"}, "answer_aliases 'Nils'; they must be a text and a list of texts"),
         ({"answer_aliases": [1]}, r"answer_aliases \[1\]; they must be"),
         ({"supporting_facts": [{"title": "Tisby"}]}, "not in the official format .* docs/own_questions.md has"),
+        ({"split": "validation"}, "split is 'validation'; it must be train, dev or test, or be left out"),
         ({"entity_ids": ["a", "b"]}, "evidences, entity_ids, .* not in the official format"),
         ({"_id": "q3"}, "question q3 is 'Who was .* here and 'Where was .* elsewhere; give each question its own _id"),
     ],
@@ -81,6 +82,15 @@ def test_what_cannot_be_read_is_refused_with_its_line(folder, changes, sentence)
     changed(folder, **changes)
     with pytest.raises(UserError, match=rf"questions\.jsonl, line 2: .*{sentence}"):
         build(folder)
+
+
+@pytest.mark.parametrize("environment", ["text", "graph"])
+def test_a_split_of_ones_own_is_kept_and_a_hash_decides_without(folder, environment):
+    changed(folder, split="test")
+    task = build(folder, environment=environment)
+    assert [question.id for question in task.questions("test")] == ["q5"]
+    assert [question.id for question in task.questions("train")] == ["q3"]
+    assert {question.id for question, _ in task.demonstrations()} == {"q3"}
 
 
 def test_how_many_questions_are_left_out_is_said(folder):

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
@@ -19,6 +19,7 @@ from mujica_jax.retrieval.graph.triples import LITERAL_ID, Triple, normalise_lab
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.retrieval.text.corpus_records import records_of
 from mujica_jax.tasks.open_domain.records import OpenRecord, is_prepared, prepared_records
+from mujica_jax.tasks.task import Split
 
 CORPUS_QUESTION_FILES = ("questions*.jsonl", "questions*.json")
 QUESTION_FILES = ("dev*.json", "dev*.jsonl", "train*.json", "train*.jsonl", *CORPUS_QUESTION_FILES)
@@ -32,6 +33,7 @@ class Record(OpenRecord):
     # Gold evidences with every id that the record lets us infer; empty where no file has them.
     triples: tuple[Triple, ...] = ()
     topic_ids: tuple[str, ...] = ()  # Q-ids of the entities the question itself names, in its order
+    split: Split | None = None  # None: a hash of the id decides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +189,9 @@ def _record(value: object, place: str) -> Record | None:
         raise UserError(
             f"{place}: answer is {answer!r} and answer_aliases {aliases!r}; they must be a text and a list of texts"
         )
+    split = fields.get("split")
+    if split not in (None, *get_args(Split)):
+        raise UserError(f"{place}: split is {split!r}; it must be train, dev or test, or be left out")
     try:
         triples, topic_ids = _gold_triples(fields)
         titles = [fact if isinstance(fact, str) else fact[0] for fact in fields.get("supporting_facts") or ()]
@@ -208,6 +213,7 @@ def _record(value: object, place: str) -> Record | None:
         triples=triples,
         topic_ids=topic_ids,
         context=tuple(context),
+        split=split,
     )
 
 
@@ -219,6 +225,7 @@ def _merge(first: Record, second: Record) -> Record:
         answers=tuple(dict.fromkeys(first.answers + second.answers)),
         titles=tuple(dict.fromkeys(better.titles + first.titles + second.titles)),
         context=first.context or second.context,
+        split=first.split or second.split,
     )
 
 

@@ -10,7 +10,7 @@
   other, and else what training questions are answered from whose gold passages the corpus lacks. Training questions
   with evidences whose gold passages no file has can be demonstrated (`triple_demonstrations`) and are never sampled.
 
-Questions are held out by a hash of their id, half of them as dev and half as test. Held-out questions, and triples or
+Questions are held out by their `split`, or else by a hash of their id, half of them as dev and half as test. Held-out questions, and triples or
 passages that no training question uses, appear neither in demonstrations' new names nor in the tokenizer's text. The
 graph and the corpus that are searched are the whole ones.
 """
@@ -69,6 +69,7 @@ class TwoWiki:
         config: TwoWikiConfig,
         environment: Environment,
         questions: Sequence[Question],
+        splits: Mapping[str, Split],
         *,
         demonstrated_in: GraphEnvironment | None = None,
         elsewhere: Mapping[str, TextEnvironment] | None = None,
@@ -85,7 +86,7 @@ class TwoWiki:
         self._demonstrated_in, self._elsewhere = demonstrated_in, elsewhere or {}
         sizes: dict[Split, int | None] = {"train": None, "dev": config.dev_questions, "test": config.test_questions}
         self._questions = {
-            split: [question for question in ordered if split_of(question.id, config.hold_out_percent) == split][:size]
+            split: [question for question in ordered if splits[question.id] == split][:size]
             for split, size in sizes.items()
         }
         self._train = self._questions["train"]
@@ -178,8 +179,9 @@ class TwoWiki:
 def build(config: TwoWikiConfig) -> TwoWiki:
     config = dataclasses.replace(config, index=fetched_index(config.index))
     records = read_folder(config.data_dir)
+    splits = {record.id: record.split or split_of(record.id, config.hold_out_percent) for record in records}
     if config.environment == "text":
-        return _text_task(config, records)
+        return _text_task(config, records, splits)
     graph = TripleGraph(with_known_ids(_read_graph(config.data_dir, records), records))
     questions = [question for record in records if (question := graph_question(record, graph)) is not None]
     lost = _left_out(records, questions, config, "have no evidences, or are about an entity that the graph lacks")
@@ -188,7 +190,7 @@ def build(config: TwoWikiConfig) -> TwoWiki:
     searched = demonstrated_in
     if config.index is not None:
         searched = GraphEnvironment(open_knowledge_graph(config.index, config.queries_per_second), config.top_k, ranked)
-    return TwoWiki(config, searched, questions, demonstrated_in=demonstrated_in, left_out=lost)
+    return TwoWiki(config, searched, questions, splits, demonstrated_in=demonstrated_in, left_out=lost)
 
 
 def split_of(question_id: str, hold_out_percent: int) -> Split:
@@ -218,7 +220,7 @@ def graph_question(record: Record, graph: TripleGraph) -> Question | None:
     return dataclasses.replace(_question(record, dict.fromkeys(record.titles, "")), candidates=tuple(candidates))
 
 
-def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
+def _text_task(config: TwoWikiConfig, records: Sequence[Record], splits: Mapping[str, Split]) -> TwoWiki:
     if config.augmented_copies:
         raise UserError(
             f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set "
@@ -229,13 +231,13 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
         questions = [_question(of, {passage.title: passage.text for passage in of.context}) for of in records]
         lost = _left_out(given, questions, config, "have no supporting_facts or no context")
         own = OwnPassages({record.id: record.context for record in records}, config.top_k)
-        return TwoWiki(config, own[records[0].id], questions, elsewhere=own, left_out=lost)
+        return TwoWiki(config, own[records[0].id], questions, splits, elsewhere=own, left_out=lost)
     retriever, passages = open_passages(config, lambda: corpus_of(config, records))
     gold = titled(passages, {title for record in records for title in record.titles})
     texts = {passage.title: passage.text for passage in gold}
     of_corpus = data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False)
     sample = {record.id for record in (read_questions(of_corpus) if of_corpus else records)}
-    training = [record for record in records if split_of(record.id, config.hold_out_percent) == "train"]
+    training = [record for record in records if splits[record.id] == "train"]
     given = passages_of(training)
     beyond = {passage.title: passage.text for passage in given} | texts
     questions = [_question(record, texts) for record in records if record.id in sample and _known(record, texts)]
@@ -253,7 +255,9 @@ def _text_task(config: TwoWikiConfig, records: Sequence[Record]) -> TwoWiki:
     lost = _left_out(records, questions, config, "name no supporting_facts, or a title that no passage has")
     elsewhere |= {question.id: searched for question in demonstrated}
     environment = TextEnvironment(retriever, config.top_k)
-    return TwoWiki(config, environment, questions, elsewhere=elsewhere, demonstrated=demonstrated, left_out=lost)
+    return TwoWiki(
+        config, environment, questions, splits, elsewhere=elsewhere, demonstrated=demonstrated, left_out=lost
+    )
 
 
 def _written_passages(records: Sequence[Record]) -> list[Passage]:
