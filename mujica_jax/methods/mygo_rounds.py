@@ -45,8 +45,7 @@ def sample_round(
     trajectories: list[Trajectory] = []
     episodes = accepted = played = 0
     k, best = previous_k, run.reward.best
-    total = 2 * sum(map(len, shards))
-    with sampling(run, f"round {number}: sampling", number, total=total, unit="questions") as stage:
+    with sampling(run, f"round {number}: sampling", number, total=2 * len(shards), unit="shards") as stage:
 
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal episodes, accepted
@@ -58,7 +57,7 @@ def sample_round(
             nonlocal played
             if not external:
                 play_share(run.progress, f"round {number}: {name}", [unit.play for unit in units])
-            for unit, shard in zip(units, shards, strict=True):
+            for unit in units:
                 if external and unit.has_work():
                     entry, found = run.await_shard(number, unit.index, on_episode)
                 else:
@@ -66,7 +65,7 @@ def sample_round(
                 if entry is not None:
                     entries.append(entry)
                 trajectories.extend(found)
-                played += len(shard)
+                played += 1
                 stage.update(played)
 
         play("first attempts", first_attempts(run, number, shards))
