@@ -26,7 +26,7 @@ FLOORS = (  # from the ground up, as the design has them; a room is a folder or 
     ("train", "eval", "sample", "index", "plan", "serve"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
-HEAVY = {*"tensorflow tensorflow_datasets torch jetstream seqio scann qwix grain pyoxigraph orbax google gcsfs".split()}
+HEAVY = {*"tensorflow tensorflow_datasets torch jetstream seqio scann qwix grain orbax google gcsfs".split()}
 ADAPTERS = {  # files whose whole purpose is the package; imported where they are used
     "inference/jetstream.py": {"jetstream"},
     "inference/server.py": {"jetstream"},

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pyoxigraph import Store
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped
@@ -103,8 +104,6 @@ def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -
 
 def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> dict[str, Any]:
     """From the beginning of each file, loaded into a temporary directory."""
-    from pyoxigraph import Store
-
     triples = names = disk = seconds = 0.0
     for path in spec.files:
         with tempfile.TemporaryDirectory() as folder:

@@ -10,14 +10,13 @@ the store's parser has no bound on how deep it goes and ends the process.
 import contextlib
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from pyoxigraph import NamedNode, Quad, RdfFormat, Store, parse
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.files import Counts, GraphSpec, Piece
-
-if TYPE_CHECKING:
-    from pyoxigraph import Quad, Store
 
 DESCRIBING = (
     b"http://www.wikidata.org/",
@@ -83,10 +82,8 @@ class Lines:
                 claims.add(predicate)
         return kept
 
-    def load(self, store: "Store", kept: Sequence[Kept]) -> None:
+    def load(self, store: Store, kept: Sequence[Kept]) -> None:
         """Into the store, and counts them. Raises UserError naming the first line that is no triple."""
-        from pyoxigraph import RdfFormat
-
         try:
             store.bulk_load(b"".join(line.text for line in kept), RdfFormat.N_TRIPLES, lenient=True)
         except SyntaxError:
@@ -98,8 +95,6 @@ class Lines:
             self._counts.names += sum(line.role == "name" for line in kept)
 
     def _is_whole(self, line: Kept) -> bool:
-        from pyoxigraph import RdfFormat, parse
-
         try:
             list(parse(line.text, RdfFormat.N_TRIPLES, lenient=True))
             return True
@@ -141,10 +136,8 @@ class Lines:
         return role != "name" and not rest.startswith(b"_:") and sparql.UNKNOWN_VALUE.encode() not in rest
 
 
-def claim_quads(claims: set[bytes]) -> "list[Quad]":
+def claim_quads(claims: set[bytes]) -> list[Quad]:
     """Which property each predicate states: without that no query finds its statements."""
-    from pyoxigraph import NamedNode, Quad
-
     quads = []
     for claim in sorted(claims):
         # Of what is no address: the store keeps what dumps say with it, and nobody can ask for it.

@@ -16,6 +16,8 @@ import urllib.parse
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from pyoxigraph import BlankNode, Literal, NamedNode
+
 from mujica_jax import __version__
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
@@ -158,8 +160,6 @@ def _rows(text: str, query: str) -> list[sparql.Row]:
 
 def _term(said: dict[str, Any] | None) -> Any:
     """As pyoxigraph reads it; None for what is not there, and for a quoted triple: no text can be made of it."""
-    from pyoxigraph import BlankNode, Literal, NamedNode
-
     if said is None or said["type"] == "triple":
         return None
     if said["type"] == "bnode":

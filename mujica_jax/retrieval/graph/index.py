@@ -12,7 +12,9 @@ import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from pyoxigraph import Store
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph.dumps import Kept, Lines, claim_quads
@@ -20,9 +22,6 @@ from mujica_jax.retrieval.graph.files import KIND, Counts, GraphSpec, Piece, is_
 from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
 from mujica_jax.retrieval.graph.tables import Table
 from mujica_jax.retrieval.manifest import Reporter, again, building, commit, read_json, read_manifest, write_json
-
-if TYPE_CHECKING:
-    from pyoxigraph import Store
 
 STORE, PROGRESS = "graph", "loaded.json"
 UNFINISHED = "bulk-*.sst"  # what a killed load was writing: the store takes tables in under numbers
@@ -43,8 +42,6 @@ class Loaded(Counts):
 
 def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, Any], bool]:
     """The manifest, and whether the index was there already."""
-    from pyoxigraph import Store
-
     for path in spec.files:
         is_table(path)
     plan = spec.plan()
@@ -82,7 +79,7 @@ def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, 
         return commit(folder, about), False
 
 
-def load(store: "Store", spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None) -> Iterator[Loaded]:
+def load(store: Store, spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None) -> Iterator[Loaded]:
     """Reads on from where `loaded` is, of each file its beginning if `max_bytes` says so. What `loaded` says counts
     from when it is given out and the store was flushed.
     """
@@ -105,8 +102,6 @@ def load(store: "Store", spec: GraphSpec, loaded: Loaded, max_bytes: int | None 
 
 def open_graph(folder: str | Path) -> GraphStore:
     """Every file of it found whole. It is read and never written."""
-    from pyoxigraph import Store
-
     folder = Path(folder)
     manifest = read_manifest(folder)
     if manifest["kind"] != KIND:
@@ -118,7 +113,7 @@ def open_graph(folder: str | Path) -> GraphStore:
     return GraphStore(store, version=manifest["version"], languages=tuple(manifest["languages"]))
 
 
-def _load_lines(store: "Store", path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None) -> Iterator[Loaded]:
+def _load_lines(store: Store, path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None) -> Iterator[Loaded]:
     lines = Lines(path, spec, loaded)
     kept: list[Kept] = []
     claims: set[bytes] = set()

@@ -10,15 +10,14 @@ import abc
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from pyoxigraph import NamedNode, Store
 
 from mujica_jax.retrieval.errors import RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.triples import End, Triple
 from mujica_jax.retrieval.statistics import Counted
-
-if TYPE_CHECKING:
-    import pyoxigraph
 
 MAX_TRIPLES = 500  # of an entity, in each direction
 
@@ -55,7 +54,7 @@ class KnowledgeGraph(Counted, abc.ABC):
                 ends, _ = await self._ends(sparql.entity_iri(taken_over) or found)
             return ends[:limit]
 
-    async def _ends(self, entity: "pyoxigraph.NamedNode") -> tuple[list[End], str | None]:
+    async def _ends(self, entity: NamedNode) -> tuple[list[End], str | None]:
         def read(rows: Iterable[sparql.Row]) -> tuple[list[End], str | None]:
             rows = list(rows)
             return sparql.read_ends(rows, entity, self.languages), sparql.read_redirect(rows)
@@ -89,7 +88,7 @@ class GraphStore(KnowledgeGraph):
     """
 
     def __init__(
-        self, store: "pyoxigraph.Store", *, version: str, languages: tuple[str, ...], deadline_seconds: float = 60.0
+        self, store: Store, *, version: str, languages: tuple[str, ...], deadline_seconds: float = 60.0
     ) -> None:
         super().__init__(version=version, languages=languages)
         self.store, self._deadline_seconds = store, deadline_seconds

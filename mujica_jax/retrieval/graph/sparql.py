@@ -21,14 +21,13 @@ text.
 import re
 import urllib.parse
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyoxigraph import Literal, NamedNode
 
 from mujica_jax.dates import MONTHS
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph.triples import End, Triple, normalise_label, without_parenthesis
-
-if TYPE_CHECKING:
-    import pyoxigraph
 
 ENTITY = "http://www.wikidata.org/entity/"
 DIRECT = "http://www.wikidata.org/prop/direct/"
@@ -63,10 +62,8 @@ _wikidata = re.compile(re.escape(ENTITY) + r"([QP]\d+)", re.ASCII)
 Row = Any  # pyoxigraph.QuerySolution: a variable's name to its term, or None
 
 
-def entity_iri(key: str) -> "pyoxigraph.NamedNode | None":
+def entity_iri(key: str) -> NamedNode | None:
     """The entity of a Q-id or a full IRI; None for what is neither, and so a name."""
-    from pyoxigraph import NamedNode
-
     if _identifier.fullmatch(key):
         return NamedNode(f"{ENTITY}{key}")
     if not key.startswith(("http://", "https://", "urn:")):
@@ -91,7 +88,7 @@ def check_languages(languages: Sequence[str]) -> None:
         raise UserError("no language is given: give at least one, as in en")
 
 
-def triples_query(entity: "pyoxigraph.NamedNode", languages: Sequence[str], most: int) -> str:
+def triples_query(entity: NamedNode, languages: Sequence[str], most: int) -> str:
     """At most `most` triples in each direction with their labels, the entity's own label, and who took over from it."""
     spoken = ", ".join(f'"{language}"' for language in (*languages, ""))
     outgoing, incoming = (
@@ -119,8 +116,6 @@ def find_query(name: str, languages: Sequence[str]) -> str:
     """Entities called `name`: by label (0), by alias (1), by the label in lower case (2), by that without its closing
     parenthesis (3).
     """
-    from pyoxigraph import Literal
-
     names = [*(Literal(name, language=language) for language in languages), Literal(name)]
     normal = normalise_label(name)
     ways = [
@@ -136,7 +131,7 @@ def find_query(name: str, languages: Sequence[str]) -> str:
     return f"{PREFIXES}SELECT ?entity ?rank WHERE {{ {' UNION '.join(parts)} }} LIMIT {MAX_NAMESAKES}"
 
 
-def exists_query(entity: "pyoxigraph.NamedNode") -> str:
+def exists_query(entity: NamedNode) -> str:
     return f"SELECT ?claim WHERE {{ {{ {entity} ?claim ?other }} UNION {{ ?other ?claim {entity} }} }} LIMIT 1"
 
 
@@ -165,7 +160,7 @@ def read_namesakes(rows: Iterable[Row]) -> list[str]:
     return sorted((key_of(iri) for iri, rank in ranks.items() if rank == best), key=_natural)
 
 
-def read_ends(rows: Iterable[Row], entity: "pyoxigraph.NamedNode", languages: Sequence[str]) -> list[End]:
+def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) -> list[End]:
     """Triples in a fixed order, no two alike: as subject before as object, by property, by label."""
     labels: dict[str, set[tuple[int, str]]] = {}
     found: dict[tuple[bool, str, Any], None] = {}
@@ -208,7 +203,7 @@ def _end(inverse: bool, relation: str, other: Any, entity: str, labels: dict[str
     return (inverse, _natural(key_of(relation)), text, other.value), End.of(triple, inverse)
 
 
-def readable(literal: "pyoxigraph.Literal") -> str:
+def readable(literal: Literal) -> str:
     kind = literal.datatype.value.rpartition("#")[2]
     if kind in ("dateTime", "date", "gYear", "gYearMonth") and (found := _date.fullmatch(literal.value)):
         year, month, day = (int(part or 0) for part in found.groups())

@@ -8,27 +8,24 @@ entity of its own.
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyoxigraph import Literal, NamedNode, Quad, Store
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.files import Counts, Piece, pieces
 from mujica_jax.retrieval.graph.triples import COLUMNS, Triple, normalise_label, without_parenthesis
 
-if TYPE_CHECKING:
-    from pyoxigraph import Quad, Store
-
 
 class Table:
     """Quads of tab-separated rows, for one graph. Names of all rows are put there before the first statement."""
 
-    def __init__(self, store: "Store", path: str, skip: bool, counts: Counts) -> None:
+    def __init__(self, store: Store, path: str, skip: bool, counts: Counts) -> None:
         self._store, self._path, self._skip, self._counts = store, path, skip, counts
 
-    def names(self, piece: Piece) -> "list[Quad]":
+    def names(self, piece: Piece) -> list[Quad]:
         """Labels of the entities that have Q-ids: the first one that is met, then others."""
-        from pyoxigraph import Literal, NamedNode, Quad
-
         label, alias, quads = NamedNode(sparql.LABEL), NamedNode(sparql.ALIAS), []
         called: dict[str, str] = {}
         for row in _rows(self._path, piece, Counts(), skip=self._skip):
@@ -41,9 +38,7 @@ class Table:
                 quads += _searched(iri, text)
         return quads
 
-    def statements(self, piece: Piece) -> "list[Quad]":
-        from pyoxigraph import Literal, NamedNode, Quad
-
+    def statements(self, piece: Piece) -> list[Quad]:
         label, claim, quads = NamedNode(sparql.LABEL), NamedNode(sparql.DIRECT_CLAIM), []
         for row in _rows(self._path, piece, self._counts, skip=self._skip):
             relation = NamedNode(sparql.RELATION + urllib.parse.quote(row.relation, safe=""))
@@ -62,12 +57,10 @@ class Table:
     def _ends(self, row: Triple) -> list[tuple[str, str]]:
         return [(row.subject, row.subject_id), *([] if row.object_is_literal else [(row.object, row.object_id)])]
 
-    def _called(self, text: str) -> "Any":
+    def _called(self, text: str) -> Any:
         """The entity with a Q-id that alone is called so, up to case and spacing, or else up to a closing
         parenthesis.
         """
-        from pyoxigraph import Literal, NamedNode
-
         searched, normal = NamedNode(sparql.SEARCHED_LABEL), normalise_label(text)
         for name in (normal, without_parenthesis(normal)):
             quads = self._store.quads_for_pattern(None, searched, Literal(name))
@@ -86,8 +79,6 @@ class Table:
         return any(normalise_label(text) == name for text in texts)
 
     def _texts(self, iri: Any, predicate: str) -> Iterator[str]:
-        from pyoxigraph import Literal, NamedNode
-
         for quad in self._store.quads_for_pattern(iri, NamedNode(predicate), None):
             if isinstance(quad.object, Literal):
                 yield quad.object.value
@@ -132,9 +123,7 @@ def _row(place: str, line: bytes) -> Triple:
     return Triple(subject=cells[0], relation=cells[1], object=cells[2], subject_id=cells[3], object_id=cells[4])
 
 
-def _searched(iri: Any, text: str) -> "list[Quad]":
-    from pyoxigraph import Literal, NamedNode, Quad
-
+def _searched(iri: Any, text: str) -> list[Quad]:
     normal = normalise_label(text)
     names = {normal, without_parenthesis(normal)} - {""}
     return [Quad(iri, NamedNode(sparql.SEARCHED_LABEL), Literal(name)) for name in sorted(names)]
