@@ -3,14 +3,13 @@
 import dataclasses
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from mujica_jax import metrics
 from mujica_jax.report.text import text_table
 from mujica_jax.runtime.extras import import_extra
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 HEADINGS = ("task", "agent", "EM", "F1", "searches", "tokens", "seconds", "EM against the first")
 
@@ -63,7 +62,7 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def table(found: Sequence[dict[str, Any]]) -> "Table":
+def table(found: Sequence[dict[str, Any]]) -> Table:
     return text_table(HEADINGS, map(cells, found), left=2, wrap=True)
 
 

@@ -7,12 +7,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from mujica_jax.report.text import encoding_of, is_terminal, plain, visible, write
-
-if TYPE_CHECKING:
-    from rich.console import Console, Group, RenderableType
 
 Figure = int | float | str | None
 
@@ -73,13 +76,11 @@ class Progress:
         """One line of text, above the live display where there is one."""
         text = visible(text)
         if self._live:
-            from rich.text import Text
-
             self._console().print(Text(text))
         else:
             write(self._stream, text + "\n")
 
-    def show(self, renderable: "RenderableType") -> None:
+    def show(self, renderable: RenderableType) -> None:
         """Print a table or a tree: in colour on a terminal, as aligned plain text anywhere else."""
         if self._live:
             self._console().print(renderable)
@@ -97,27 +98,18 @@ class Progress:
         self._open.remove(stage)
         self.line(f"{stage.name}: {manner}{stage.summary()}")
 
-    def _console(self) -> "Console":
+    def _console(self) -> Console:
         if self._terminal is None:
-            from rich.console import Console
-
             self._terminal = Console(
                 file=self._stream, force_terminal=True, force_jupyter=False, highlight=False, markup=False, emoji=False
             )
         return self._terminal
 
     def _display(self) -> contextlib.AbstractContextManager[Any]:
-        from rich.live import Live
-
         shown = {"get_renderable": self._stages, "refresh_per_second": REFRESHES_PER_SECOND, "transient": True}
         return Live(console=self._console(), **shown)
 
-    def _stages(self) -> "Group":
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
+    def _stages(self) -> Group:
         rows: list[RenderableType] = []
         for stage in tuple(self._open):
             row = Table.grid(padding=(0, 1))

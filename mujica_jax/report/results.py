@@ -3,14 +3,14 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
 
 from mujica_jax.records import Question, StopReason, Trajectory
 from mujica_jax.report.text import text_table, visible
-
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def summary_dict(phases: Sequence[PhaseRow], **about: Any) -> dict[str, Any]:
     return rounded({**about, "phases": rows, "seconds": sum(phase.seconds for phase in phases)})
 
 
-def closing_table(phases: Sequence[PhaseRow]) -> "Table":
+def closing_table(phases: Sequence[PhaseRow]) -> Table:
     """A row a phase: scores in percent, greedy unless called sampled, and searches a question."""
     headings = ("phase", "EM", "F1", "EM\nsampled", "F1\nsampled", "trajectories", "accepted", "searches", "minutes")
     rows = []
@@ -54,7 +54,7 @@ def closing_table(phases: Sequence[PhaseRow]) -> "Table":
     return text_table(headings, rows)
 
 
-def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = None) -> "Table":
+def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = None) -> Table:
     """A row a question kind and one for all of them, from the summaries of evaluations of the same questions."""
     scores, rows = ("EM", "95% of EM", "F1"), []
     for kind, row in [*sorted(greedy["by_kind"].items()), ("all", greedy)]:
@@ -63,14 +63,12 @@ def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = N
     return text_table(("kind", "questions", *scores, *(f"{score}\nsampled" for score in scores if sampled)), rows)
 
 
-def question_tree(question: Question, trajectory: Trajectory) -> "Tree":
+def question_tree(question: Question, trajectory: Trajectory) -> Tree:
     """Question -> iterations -> sub-questions, each with the evidence its worker chose and the sentence it wrote; then
     the answer, and its reward where the question has gold answers.
 
     Data is shown literally: "[bold]" in a passage is no markup, and control characters are made visible.
     """
-    from rich.text import Text
-    from rich.tree import Tree
 
     def node(label: str, text: str = "", style: str = "") -> Text:
         return Text.assemble((label, "dim"), (visible(text), style))

@@ -4,20 +4,19 @@ import io
 import os
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 PLAIN_COLUMNS = 120  # width of output that goes to a file or a pipe
 JOINERS = "\u200c\u200d"  # format characters that ordinary text needs
 
 
-def plain(renderable: "RenderableType", *, encoding: str = "utf-8") -> str:
+def plain(renderable: RenderableType, *, encoding: str = "utf-8") -> str:
     """A table or tree as text without colours or trailing blanks, in ASCII drawings if the encoding needs them."""
-    from rich.console import Console
-
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace", newline="\n")
     console = Console(
         file=file,
@@ -34,12 +33,8 @@ def plain(renderable: "RenderableType", *, encoding: str = "utf-8") -> str:
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: bool = False) -> "Table":
+def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: bool = False) -> Table:
     """Narrow enough for 80 columns; the first `left` columns stand left, and break if they may `wrap`."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if place < left else "right", no_wrap=place < left and not wrap)
