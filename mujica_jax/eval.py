@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tyro
+
 from mujica_jax.config import schema
 from mujica_jax.config.checks import check
 from mujica_jax.config.fields import check_remote
@@ -139,8 +141,6 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
 
 def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     """`[CONFIG] --checkpoint DIR [flags]` -> the arguments, and the whole configuration under them."""
-    import tyro  # 0.2 s
-
     words = init_as_checkpoint(arguments)
     name = take_file(words)
     checkpoint, adapter = _flag_value(words, "--checkpoint"), _flag_value(words, "--adapter")

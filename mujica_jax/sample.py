@@ -12,17 +12,20 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from mujica_jax.config.files import override
+import tyro
+
+from mujica_jax.config.files import from_dict, override
+from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
+from mujica_jax.report.progress import Progress
+from mujica_jax.runtime import provenance
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.runtime.standard_output import run_program
-
-if TYPE_CHECKING:
-    from mujica_jax.config.schema import Config
-    from mujica_jax.trajectories.store import Store
+from mujica_jax.storage.leases import Leases
+from mujica_jax.storage.run_directory import run_path
+from mujica_jax.trajectories.store import CONFIG, Store
 
 PROGRAM = "python -m mujica_jax.sample"
 MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 5.0, 86_400.0
@@ -39,8 +42,6 @@ class SampleArguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 the run is finished or this worker was asked to end, 2 a mistake of the user's, 130 Ctrl-C."""
-    import tyro  # 0.2 s
-
     words = list(sys.argv[1:] if arguments is None else arguments)
     preemption = Preemption(kept="finished units are kept")
 
@@ -61,10 +62,6 @@ def sample(given: SampleArguments, preemption: Preemption) -> None:
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.methods.sampler import Sampler
     from mujica_jax.methods.setup import open_sampling
-    from mujica_jax.report.progress import Progress
-    from mujica_jax.storage.leases import Leases
-    from mujica_jax.storage.run_directory import run_path
-    from mujica_jax.trajectories.store import CONFIG, Store
 
     if not (run_path(given.run) / CONFIG).exists():
         raise UserError(f"there is no run in {given.run} yet: start its trainer first, or check --run")
@@ -86,14 +83,9 @@ def sample(given: SampleArguments, preemption: Preemption) -> None:
         store.create(f"samplers/{leases.owner}.json", statistics.encode())
 
 
-def _config_of(store: "Store", given: SampleArguments) -> "Config":
+def _config_of(store: Store, given: SampleArguments) -> Config:
     """The run's own configuration, with this host's data. Raises UserError for a run that is led otherwise."""
-    from mujica_jax.config.files import from_dict
-    from mujica_jax.config.schema import Config
     from mujica_jax.methods.setup import TRAINER
-    from mujica_jax.runtime import provenance
-    from mujica_jax.storage.leases import Leases
-    from mujica_jax.trajectories.store import CONFIG
 
     config = from_dict(Config, store.read_json(CONFIG)["config"])
     if config.method.kind != "mygo":

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
+import tyro
+
 from mujica_jax.config.checks import check_engine
 from mujica_jax.config.files import override
 from mujica_jax.config.schema import EngineConfig
@@ -46,8 +48,6 @@ class ServeArguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 ended by a signal, 2 a mistake of the user's."""
-    import tyro  # 0.2 s
-
     words = init_as_checkpoint(sys.argv[1:] if arguments is None else arguments)
     engine = EngineConfig(slots=16, decode_steps_per_call=8, prefill_tokens=2048)
     try:

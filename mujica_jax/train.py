@@ -11,7 +11,7 @@ import sys
 import time
 
 from mujica_jax.config.checks import check, check_demonstrations
-from mujica_jax.config.files import command_line, take_flag
+from mujica_jax.config.files import command_line, implementation, take_flag
 from mujica_jax.config.schema import Config
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
@@ -44,7 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
 def train(config: Config, directory: str, preemption: Preemption) -> None:
     """The whole run. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
-    from mujica_jax.config.files import implementation
     from mujica_jax.methods.setup import open_training
     from mujica_jax.report.results import closing_table, question_tree, summary_dict
     from mujica_jax.storage.run_directory import run_path

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
+import tyro
+
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError, nearest
 
@@ -47,8 +49,6 @@ def take_file(words: list[str]) -> str | None:
 
 def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section:
     """The dataclass with the fields that flags name replaced."""
-    import tyro  # 0.2 s
-
     words = list(arguments)
     for section, kinds in _sections_with_kinds(type(values)).items():
         values = _of_kind(values, section, kinds, words)
@@ -63,8 +63,6 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
 
 def of_kind(config: Config, section: str, kind: str) -> Config:
     """With a section of another kind: what both have keeps the value that was chosen, the rest has its default."""
-    import tyro
-
     changed = _of_kind(config, section, _sections_with_kinds(type(config))[section], [f"--{section}.kind", kind])
     for field in dataclasses.fields(getattr(changed, section)):
         if getattr(getattr(changed, section), field.name) is tyro.MISSING:
@@ -184,8 +182,6 @@ def _of_kind(values: Section, section: str, kinds: Mapping[str, type], words: li
             )
     if kind == current.kind:
         return values
-    import tyro
-
     defaults, defaults_before = _defaults(kinds[kind]), _defaults(type(current))
     shared = {name: getattr(current, name) for name in fields & _fields(type(current)) - {"kind"}}
     # What nobody chose gives way to what the new kind says.
