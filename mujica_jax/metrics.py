@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Literal
 
+import numpy as np
+
 Rule = Literal["hotpot", "two_wiki", "musique", "triviaqa", "cover_em"]
 
 # A partial match of these earns nothing under hotpot and two_wiki.
@@ -107,14 +109,12 @@ def supporting(found: Collection[str], gold: Collection[str]) -> Score:
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0, resamples: int = 1000) -> tuple[float, float]:
     """95% percentile-bootstrap interval of the mean of `values` (each 0 to 1), in percent."""
-    import numpy
-
     if not len(values):
         raise ValueError("bootstrap_interval needs at least one value and got none")
-    sample = numpy.asarray(values, dtype=numpy.float64)
-    generator = numpy.random.default_rng(seed)
-    means = numpy.array([sample[generator.integers(len(sample), size=len(sample))].mean() for _ in range(resamples)])
-    low, high = numpy.percentile(100 * means, [2.5, 97.5])
+    sample = np.asarray(values, dtype=np.float64)
+    generator = np.random.default_rng(seed)
+    means = np.array([sample[generator.integers(len(sample), size=len(sample))].mean() for _ in range(resamples)])
+    low, high = np.percentile(100 * means, [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -124,15 +124,13 @@ def paired_bootstrap(
     """How much better the second of two systems is on the same questions, in percent: the difference of the means, its
     95% percentile-bootstrap interval over the questions, and the share of resamples in which it is not above zero.
     """
-    import numpy
-
     if len(first) != len(second) or not len(first):
         raise ValueError(f"paired_bootstrap needs two scores a question and got {len(first)} and {len(second)}")
-    differences = numpy.asarray(second, dtype=numpy.float64) - numpy.asarray(first, dtype=numpy.float64)
-    generator = numpy.random.default_rng(seed)
+    differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
+    generator = np.random.default_rng(seed)
     drawn = generator.integers(len(differences), size=(resamples, len(differences)))
     means = 100 * differences[drawn].mean(axis=1)
-    low, high = numpy.percentile(means, [2.5, 97.5])
+    low, high = np.percentile(means, [2.5, 97.5])
     return float(100 * differences.mean()), (float(low), float(high)), float((means <= 0).mean())
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from mujica_jax.retrieval.text.corpus import Index, Passage
 
 if TYPE_CHECKING:
@@ -90,17 +92,15 @@ class Bm25Index(Index):
         return [self._search_one(words, k) for words in queries]
 
     def _search_one(self, words: list[str], k: int) -> list[tuple[int, float]]:
-        import numpy
-
         token_ids = self._index.get_tokens_ids(words) if self._index is not None else []
         if not token_ids:
             return []
         scores = self._index.get_scores_from_ids(token_ids)  # pyright: ignore[reportOptionalMemberAccess]
-        matching = numpy.flatnonzero(scores > 0)
+        matching = np.flatnonzero(scores > 0)
         if len(matching) > k:
-            threshold = numpy.partition(scores[matching], len(matching) - k)[len(matching) - k]
+            threshold = np.partition(scores[matching], len(matching) - k)[len(matching) - k]
             matching = matching[scores[matching] >= threshold]  # all ties with the k-th stay, so that the order decides
-        best = matching[numpy.argsort(-scores[matching], kind="stable")][:k]
+        best = matching[np.argsort(-scores[matching], kind="stable")][:k]
         return [(int(position), float(scores[position])) for position in best]
 
 
@@ -131,7 +131,6 @@ def _empty_index(tokeniser: Tokeniser) -> "bm25s.BM25":
     Lucene).
     """
     import bm25s
-    import numpy
 
     if tokeniser == "default":
         return bm25s.BM25()
@@ -144,25 +143,25 @@ def _empty_index(tokeniser: Tokeniser) -> "bm25s.BM25":
             show_progress: bool = True,
             leave_progress: bool = False,
         ) -> dict[str, Any]:
-            lengths = numpy.array([len(ids) for ids in corpus_token_ids])
-            rounded = numpy.array([lucene_length(int(length)) for length in lengths])
+            lengths = np.array([len(ids) for ids in corpus_token_ids])
+            rounded = np.array([lucene_length(int(length)) for length in lengths])
             # Sorted by token, then document: the column layout that bm25s reads.
-            pairs = numpy.concatenate([numpy.asarray(ids) for ids in corpus_token_ids], dtype=numpy.int64)
+            pairs = np.concatenate([np.asarray(ids) for ids in corpus_token_ids], dtype=np.int64)
             pairs *= len(lengths)
-            pairs += numpy.repeat(numpy.arange(len(lengths)), lengths)
+            pairs += np.repeat(np.arange(len(lengths)), lengths)
             pairs.sort()
-            first = numpy.flatnonzero(numpy.diff(pairs, prepend=-1))
-            frequency = numpy.diff(first, append=len(pairs))
-            token, document = numpy.divmod(pairs[first], len(lengths))
+            first = np.flatnonzero(np.diff(pairs, prepend=-1))
+            frequency = np.diff(first, append=len(pairs))
+            token, document = np.divmod(pairs[first], len(lengths))
             del pairs, first
-            document_frequency = numpy.bincount(token, minlength=len(unique_token_ids))
-            idf = numpy.log1p((len(lengths) - document_frequency + 0.5) / (document_frequency + 0.5))
+            document_frequency = np.bincount(token, minlength=len(unique_token_ids))
+            idf = np.log1p((len(lengths) - document_frequency + 0.5) / (document_frequency + 0.5))
             saturation = self.k1 * (1 - self.b + self.b * rounded[document] / lengths.mean())
             self.nonoccurrence_array = None
             return {
                 "data": (idf[token] * frequency / (frequency + saturation)).astype(self.dtype),
                 "indices": document.astype(self.int_dtype),
-                "indptr": numpy.concatenate([[0], numpy.cumsum(document_frequency)]),
+                "indptr": np.concatenate([[0], np.cumsum(document_frequency)]),
                 "num_docs": len(lengths),
             }
 
