@@ -56,21 +56,14 @@ def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
     return Score(**{name: max(getattr(single, name) for single in singles) for name in vars(singles[0])})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SetScore:
-    precision: float
-    recall: float
-    f1: float
-
-
-def score_set(prediction: str | None, answer_sets: Sequence[Sequence[Sequence[str]]]) -> SetScore:
+def score_set(prediction: str | None, answer_sets: Sequence[Sequence[Sequence[str]]]) -> Score:
     """Several answers against several that are asked for, as AmbigQA scores them (`ambigqa_evaluate_script.py`): each
     predicted answer counts for one of them, by exact match with one of its aliases; the best annotation counts. Several
     answers of one prediction are separated by semicolons, which is ours.
     """
     said = [normalise_squad(part) for part in (prediction or "").split(";")]
     predicted = [part for part in said if part]
-    best = SetScore(precision=0.0, recall=0.0, f1=0.0)
+    best = Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
     for annotation in answer_sets:
         left = list(predicted)
         matched = 0
@@ -80,14 +73,12 @@ def score_set(prediction: str | None, answer_sets: Sequence[Sequence[Sequence[st
             if hit is not None:
                 left.remove(hit)
                 matched += 1
-        if matched:
-            precision, recall = matched / len(predicted), matched / len(annotation)
-            found = SetScore(precision=precision, recall=recall, f1=2 * precision * recall / (precision + recall))
-            best = max(best, found, key=lambda score: score.f1)
+        em = float(matched == len(predicted) == len(annotation))
+        best = max(best, _overlap(em, matched, len(predicted), len(annotation)), key=lambda score: score.f1)
     return best
 
 
-def gerbil_macro_f1(scores: Sequence[SetScore], answered: Sequence[bool]) -> float:
+def gerbil_macro_f1(scores: Sequence[Score], answered: Sequence[bool]) -> float:
     """GERBIL's Macro F1 QALD (Usbeck et al., 2019): the harmonic mean of macro precision and macro recall, where a
     question without any answer has precision 1 and recall 0. The plain macro F1 is the mean of the questions' F1.
     """
@@ -100,11 +91,8 @@ def supporting(found: Collection[str], gold: Collection[str]) -> Score:
     """HotpotQA's scores of supporting facts (`update_sp` of its script), of passages by their titles. `gold` has one at
     least.
     """
-    right = len(set(found) & set(gold))
-    precision = right / len(set(found)) if found else 0.0
-    recall = right / len(set(gold))
-    f1 = 2 * precision * recall / (precision + recall) if right else 0.0
-    return Score(em=float(set(found) == set(gold)), f1=f1, precision=precision, recall=recall)
+    said, asked = set(found), set(gold)
+    return _overlap(float(said == asked), len(said & asked), len(said), len(asked))
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0, resamples: int = 1000) -> tuple[float, float]:
@@ -154,7 +142,12 @@ def _score_one(prediction: str, gold: str, rule: Rule) -> Score:
         agree = float(prediction_tokens == gold_tokens)
         return Score(em=em, f1=agree, precision=agree, recall=agree)
     shared = sum((Counter(prediction_tokens) & Counter(gold_tokens)).values())
+    return _overlap(em, shared, len(prediction_tokens), len(gold_tokens))
+
+
+def _overlap(em: float, shared: int, said: int, asked: int) -> Score:
+    """Of so many that were said and so many that are asked for, with so many in common."""
     if not shared:
         return Score(em=em, f1=0.0, precision=0.0, recall=0.0)
-    precision, recall = shared / len(prediction_tokens), shared / len(gold_tokens)
+    precision, recall = shared / said, shared / asked
     return Score(em=em, f1=2 * precision * recall / (precision + recall), precision=precision, recall=recall)

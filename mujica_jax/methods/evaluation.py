@@ -234,7 +234,7 @@ def _further(
     `support_f1` of those that were read for an answer: what a worker selected, or all that was found where nobody
     selects."""
     found: dict[str, list[float]] = {}
-    sets: list[metrics.SetScore] = []
+    sets: list[metrics.Score] = []
     answered: list[bool] = []
     for question, trajectory in zip(questions, trajectories, strict=True):
         if question.answer_sets:
