@@ -15,8 +15,7 @@ from mujica_jax.http.client import HttpClient, PayloadTooLarge, TransientError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
 from mujica_jax.retrieval.batching import Batcher
 from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable, as_retrieval_errors
-from mujica_jax.retrieval.retriever import Health
-from mujica_jax.retrieval.service import MAX_ANSWER_BYTES
+from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health
 from mujica_jax.retrieval.statistics import Counted
 from mujica_jax.retrieval.text.corpus import Passage
 

@@ -21,6 +21,7 @@ from mujica_jax.retrieval.text.index import Index
 
 MAX_BATCH_QUERIES = 256
 HEALTH_QUERY = "health"
+MAX_ANSWER_BYTES = 64 * 2**20  # of a service
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

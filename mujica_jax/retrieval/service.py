@@ -16,23 +16,25 @@ import json
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from starlette.requests import ClientDisconnect
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.errors import RetrievalError, RetrieverOverloaded, RetrieverRefused, RetrieverTimeout
-from mujica_jax.retrieval.retriever import Health, IndexRetriever
+from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health, IndexRetriever
 from mujica_jax.retrieval.text.corpus import Hits
 from mujica_jax.retrieval.text.index import Index
-
-if TYPE_CHECKING:
-    import fastapi
-    import uvicorn
 
 MAX_QUERIES = 256  # of a request
 MAX_RESULTS = 1000  # of a query
 MAX_REQUEST_BYTES = 4 * 2**20
 MAX_READING_SECONDS = 20.0  # until all of a request is there
-MAX_ANSWER_BYTES = 64 * 2**20
 STATUSES = {RetrieverOverloaded: 429, RetrieverTimeout: 504, RetrieverRefused: 400}  # of all others: 503
 HEADERS = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}}  # by status
 PREFIX = "mujica_retrieval_"
@@ -64,8 +66,6 @@ class Metrics:
         self.answers: dict[int, int] = {}
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily
-
         statistics = dataclasses.asdict(self._retriever.statistics)
         for name, meaning in MEANINGS.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=statistics[name])
@@ -75,18 +75,14 @@ class Metrics:
         yield answers
 
 
-def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
+def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
     """The service of one retriever; `kind` is the index's."""
-    import fastapi
-    from fastapi.responses import JSONResponse, PlainTextResponse, Response
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    app = fastapi.FastAPI(title="mujica_jax retrieval", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="mujica_jax retrieval", docs_url=None, redoc_url=None, openapi_url=None)
     metrics, registry = Metrics(retriever), CollectorRegistry()
     reading = asyncio.Lock()  # of the passages: their file is read by one thread at a time
     registry.register(metrics)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
 
-    async def answered(request: "fastapi.Request") -> tuple[int, str | bytes]:
+    async def answered(request: Request) -> tuple[int, str | bytes]:
         try:
             queries, k = _read(await _read_body(request), len(retriever.index.passages))
             if (different := len(set(queries))) > retriever.max_waiting:
@@ -103,7 +99,7 @@ def make_app(retriever: IndexRetriever, kind: str) -> "fastapi.FastAPI":
         except RetrievalError as error:
             return STATUSES.get(type(error), 503), json.dumps({"error": str(error)})
 
-    async def search(request: fastapi.Request) -> Response:
+    async def search(request: Request) -> Response:
         status, content = await answered(request)
         metrics.answers[status] = metrics.answers.get(status, 0) + 1
         return Response(content, status, HEADERS.get(status), "application/json")
@@ -148,7 +144,7 @@ def address_of(opened: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve_until_told(app: "fastapi.FastAPI", opened: socket.socket, told: str) -> None:
+def serve_until_told(app: FastAPI, opened: socket.socket, told: str) -> None:
     """Prints `told` once the port answers. SIGTERM and SIGINT end it from then on: requests under way are answered
     first.
     """
@@ -166,16 +162,12 @@ def serve_until_told(app: "fastapi.FastAPI", opened: socket.socket, told: str) -
         signal.signal(number, handler)
 
 
-def make_server(app: "fastapi.FastAPI") -> "uvicorn.Server":
+def make_server(app: FastAPI) -> uvicorn.Server:
     """`run(sockets=[...])` serves until SIGTERM or SIGINT; requests under way are answered first."""
-    import uvicorn
-
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30))
 
 
-async def _read_body(request: "fastapi.Request") -> bytes:
-    from starlette.requests import ClientDisconnect
-
+async def _read_body(request: Request) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(MAX_READING_SECONDS) as timer:
