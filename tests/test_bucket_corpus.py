@@ -22,6 +22,7 @@ from mujica_jax.retrieval.graph import files as graph_files
 from mujica_jax.retrieval.graph.files import pieces
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.corpus import read_corpus
+from mujica_jax.storage import gcs
 
 RECORDS = [{"title": f"title {n}", "text": f"of number {n}, é"} for n in range(200)]
 LINES = "\n".join(map(json.dumps, RECORDS)).encode()
@@ -127,10 +128,9 @@ def test_an_object_that_is_replaced_while_it_is_read_is_said(bucket):
 
 
 def test_bytes_that_changed_on_the_way_are_noticed(bucket, monkeypatch):
-    whole = files.open_bucket("mine").read_range
-    monkeypatch.setattr(
-        files.open_bucket("mine"), "read_range", lambda *asked: whole(*asked).replace(b"number 19", b"number 91")
-    )
+    mine = gcs.open_bucket("mine")
+    whole = mine.read_range
+    monkeypatch.setattr(mine, "read_range", lambda *asked: whole(*asked).replace(b"number 19", b"number 91"))
     with pytest.raises(UserError, match="was damaged on the way"):
         read_corpus(["gs://mine/folder/corpus.jsonl"])
 

@@ -15,11 +15,14 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from mujica_jax.errors import UserError
-from mujica_jax.storage.gcs import BUCKET_NAME, ObjectInfo, open_bucket
 from mujica_jax.storage.manifest import sha256_of
+from mujica_jax.storage.run_directory import BUCKET_NAME
+
+if TYPE_CHECKING:
+    from mujica_jax.storage.gcs import Bucket, ObjectInfo
 
 SCHEME = "gs://"
 RANGE_BYTES = 8 * 2**20
@@ -60,7 +63,7 @@ def describe_files(paths: Sequence[str]) -> list[dict[str, Any]]:
 def _describe_file(path: str) -> dict[str, Any]:
     try:
         if _in_bucket(path):
-            listed = _find(path)
+            _, listed = _find(path)
             return {"bytes": listed.bytes, "crc32c": listed.crc32c}
         return {"bytes": Path(path).stat().st_size, "sha256": sha256_of(Path(path))}
     except OSError as error:
@@ -74,8 +77,7 @@ class BucketFile(io.RawIOBase):
     def __init__(self, address: str) -> None:
         import google_crc32c
 
-        self._listed = _find(address)
-        self._bucket = open_bucket(_split(address)[0])
+        self._bucket, self._listed = _find(address)
         self._address, self._position = address, 0
         self._sum, self._summed_bytes = google_crc32c.Checksum(), 0
 
@@ -110,16 +112,14 @@ def _in_bucket(path: str | Path) -> bool:
     return str(path).startswith(SCHEME)
 
 
-def _find(address: str) -> ObjectInfo:
-    bucket, name = _split(address)
-    found = open_bucket(bucket).find(name)
+def _find(address: str) -> "tuple[Bucket, ObjectInfo]":
+    from mujica_jax.storage.gcs import open_bucket
+
+    named = re.fullmatch(rf"{SCHEME}({BUCKET_NAME})/(.+)", address)
+    if named is None:
+        raise UserError(f"{address} names no object in a bucket: give gs://BUCKET/NAME, or the path of a local file")
+    bucket = open_bucket(named[1])
+    found = bucket.find(named[2])
     if found is None:
         raise FileNotFoundError(address)
-    return found
-
-
-def _split(address: str) -> tuple[str, str]:
-    found = re.fullmatch(rf"{SCHEME}({BUCKET_NAME})/(.+)", address)
-    if found is None:
-        raise UserError(f"{address} names no object in a bucket: give gs://BUCKET/NAME, or the path of a local file")
-    return found[1], found[2]
+    return bucket, found

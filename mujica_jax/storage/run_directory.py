@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 else:
     RunPath = PurePath  # what both are; importing the other one takes a third of a second
 
+BUCKET_NAME = r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
 FETCHED = ".fetched.json"  # in the cached copy of a folder: what the bucket held when it was fetched
 HELD_SECONDS = 10.0  # how long lines wait for an upload; a bucket takes about one change of an object a second
 
@@ -44,7 +45,6 @@ def run_path(root: str | PurePath) -> RunPath:
         return root  # pyright: ignore[reportReturnType] - one of the two
     if "://" not in root:
         return Path(root)
-    from mujica_jax.storage.gcs import BUCKET_NAME
     from mujica_jax.storage.gcs_path import BucketPath
 
     if not re.fullmatch(rf"gs://{BUCKET_NAME}(/.*)?", root):
