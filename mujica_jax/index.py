@@ -24,16 +24,28 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.tasks import DEFAULT_EMBEDDER
 from mujica_jax.errors import UserError, nearest
+from mujica_jax.report.progress import Progress
+from mujica_jax.retrieval.errors import RetrievalError
+from mujica_jax.retrieval.estimates import estimate_corpus, estimate_graph
+from mujica_jax.retrieval.graph import index as graphs
+from mujica_jax.retrieval.graph import sparql
+from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
+from mujica_jax.retrieval.graph.files import GraphSpec
+from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
+from mujica_jax.retrieval.retriever import IndexRetriever
+from mujica_jax.retrieval.search_cache import SearchCache
+from mujica_jax.retrieval.text import index as indexes
+from mujica_jax.retrieval.text.corpus_records import check_text
+from mujica_jax.retrieval.text.dense import check_k
+from mujica_jax.retrieval.text.embedders import find_embedder
+from mujica_jax.retrieval.text.index import Index, IndexSpec, open_index, read_kind
+from mujica_jax.retrieval.text.recall import measure_recall, read_questions
 from mujica_jax.runtime.standard_output import run_program
-
-if TYPE_CHECKING:
-    from mujica_jax.retrieval.graph.files import GraphSpec
-    from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
-    from mujica_jax.retrieval.text.index import Index, IndexSpec
 
 PROGRAM = "python -m mujica_jax.index"
 GRAPH = "graph"  # the kind of index that holds triples
@@ -58,10 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(given: argparse.Namespace) -> None:
-    from mujica_jax.report.progress import Progress
-    from mujica_jax.retrieval.graph import index as graphs
-    from mujica_jax.retrieval.text import index as indexes
-
     if "://" in given.out:
         raise UserError(
             f"an index is built on local disk and --out is {given.out}: give a directory, and copy it there afterwards"
@@ -86,8 +94,6 @@ def build(given: argparse.Namespace) -> None:
 
 
 def estimate(given: argparse.Namespace) -> None:
-    from mujica_jax.retrieval.estimates import estimate_corpus, estimate_graph
-
     _refuse_unread(given, given.kind)
     if given.kind != GRAPH:
         for name in ("hosts", "devices"):
@@ -102,29 +108,19 @@ def estimate(given: argparse.Namespace) -> None:
 
 
 def recall(given: argparse.Namespace) -> None:
-    from mujica_jax.retrieval.text.index import read_kind
-    from mujica_jax.retrieval.text.recall import measure_recall, read_questions
-
     questions = read_questions(given.questions)
     _refuse_unread(given, read_kind(given.index))
     print(json.dumps(measure_recall(_opened(given), given.index, questions, given.questions, given.k)))
 
 
 def query(given: argparse.Namespace) -> None:
-    from mujica_jax.retrieval.errors import RetrievalError
-    from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
-    from mujica_jax.retrieval.graph.index import open_graph
-    from mujica_jax.retrieval.text.corpus_records import check_text
-    from mujica_jax.retrieval.text.dense import check_k
-    from mujica_jax.retrieval.text.index import read_kind
-
     check_text(given.text)
     kind = GRAPH if given.index.startswith(SCHEME) else read_kind(given.index)
     _refuse_unread(given, kind)
     if kind == GRAPH:
         if given.k is not None and given.k < 1:
             raise UserError(f"k is {given.k}: give at least 1")
-        graph = open_endpoint(given.index) if given.index.startswith(SCHEME) else open_graph(given.index)
+        graph = open_endpoint(given.index) if given.index.startswith(SCHEME) else graphs.open_graph(given.index)
         try:
             found = asyncio.run(_triples(graph, given.index, given.text, given.k))
         except RetrievalError as error:
@@ -152,11 +148,8 @@ def query(given: argparse.Namespace) -> None:
 
 
 def serve(given: argparse.Namespace) -> None:
-    from mujica_jax.config.cache_folders import cache_folder
-    from mujica_jax.retrieval.retriever import IndexRetriever
-    from mujica_jax.retrieval.search_cache import SearchCache
+    # Imported here: what serves takes half a second.
     from mujica_jax.retrieval.service import address_of, make_app, open_port, serve_until_told
-    from mujica_jax.retrieval.text.index import read_kind
 
     if given.max_waiting < 1:
         raise UserError(f"--max-waiting is {given.max_waiting}: give at least 1, or nobody is answered")
@@ -207,10 +200,7 @@ def _refuse_unread(given: argparse.Namespace, kind: str) -> None:
             raise UserError(f"--{flag} is {shown} and an index of {what} does not read it: leave it out")
 
 
-def _index_spec(given: argparse.Namespace) -> "IndexSpec":
-    from mujica_jax.retrieval.text.embedders import find_embedder
-    from mujica_jax.retrieval.text.index import IndexSpec
-
+def _index_spec(given: argparse.Namespace) -> IndexSpec:
     source = getattr(given, "embeddings", None)
     embeds = given.kind != "bm25" and source is None
     return IndexSpec(
@@ -225,10 +215,7 @@ def _index_spec(given: argparse.Namespace) -> "IndexSpec":
     )
 
 
-def _graph_spec(given: argparse.Namespace) -> "GraphSpec":
-    from mujica_jax.retrieval.graph import sparql
-    from mujica_jax.retrieval.graph.files import GraphSpec
-
+def _graph_spec(given: argparse.Namespace) -> GraphSpec:
     return GraphSpec(
         files=tuple(given.corpus),
         languages=tuple(tag.lower() for tag in given.languages or sparql.LANGUAGES),
@@ -237,13 +224,11 @@ def _graph_spec(given: argparse.Namespace) -> "GraphSpec":
     )
 
 
-def _opened(given: argparse.Namespace) -> "Index":
-    from mujica_jax.retrieval.text.index import open_index
-
+def _opened(given: argparse.Namespace) -> Index:
     return open_index(given.index, given.embedder, given.prefixes, given.recall_target)
 
 
-async def _triples(graph: "KnowledgeGraph", index: str, name: str, limit: int | None) -> list[dict[str, Any]]:
+async def _triples(graph: KnowledgeGraph, index: str, name: str, limit: int | None) -> list[dict[str, Any]]:
     """Of the likeliest entity of this name. Raises RetrievalError."""
     keys = await graph.find(name)
     if not keys:
