@@ -26,7 +26,6 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tyro
 
@@ -42,10 +41,7 @@ from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.runtime.standard_output import run_program
-from mujica_jax.storage.run_directory import run_path
-
-if TYPE_CHECKING:
-    from mujica_jax.storage.run_directory import RunPath
+from mujica_jax.storage.run_directory import RunPath, run_path
 
 ADAPTER_WANTED = "give --adapter a folder as RUN/policies/N/adapter"
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
@@ -193,7 +189,7 @@ def find_checkpoint(given: EvalArguments) -> Checkpoint:
     return Checkpoint(**vars(found), out=folder)
 
 
-def _config_left_in(folder: "RunPath", flag: str, *, wanted: str, lacking: str) -> Config:
+def _config_left_in(folder: RunPath, flag: str, *, wanted: str, lacking: str) -> Config:
     """The configuration that a run directory was begun with, or of the run that wrote an adapter."""
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {wanted}")

@@ -13,7 +13,8 @@ from mujica_jax.errors import UserError
 from mujica_jax.models.gguf import checkpoint_folder, is_converted
 from mujica_jax.runtime.provenance import differences
 from mujica_jax.storage.manifest import json_object
-from mujica_jax.storage.run_directory import local_folder, run_path
+from mujica_jax.storage.run_directory import RunPath, local_folder, run_path
+from mujica_jax.trajectories.store import Store
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from mujica_jax.methods.evaluation import ScoredGenerator
     from mujica_jax.models.decoder import Decoder
     from mujica_jax.models.tokenizer import Tokenizer
-    from mujica_jax.storage.run_directory import RunPath
 
 WANTED = "give --checkpoint a run directory, or a Hugging Face directory, a GGUF file or smollm2 and a configuration"
 _INIT = re.compile("--init(=|$)")
@@ -35,7 +35,7 @@ class SavedPolicy:
     model: Path  # a Hugging Face directory
     place: str  # where it comes from: the same, or the name of which it is a local copy
     version: int
-    run: "RunPath | None"  # the directory of the run that made it
+    run: RunPath | None  # the directory of the run that made it
     adapter: Path | None = None
 
     def load(self, dtype: str, mesh: "Mesh | None" = None) -> "tuple[Tokenizer, Decoder]":
@@ -53,7 +53,7 @@ class SavedPolicy:
 class Checkpoint(SavedPolicy):
     """What is evaluated and where that is written down."""
 
-    out: "RunPath"
+    out: RunPath
 
     def concurrency(self, config: Config) -> int:
         return config.engine.slots
@@ -108,9 +108,6 @@ def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> 
             f"--adapter is {adapter} and {folder} is a run, whose policies have theirs merged in: give --init "
             "the checkpoint that the adapter was trained on, or leave --adapter out"
         )
-
-    from mujica_jax.trajectories.store import Store
-
     store = Store(folder)
     version = max(store.policies(), default=None) if policy is None else policy
     if version is None:
@@ -120,11 +117,11 @@ def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> 
     return SavedPolicy(name=f"policy {version}", model=model, place=place, version=version, run=folder)
 
 
-def is_run(folder: "RunPath") -> bool:
+def is_run(folder: RunPath) -> bool:
     """A run's config.json holds `config`; that of a Hugging Face directory is the model's own."""
     file = folder / "config.json"
     return file.exists() and isinstance(read_object(file).get("config"), dict)
 
 
-def read_object(file: "RunPath") -> dict[str, Any]:
+def read_object(file: RunPath) -> dict[str, Any]:
     return json_object(file.read_bytes(), file, "restore it or choose another --checkpoint")

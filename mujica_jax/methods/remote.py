@@ -4,11 +4,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from mujica_jax.config.schema import Config, RemoteConfig
+from mujica_jax.storage.run_directory import RunPath
 
 if TYPE_CHECKING:
     from mujica_jax.inference.remote.generator import RemoteGenerator
     from mujica_jax.models.tokenizer import Tokenizer
-    from mujica_jax.storage.run_directory import RunPath
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Endpoint:
     remote: RemoteConfig
     tokenizer: "Tokenizer"
     generator: "RemoteGenerator"
-    out: "RunPath"
+    out: RunPath
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class Endpoint:
         }
 
 
-def open_endpoint(remote: RemoteConfig, out: "RunPath") -> Endpoint:
+def open_endpoint(remote: RemoteConfig, out: RunPath) -> Endpoint:
     """Tokenizer and generator of an endpoint that `config.checks.check_remote` accepted. Sends no request yet."""
     from mujica_jax.inference.remote.generator import RemoteGenerator
     from mujica_jax.models.tokenizer import Tokenizer

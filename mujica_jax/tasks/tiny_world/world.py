@@ -16,7 +16,9 @@ from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import KNOWN, UNKNOWN, Entity, Evidence, GoldPassage, Question
+from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.statistics import RetrievalStatistics
+from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
@@ -127,9 +129,6 @@ class TinyWorld:
             yield from ((question, self.environment(question)) for question in self._list("demonstration", copy))
 
     def _searched_passages(self, part: Part, copy: int) -> Environment:
-        from mujica_jax.retrieval.retriever import IndexRetriever
-        from mujica_jax.retrieval.text.bm25 import Bm25Index
-
         owner = self._part(part, copy)
         passages = [
             Passage(id=_key(owner, number), title=label, text=_passage_text(owner, number))
