@@ -20,6 +20,7 @@ from mujica_jax.retrieval.text.corpus import FILE, Index, PassageFile, stream_co
 from mujica_jax.retrieval.text.dense import DenseIndex
 from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.text.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
+from mujica_jax.retrieval.text.scann import ScannParameters, ScannSearch, parameters_for, write_scann
 from mujica_jax.runtime import distributed
 
 Kind = Literal["exact", "bm25", "scann"]
@@ -123,8 +124,6 @@ def open_index(
             raise UserError(
                 f"a recall target is given and the index {folder} is of kind scann, which has its own: leave it out"
             )
-        from mujica_jax.retrieval.text.scann import ScannParameters, ScannSearch
-
         vectors = ScannSearch.load(folder / SCANN_FOLDER, len(passages), ScannParameters(**manifest["scann"]))
     else:
         from mujica_jax.retrieval.text.exact import ExactSearch
@@ -188,8 +187,6 @@ def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict
     """ScaNN's files take their place when all of them are written; until then a killed build goes on with them. Returns
     the parameters.
     """
-    from mujica_jax.retrieval.text.scann import parameters_for, write_scann
-
     parameters = parameters_for(len(embeddings), of_length_1=embeddings.of_length_1())
     unfinished = folder / f".{SCANN_FOLDER}.new"
     if not (folder / SCANN_FOLDER).exists():
