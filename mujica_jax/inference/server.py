@@ -73,7 +73,7 @@ class Server:
         self._device.start()
         self._wire.start()
         try:
-            return self._wire.run(self._open())
+            return self._wire.result_of(self._open())
         except UserError:
             self.stop(grace_seconds=0.0)
             raise
@@ -82,7 +82,7 @@ class Server:
         """No request is taken any more; those under way have this long to end."""
         self._orchestrator.live = False
         if self._server is not None:
-            self._wire.run(self._server.stop(grace_seconds))
+            self._wire.result_of(self._server.stop(grace_seconds))
             self._server = None
         self._device.stop()
         self._wire.stop()
@@ -209,20 +209,14 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             show(tokens)
 
 
-class _LoopThread:
+class _LoopThread(threading.Thread):
     """An event loop in a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        super().__init__(target=self._loop.run_forever, name=name, daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Its result, to another thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
@@ -244,11 +238,11 @@ class _LoopThread:
 
     def stop(self) -> None:
         """What still runs is cancelled."""
-        if not self._thread.is_alive():
+        if not self.is_alive():
             return
-        self.run(self._cancel_all())
+        self.result_of(self._cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self.join()
         self._loop.close()
 
     async def _cancel_all(self) -> None:
