@@ -134,9 +134,8 @@ def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
     written |= {THEIR_NAMES.get(name, name): value for name, value in ours.items()}
     if config.rope_scaling is not None:
         written["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
-    if (
-        config.family != "qwen2"
-    ):  # Qwen2 has its bias by class, the others by this field, and then on the output as well
+    # Qwen2 has its bias by class, the others by this field, and then on the output as well.
+    if config.family != "qwen2":
         written["attention_bias"] = False
     return written
 

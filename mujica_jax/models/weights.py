@@ -71,11 +71,7 @@ def open_checkpoint(directory: Folder, *, dtype: DTypeLike = jnp.float32) -> tup
 
 
 def save_checkpoint(
-    decoder: Decoder,
-    directory: Folder,
-    *,
-    tokenizer: Tokenizer | None = None,
-    dtype: DTypeLike = jnp.float32,
+    decoder: Decoder, directory: Folder, *, tokenizer: Tokenizer | None = None, dtype: DTypeLike = jnp.float32
 ) -> None:
     """Write a directory that transformers loads, its tensors in `dtype`. It appears whole or not at all; an existing
     one is not overwritten.
