@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
 from mujica_jax.errors import UserError
 from mujica_jax.inference.scheduler import GeneratorStatistics
 
@@ -66,8 +69,6 @@ class LiveCounters:
 
     def collect(self) -> Iterator[Any]:
         """Prometheus metrics: a collector for `prometheus_client`."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         found, tokens_a_second = self.now()
         for name, meaning in COUNTS.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=getattr(found, name))
@@ -92,8 +93,6 @@ def between(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str
 
 def serve_metrics(counters: LiveCounters, *, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
     """Answer /metrics from a thread; port 0 takes any. Returns the port and what ends it."""
-    from prometheus_client import CollectorRegistry, start_http_server
-
     try:
         registry = CollectorRegistry()
         registry.register(counters)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked

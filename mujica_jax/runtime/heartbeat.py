@@ -20,6 +20,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from jax.errors import JaxRuntimeError
+
 LOST = 75  # exit status: EX_TEMPFAIL, the same command may work again
 SECONDS_BETWEEN = 1.0
 MAX_SECONDS_TO_ANSWER = 2.0
@@ -50,8 +52,6 @@ class Heartbeat:
 
     def watch(self) -> None:
         """Ends this process when another one, but process 0, is lost."""
-        from jax.errors import JaxRuntimeError
-
         processes = range(len(self._hosts))
         while not self._stopped.wait(SECONDS_BETWEEN):
             try:
@@ -69,8 +69,6 @@ class Heartbeat:
             self._end([0])
 
     def _store_answers(self) -> bool:
-        from jax.errors import JaxRuntimeError
-
         answers = []
 
         def ask() -> None:
