@@ -78,8 +78,8 @@ class StepMetrics:
 
     def values(self) -> dict[str, float | int]:
         """All but the step, under the names that the training log has."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in own.items() if name not in ("step", "of_loss")} | dict(self.of_loss)
+        own = {name: value for name, value in vars(self).items() if name not in ("step", "of_loss")}
+        return own | dict(self.of_loss)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,10 +206,7 @@ def fit(
         batches.set_state(input_state)
     stopped, unread = False, None
     read = functools.partial(_read, max_skips=trainer.config.max_skips_in_a_row)
-    while done < steps:
-        if should_stop():
-            stopped = True
-            break
+    while done < steps and not (stopped := should_stop()):
         state, metrics = trainer.train_step(state, next(batches), schedule)
         done += 1
         if unread is not None:
