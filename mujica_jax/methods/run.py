@@ -103,13 +103,10 @@ class Run:
     def use_policy(self, state: GetState, version: int) -> None:
         """Sample from this state, which the policy of this version is. One that would have to be restored stays where
         it is: its policy is read."""
-        absent = isinstance(state, PhaseState) and not state.is_here
+        absent = isinstance(state, PhaseState) and not state.is_here and self._is_committed(version)
         with self.clock.stage("weight_sync"):
             self.generator.release_weights()
-            if absent and self._is_committed(version):
-                weights = nnx.state(self._committed(version))
-            else:
-                weights = self.trainer.policy(state())
+            weights = nnx.state(self._committed(version)) if absent else self.trainer.policy(state())
             use_weights(self.generator, self._decoder, weights, self.config.engine.weights, version)
 
     def committed_state(self, version: int) -> TrainState:
