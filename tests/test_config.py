@@ -332,7 +332,7 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
     def asked(directory: Path, *, keep: int, **_: object) -> None:
         raise Asked(keep)
 
-    monkeypatch.setattr("mujica_jax.methods.learning_phase.Checkpoints", asked)
+    monkeypatch.setattr("mujica_jax.learning.checkpoints.Checkpoints", asked)
     own: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
     own.generator = types.SimpleNamespace(release_weights=lambda: None)
     with pytest.raises(Asked, match="7"):

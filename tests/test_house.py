@@ -30,6 +30,7 @@ HEAVY = {*"tensorflow tensorflow_datasets torch jetstream seqio scann qwix grain
 ADAPTERS = {  # files whose whole purpose is the package; imported where they are used
     "inference/jetstream.py": {"jetstream"},
     "inference/server.py": {"jetstream"},
+    "learning/checkpoints.py": {"orbax"},
     "storage/gcs.py": {"google"},
     "tasks/open_domain/builders.py": {"tensorflow_datasets"},
 }

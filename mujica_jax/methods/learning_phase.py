@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mujica_jax.config.schema import TrainerConfig
-from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.optimizer import Schedule
 from mujica_jax.learning.throughput import Throughput
@@ -34,6 +33,8 @@ def train_phase(
     config: TrainerConfig,
 ) -> TrainState:
     """The state after `steps` updates. Called by `Run.learn`. A preemption saves the step it comes at."""
+    from mujica_jax.learning.checkpoints import Checkpoints
+
     run.generator.release_weights()
     checkpoints = Checkpoints(
         run.store.root / learning_folder(name), keep=config.keep_checkpoints, io_statistics=run.store.io_statistics
