@@ -14,6 +14,7 @@ looked at. A passage's position in the file is its position in every index made 
 
 import dataclasses
 import hashlib
+import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -146,22 +147,13 @@ def write_passages(passages: Iterable[Passage], path: Path, on_rows: Callable[[i
     import pyarrow
 
     schema = pyarrow.schema([(name, pyarrow.string()) for name in ("id", "title", "text")])
-    rows, batch = 0, []
+    rows, left = 0, iter(passages)
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
-
-        def write() -> None:
-            nonlocal rows, batch
+        while batch := list(itertools.islice(left, BATCH_ROWS)):
             columns = [[getattr(passage, name) for passage in batch] for name in schema.names]
             writer.write_batch(pyarrow.record_batch(columns, schema=schema))
-            rows, batch = rows + len(batch), []
+            rows += len(batch)
             on_rows(rows)
-
-        for passage in passages:
-            batch.append(passage)
-            if len(batch) == BATCH_ROWS:
-                write()
-        if batch:
-            write()
     return rows
 
 
