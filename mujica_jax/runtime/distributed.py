@@ -234,9 +234,7 @@ def _place(config: DistributedConfig) -> tuple[str, int, int] | None:
 
 
 def _announce(key: str, what: Any) -> None:
-    from jax.errors import JaxRuntimeError
-
-    with contextlib.suppress(JaxRuntimeError):  # another process was first, or process 0 is gone
+    with contextlib.suppress(RuntimeError):  # of JAX: another process was first, or process 0 is gone
         _job.client.key_value_set(key, json.dumps([_job.process, what]))
 
 
@@ -258,8 +256,6 @@ def _on_shutdown(sender: int, notice: tuple[int, str]) -> None:
 
 def _exit_together(status: int) -> None:
     """All processes have read the notice before one of them ends, and process 0, which holds the store, ends last."""
-    from jax.errors import JaxRuntimeError
-
     assert _job.heartbeat is not None, "the job was started"
     _job.heartbeat.stop(status)
     with contextlib.suppress(OSError):  # the reader may be gone
@@ -268,7 +264,7 @@ def _exit_together(status: int) -> None:
     at_the_latest = threading.Timer(SHUTDOWN_SECONDS, os._exit, (status,))  # where process 0 hangs, so does the barrier
     at_the_latest.daemon = True
     at_the_latest.start()
-    with contextlib.suppress(JaxRuntimeError):
+    with contextlib.suppress(RuntimeError):  # of JAX: one of them is gone
         _job.client.wait_at_barrier(SHUTDOWN, _milliseconds(SHUTDOWN_BARRIER_SECONDS))
     if is_primary():
         time.sleep(1.0)
@@ -277,11 +273,9 @@ def _exit_together(status: int) -> None:
 
 @contextlib.contextmanager
 def _bounded(name: str, missing: Callable[[], list[int]]):
-    from jax.errors import JaxRuntimeError
-
     try:
         yield
-    except JaxRuntimeError as error:
+    except RuntimeError as error:  # of JAX
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
         names = " and ".join(f"process {number} on {_job.hosts[number]}" for number in missing())
