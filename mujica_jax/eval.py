@@ -112,9 +112,10 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
         if not given.ask.strip():
             raise UserError(f"--ask is {given.ask!r} and no question: write one between quotes")
         task, setting = config.task, getattr(config.task, "setting", "open")
-        if task.kind == "tiny_world" or (task.environment, setting) != ("text", "open"):
+        environment = getattr(task, "environment", "of its own")
+        if task.kind == "tiny_world" or (environment, setting) != ("text", "open"):
             raise UserError(
-                f"--ask is {given.ask!r} and {task.kind} has environment {task.environment}, setting {setting}: a "
+                f"--ask is {given.ask!r} and {task.kind} has environment {environment}, setting {setting}: a "
                 "question of yours comes with no entities and no passages; ask over passages that all questions share"
             )
         asked_too = {"agents": given.agents, "tasks": given.tasks, "plot": given.plot, "judge": given.judge.base_url}
@@ -129,7 +130,7 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
     found = [dataclasses.replace(config, task=task, agent=agent) for task in tasks for agent in agents]
     for one in found:
         check(one)
-    named = [(one.task.kind, one.task.environment, one.agent.kind) for one in found]
+    named = [(one.task.kind, getattr(one.task, "environment", ""), one.agent.kind) for one in found]
     if twice := [" ".join(name) for name in named if named.count(name) > 1]:
         raise UserError(f"{twice[0]} is asked for twice and would be written into one file: name each once")
     return found
@@ -193,6 +194,8 @@ def _config_left_in(folder: RunPath, flag: str, *, wanted: str, lacking: str) ->
     """The configuration that a run directory was begun with, or of the run that wrote an adapter."""
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {wanted}")
+    if (folder / "adapter" / "adapter_config.json").exists():
+        raise UserError(f"{folder} is a policy of a run, and its adapter is in {folder / 'adapter'}: name that one")
     if not is_run(folder):
         raise UserError(f"{folder} {lacking}, as in `python -m mujica_jax.eval {HELP_CONFIG} {flag} {folder}`")
     return from_dict(Config, read_object(folder / "config.json")["config"])

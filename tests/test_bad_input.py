@@ -38,7 +38,7 @@ from mujica_jax.methods.run import Run
 from mujica_jax.models.sharding import MESH_AXES
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
-from mujica_jax.records import Conversation, Turn
+from mujica_jax.records import Conversation, Question, Turn
 from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.rewards import find_reward
 from mujica_jax.runtime import provenance
@@ -116,12 +116,37 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     bare = types.SimpleNamespace(name="bare", rule="two_wiki", environment_kind="text")
     monkeypatch.setattr(start, "build_task", lambda config: bare)
     message = refused(train, SMOKE, "--run", "run")
-    assert "task bare has no demonstrations for a model from scratch: start from a checkpoint with --init" in message
+    lacking = "task bare lacks demonstrations, pretraining_documents, tokenizer_text, which a model from scratch"
+    assert f"{lacking} begins with: start from a checkpoint with --init" in message
     none = ("--pretraining.steps", "0", "--init", "nowhere", "--warmup.steps", "0")
-    assert "task bare has no demonstrations" in refused(train, SMOKE, "--run", "run", *none)  # which a control learns
+    assert lacking in refused(train, SMOKE, "--run", "run", *none)  # which a control learns
     none = (*none, "--eval.control", "False")
     assert "there is no directory nowhere" in refused(train, SMOKE, "--run", "run", *none)
     assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        ({"name": None}, "task tiny_world: its name is None and must be a text"),
+        ({"rule": "exakt"}, "its rule is 'exakt' and must be hotpot or two_wiki"),
+        ({"environment_kind": "text"}, "its environment_kind is text and its environment has kind graph"),
+        ({"questions": iter}, r"questions\('train'\) gave .*; it must return a list of Question"),
+        ({"answers": "Ghent"}, "answers of question q are 'Ghent'; give a tuple of texts"),
+        ({"answers": ()}, r"answers of question q are \(\); give a tuple of texts"),
+        ({"ids": "qq"}, "several train questions have the id q: give each its own"),
+    ],
+)
+def test_mistakes_of_a_task_of_ones_own_are_named(monkeypatch, mistake, sentence):
+    asked = [
+        Question(id=id, text="Where?", answers=mistake.get("answers", ("Ghent",))) for id in mistake.get("ids", "q")
+    ]
+    right = {"name": "own", "rule": "two_wiki", "environment_kind": "graph"}
+    right |= {"questions": lambda split: asked, "environment": lambda question: types.SimpleNamespace(kind="graph")}
+    task = types.SimpleNamespace(**right | mistake)
+    monkeypatch.setattr(start, "implementation", lambda section: lambda section: task)
+    with pytest.raises(UserError, match=sentence):
+        start.build_task(load_config(SMOKE))
 
 
 def test_eval_refuses_what_only_training_reads(capsys):
@@ -131,7 +156,8 @@ def test_eval_refuses_what_only_training_reads(capsys):
 
 @pytest.mark.parametrize("program", [train, evaluation])
 def test_an_unknown_configuration_is_answered_with_the_nearest(refused, program):
-    assert "no configuration tiny_wrold: did you mean tiny_world?" in refused(program, "tiny_wrold")
+    for name in ("tiny_wrold", "confgs/tiny_world.py", "runs/tiny_world", "tiny_world.yaml"):
+        assert f"no configuration {name}: did you mean tiny_world?" in refused(program, name)
 
 
 IMPOSSIBLE = {  # flags -> what the sentence says
@@ -208,25 +234,26 @@ def test_eval_checks_what_it_is_given(refused):
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "value", "sentence"),
+    ("changed", "sentence"),
     [
-        ("engine", "slots", "many", "engine.slots is 'many' and must be at least 1"),
-        ("trainer", "clip_norm", None, "trainer.clip_norm is None and must be above 0"),
-        ("warmup", "learning_rate", None, "warmup.learning_rate is None and must be above 0"),
-        ("model", "family", "mistral", "model.family is 'mistral' and must be one of qwen2, qwen3, llama"),
+        ("engine=replace(given.engine, slots='many')", "engine.slots is 'many' and must be int"),
+        ("trainer=replace(given.trainer, clip_norm=None)", "trainer.clip_norm is None and must be float"),
+        ("eval=replace(given.eval, control=1)", "eval.control is 1 and must be bool"),
+        ("model=replace(given.model, family='mistral')", "model.family is 'mistral' and must be one of qwen2, qwen3,"),
+        ("seed=1.5", "seed is 1.5 and must be int: change it in the configuration or pass --seed"),
+        ("method={'rounds': 2}", "method is {'rounds': 2} and must be MygoConfig or GrpoConfig"),
+        ("seed={}['a']", "config.py does not load: KeyError: 'a'; it must define get_config() -> Config"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:The field:UserWarning")  # tyro says it too
-def test_a_configuration_file_of_impossible_values_is_refused(refused, tmp_path, section, field, value, sentence):
+def test_a_configuration_file_of_impossible_values_is_refused(refused, tmp_path, changed, sentence):
     """What flags cannot say: their values have the right type."""
     config = tmp_path / "config.py"
     config.write_text(
-        "import dataclasses\n"
+        "from dataclasses import replace\n"
         "from mujica_jax.config.files import load_config\n"
         "def get_config():\n"
-        f"    config = load_config({SMOKE!r})\n"
-        f"    section = dataclasses.replace(config.{section}, {field}={value!r})\n"
-        f"    return dataclasses.replace(config, {section}=section)\n"
+        f"    given = load_config({SMOKE!r})\n"
+        f"    return replace(given, {changed})\n"
     )
     assert sentence in refused(train, str(config), "--run", "run")
     assert not (tmp_path / "run").exists()

@@ -21,6 +21,7 @@ FACTS = "".join(
 RUN = """tests/loops/smoke_config.py --agent.kind retry --task.kind facts --task.file facts.tsv --method.kind rejection
     --method.attempts 2 --eval.split test --eval.questions 8 --eval.control False --warmup.steps 2 --pretraining.steps 2
     --sampling.questions-per-round 4 --run run""".split()
+EVAL = ["--checkpoint", "run", "--eval.questions", "2", "--sampled", "False"]
 
 
 def examples() -> dict[str, list[tuple[str, str]]]:
@@ -54,6 +55,8 @@ def test_the_examples_run_and_touch_one_union_line_each(tmp_path):
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert re.search(r"^warm-up .*\n(.*\n)?rejection ", run.stdout, re.MULTILINE), run.stdout
+    evaluated = subprocess.run([*command[:2], "mujica_jax.eval", *EVAL], cwd=tmp_path, capture_output=True, text=True)
+    assert evaluated.returncode == 0 and "facts (graph, retry), test" in evaluated.stdout, evaluated.stderr
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     table = run.stdout[run.stdout.index("phase ") :]
     assert again.stdout.endswith(table), f"{again.stdout}\n{again.stderr}\nis not resumed to\n{table}"

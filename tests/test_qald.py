@@ -55,7 +55,7 @@ def test_the_official_records_are_read():
 def test_questions_whose_answers_the_graph_knows_are_asked_and_played(graph):
     of = task(graph, dev_percent=0)
     questions = {question.text: question for question in of.questions("test")}
-    assert len(questions) + of.left_out == 276 and not of.questions("dev")
+    assert len(questions) + len(of.left_out) == 276 and not of.questions("dev")
     school = questions["Which High School did Allen Ginsberg attend?"]
     assert school.answers == ("Eastside High School",)
     assert [(entity.id, entity.label) for entity in school.candidates] == [

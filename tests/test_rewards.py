@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mujica_jax.records import Question, StopReason, Trajectory
+from mujica_jax.errors import UserError
+from mujica_jax.records import Question, Reward, StopReason, Trajectory
 from mujica_jax.rewards import REWARDS, find_reward
 
 
@@ -41,6 +42,13 @@ def test_what_an_episode_earns(what):
     well_formed = float(f1_format > 0.9 * f1)
     assert (found["f1"].parts, found["em"].parts) == ({"f1": pytest.approx(f1)}, {"em": em})
     assert found["f1_format"].parts == {"f1": pytest.approx(f1), "format": well_formed}
+
+
+@pytest.mark.parametrize("given", [0.5, Reward(total=float("nan")), Reward(total="1"), Reward(total=1.0, parts=None)])
+def test_what_is_no_reward_is_refused_by_its_name(monkeypatch, given):
+    monkeypatch.setitem(REWARDS, "own", lambda answer, trajectory: given)
+    with pytest.raises(UserError, match="must return a Reward whose total and parts are finite"):
+        find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent"))
 
 
 def test_the_best_alias_counts_and_the_rule_of_the_task_decides():

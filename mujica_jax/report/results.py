@@ -84,12 +84,17 @@ def question_tree(question: Question, trajectory: Trajectory) -> Tree:
             for i in search.selected:
                 nowhere = f"number {i} of {size} (does not exist)"
                 branch.add(node("evidence: ", search.materials[i] if 0 <= i < size else nowhere))
-            nothing = f"nothing found in {size} materials"
-            branch.add(node("worker: ", search.sentence or ("" if search.found else nothing)))
+            if search.sentence or not search.found:
+                branch.add(node("worker: ", search.sentence or f"nothing found in {size} materials"))
+            elif not search.selected:  # of an agent without workers
+                for material in search.materials:
+                    branch.add(node("found: ", material))
     if trajectory.stop_reason is StopReason.ANSWERED:
         tree.add(node("answer: ", trajectory.answer, "bold"))
     else:
         tree.add(node("no answer: ", trajectory.stop_reason.value, "red"))
+        if written := [turn.text for turn in trajectory.conversations[0].turns if turn.role == "model"]:
+            tree.add(node("last turn: ", written[-1]))
     if question.answers:
         tree.add(node("gold: ", " | ".join(question.answers)))
         parts = ", ".join(f"{name} {value:.2f}" for name, value in trajectory.rewards_by_part.items())

@@ -12,6 +12,7 @@ without an answer earns nothing for it. Scores shown to users come from `metrics
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from mujica_jax.config.rewards import StagedRewardConfig
@@ -68,7 +69,16 @@ class RewardFunction:
     of_round: Callable[[int], Parts] | None = None  # of a reward that changes while a method trains
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
-        return self.of(score(trajectory.final_answer, question.answers, self.rule), trajectory)
+        found = self.of(score(trajectory.final_answer, question.answers, self.rule), trajectory)
+        numbers = (
+            [found.total, *found.parts.values()] if isinstance(found, Reward) and found.parts is not None else [""]
+        )
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+            name = getattr(self.of, "__name__", self.of)
+            raise UserError(
+                f"the reward {name} gave {found!r}; it must return a Reward whose total and parts are finite"
+            )
+        return found
 
     def at(self, round_number: int) -> "RewardFunction":
         """What an episode of this round earns."""

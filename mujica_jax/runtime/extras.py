@@ -16,5 +16,5 @@ def import_extra(package: str, wanted_by: str, *, extra: str | None = None, othe
         extra = extra or package
         raise UserError(
             f"{wanted_by} needs the package {package} and {error.name} is not installed: install the extra `{extra}`, "
-            f"as in `pip install -e '.[{extra}]'`{otherwise}"
+            f"as in `pip install -e '.[{extra}]'` where mujica_jax was cloned{otherwise}"
         ) from None

@@ -52,7 +52,8 @@ def build(config: QaldConfig) -> OpenDomain:
         raise UserError(
             f"the graph {config.index} knows the entities of none of {len(records)} questions: give Wikidata's"
         )
-    return OpenDomain(config, questions, GraphEnvironment(graph, config.top_k), {}, left_out=found.count(None))
+    lost = [str(record["id"]) for record, question in zip(records, found, strict=False) if question is None]
+    return OpenDomain(config, questions, GraphEnvironment(graph, config.top_k), {}, left_out=lost)
 
 
 def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ class OpenDomain:
         questions: Mapping[Split, Sequence[Question]],
         environment: Environment | None,
         own: Mapping[str, Environment],
-        left_out: int = 0,
+        left_out: Sequence[str] = (),
     ) -> None:
         """`environment` is that of all questions; None: each has its `own`, by id. `left_out` cannot be asked."""
         self.name, self.rule, self.left_out = config.kind, RULES[config.kind], left_out

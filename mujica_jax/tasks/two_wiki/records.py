@@ -50,9 +50,8 @@ def data_files(data_dir: str | Path, patterns: Sequence[str], what: str, *, need
     folder = Path(data_dir)
     expected = f"expected {what} ({', '.join(patterns)}, each plain or .gz)"
     if not folder.is_dir():
-        raise UserError(
-            f"the 2WikiMultihopQA folder {folder} does not exist; set data_dir to one with {what}; {expected}"
-        )
+        found = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"the 2WikiMultihopQA folder {folder} {found}; set data_dir to one with {what}; {expected}")
     globs = (folder.glob(pattern + suffix) for pattern in patterns for suffix in ("", ".gz"))
     files = dict.fromkeys(file for found in globs for file in sorted(found))
     if not files and needed:
@@ -194,6 +193,8 @@ def _record(value: object, place: str) -> Record | None:
         raise UserError(f"{place}: split is {split!r}; it must be train, dev or test, or be left out")
     try:
         triples, topic_ids = _gold_triples(fields)
+        if isinstance(fields.get("supporting_facts"), str):
+            raise TypeError("supporting_facts must be a list")
         titles = [fact if isinstance(fact, str) else fact[0] for fact in fields.get("supporting_facts") or ()]
         context = [
             GoldPassage(title=title, text=" ".join(sentence.strip() for sentence in sentences))

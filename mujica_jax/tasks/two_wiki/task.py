@@ -10,9 +10,9 @@
   other, and else what training questions are answered from whose gold passages the corpus lacks. Training questions
   with evidences whose gold passages no file has can be demonstrated (`triple_demonstrations`) and are never sampled.
 
-Questions are held out by their `split`, or else by a hash of their id, half of them as dev and half as test. Held-out questions, and triples or
-passages that no training question uses, appear neither in demonstrations' new names nor in the tokenizer's text. The
-graph and the corpus that are searched are the whole ones.
+Questions are held out by their `split`, or else by a hash of their id, half of them as dev and half as test. Held-out
+questions, and triples or passages that no training question uses, appear neither in demonstrations' new names nor in
+the tokenizer's text. The graph and the corpus that are searched are the whole ones.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class TwoWiki:
         demonstrated_in: GraphEnvironment | None = None,
         elsewhere: Mapping[str, TextEnvironment] | None = None,
         demonstrated: Sequence[Question] = (),
-        left_out: int = 0,
+        left_out: Sequence[str] = (),
     ) -> None:
         """`demonstrated_in` is where demonstrations are played, for graphs; `elsewhere` where questions are answered,
         by id, whose passages `environment` lacks; `demonstrated` are questions for demonstrations alone. `left_out`
@@ -179,7 +179,9 @@ class TwoWiki:
 def build(config: TwoWikiConfig) -> TwoWiki:
     config = dataclasses.replace(config, index=fetched_index(config.index))
     records = read_folder(config.data_dir)
-    splits = {record.id: record.split or split_of(record.id, config.hold_out_percent) for record in records}
+    splits: dict[str, Split] = {
+        record.id: record.split or split_of(record.id, config.hold_out_percent) for record in records
+    }
     if config.environment == "text":
         return _text_task(config, records, splits)
     graph = TripleGraph(with_known_ids(_read_graph(config.data_dir, records), records))
@@ -294,14 +296,15 @@ def _read_graph(data_dir: str | Path, records: Iterable[Record]) -> list[Triple]
     return [triple for file in files for triple in read_triples(file)]
 
 
-def _left_out(records: Sequence[Record], questions: Sequence[Question], config: TwoWikiConfig, why: str) -> int:
-    """How many cannot be asked. Raises UserError if none can."""
+def _left_out(records: Sequence[Record], questions: Sequence[Question], config: TwoWikiConfig, why: str) -> list[str]:
+    """Ids of those that cannot be asked. Raises UserError if none can."""
     if not questions:
         raise UserError(
             f"all {len(records)} questions with an answer in {config.data_dir} {why}, which environment="
             f"{config.environment!r} needs (docs/own_questions.md)"
         )
-    return len(records) - len(questions)
+    asked = {question.id for question in questions}
+    return [record.id for record in records if record.id not in asked]
 
 
 def _with_label_as_answer(question: Question) -> Question:
