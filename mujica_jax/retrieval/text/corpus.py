@@ -154,6 +154,7 @@ def write_passages(passages: Iterable[Passage], path: Path, on_rows: Callable[[i
             writer.write_batch(pyarrow.record_batch(columns, schema=schema))
             rows += len(batch)
             on_rows(rows)
+            del batch, columns  # before the next one is read
     return rows
 
 
