@@ -115,6 +115,8 @@ def recall(given: argparse.Namespace) -> None:
 
 def query(given: argparse.Namespace) -> None:
     check_text(given.text)
+    if not given.text.strip():
+        raise UserError(f"the query is {given.text!r}: write what is searched for between quotes")
     kind = GRAPH if given.index.startswith(SCHEME) else read_kind(given.index)
     _refuse_unread(given, kind)
     if kind == GRAPH:

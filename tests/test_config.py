@@ -200,6 +200,7 @@ def test_a_configuration_has_several_names(name, monkeypatch):
         ("def get_config(:\n", "does not load"),
         ("import nothing_of_this_name\n", "does not load"),
         ("x = 1\n", "must define get_config"),
+        ("x = {}['a']\n", "does not load: KeyError: 'a'; it must define get_config"),
         ("def get_config():\n    return 3\n", "gave a int; it must return a Config"),
     ],
 )

@@ -31,8 +31,7 @@ def examples() -> dict[str, list[tuple[str, str]]]:
 
 def test_each_example_is_short():
     lengths = {title: sum(code.count("\n") for _, code in blocks) for title, blocks in examples().items()}
-    assert len(lengths) == 3
-    assert max(lengths.values()) <= MAX_LINES, lengths
+    assert len(lengths) == 3 and max(lengths.values()) <= MAX_LINES, lengths
 
 
 def test_the_examples_run_and_touch_one_union_line_each(tmp_path):
@@ -59,4 +58,5 @@ def test_the_examples_run_and_touch_one_union_line_each(tmp_path):
     assert evaluated.returncode == 0 and "facts (graph, retry), test" in evaluated.stdout, evaluated.stderr
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     table = run.stdout[run.stdout.index("phase ") :]
+    assert "these phases are done: rejection, warm-up" in again.stdout
     assert again.stdout.endswith(table), f"{again.stdout}\n{again.stderr}\nis not resumed to\n{table}"

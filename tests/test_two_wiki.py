@@ -519,11 +519,9 @@ def test_tokenizer_text_holds_nothing_that_only_held_out_questions_use(real):
 
 
 @needs_data
-def test_copies_are_the_same_every_time_and_quick(real, demonstrations):
+def test_copies_are_the_same_every_time(real, demonstrations):
     again = itertools.islice(real.demonstrations(), len(demonstrations))
-    start = time.process_time()  # a busy machine is no fault
     assert [question for question, _ in again] == [question for question, _ in demonstrations]
-    assert time.process_time() - start < 10  # half a second on an idle core
 
 
 @needs_data

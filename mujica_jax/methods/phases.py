@@ -24,6 +24,7 @@ class Phase:
     prefix: str = ""  # before the names of these lines, for a phase beside the others
 
 
+PHASES = "phases/"
 WARM_UP = Phase(name="warm-up", step=0)  # its trajectories are round 0 of the run directory
 
 
@@ -57,7 +58,7 @@ class PhaseState:
 
 def phase_file(name: str) -> str:
     """In the run directory: it says that the phase is over, with its row of the table."""
-    return f"phases/{name.replace(' ', '-')}.json"
+    return f"{PHASES}{name.replace(' ', '-')}.json"
 
 
 def learning_folder(name: str) -> str:

@@ -22,7 +22,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods import memory
+from mujica_jax.methods import memory, phases
 from mujica_jax.methods.parts import check_prompts, make_reward, open_adapter
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import from_scratch
@@ -91,6 +91,8 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     store = distributed.primary_first("the run", lambda: _open_shared(directory, about))
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
+    if over := [Path(name).stem for name in store.names(phases.PHASES) if name.endswith(".json")]:
+        progress.line(f"goes on; these phases are done: {', '.join(over)}")
     if said := left_out(task):
         progress.line(said)
     with (
