@@ -74,11 +74,11 @@ def of_kind(config: Config, section: str, kind: str) -> Config:
     return changed
 
 
-def load_config(name: str) -> Config:
+def load_config(name: str | Path) -> Config:
     """The Config of a file: a path, or a name in configs/ with or without `.py`."""
     known = {path.stem: path for path in sorted(CONFIG_FOLDER.glob("*.py"))}
-    path = Path(name) if name.endswith(".py") and Path(name).is_file() else None
-    path = path or known.get(name.removeprefix("configs/").removesuffix(".py"))
+    path = Path(name) if Path(name).suffix == ".py" and Path(name).is_file() else None
+    path = path or known.get(str(name).removeprefix("configs/").removesuffix(".py"))
     if path is None:
         raise UserError(f"there is no configuration {name}: {nearest(Path(name).stem, known)}")
     spec = importlib.util.spec_from_file_location(f"mujica_config_{path.stem}", path)
