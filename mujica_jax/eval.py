@@ -131,7 +131,7 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
     for one in found:
         check(one)
     named = [(one.task.kind, getattr(one.task, "environment", ""), one.agent.kind) for one in found]
-    if twice := [" ".join(name) for name in named if named.count(name) > 1]:
+    if twice := [" ".join(filter(None, name)) for name in named if named.count(name) > 1]:
         raise UserError(f"{twice[0]} is asked for twice and would be written into one file: name each once")
     return found
 
@@ -195,7 +195,8 @@ def _config_left_in(folder: RunPath, flag: str, *, wanted: str, lacking: str) ->
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {wanted}")
     if (folder / "adapter" / "adapter_config.json").exists():
-        raise UserError(f"{folder} is a policy of a run, and its adapter is in {folder / 'adapter'}: name that one")
+        asked = f"--adapter {folder / 'adapter'}, or --checkpoint RUN --policy N"
+        raise UserError(f"{folder} is a policy of a run: give {asked}")
     if not is_run(folder):
         raise UserError(f"{folder} {lacking}, as in `python -m mujica_jax.eval {HELP_CONFIG} {flag} {folder}`")
     return from_dict(Config, read_object(folder / "config.json")["config"])

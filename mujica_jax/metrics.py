@@ -146,7 +146,7 @@ def _score_one(prediction: str, gold: str, rule: Rule) -> Score:
 
 
 def _overlap(em: float, shared: int, said: int, asked: int) -> Score:
-    """Of so many that were said and so many that are asked for, with so many in common."""
+    """`shared` of so many that were said and so many that are asked for."""
     if not shared:
         return Score(em=em, f1=0.0, precision=0.0, recall=0.0)
     precision, recall = shared / said, shared / asked

@@ -131,16 +131,16 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
         ({"name": None}, "task tiny_world: its name is None and must be a text"),
         ({"rule": "exakt"}, "its rule is 'exakt' and must be hotpot or two_wiki"),
         ({"environment_kind": "text"}, "its environment_kind is text and its environment has kind graph"),
-        ({"questions": iter}, r"questions\('train'\) gave .*; it must return a list of Question"),
-        ({"answers": "Ghent"}, "answers of question q are 'Ghent'; give a tuple of texts"),
-        ({"answers": ()}, r"answers of question q are \(\); give a tuple of texts"),
-        ({"ids": "qq"}, "several train questions have the id q: give each its own"),
+        ({"questions": list}, r"questions\('train'\) gave a list; it must return a list of Question"),
+        ({"ids": [7]}, "id of a question is 7 and must be a text"),
+        ({"answers": "Ghent"}, "answers of question 'q' are 'Ghent'; give a tuple of texts"),
+        ({"answers": ()}, r"answers of question 'q' are \(\); give a tuple of texts"),
+        ({"ids": "qq"}, "several train questions have the id 'q': each needs its own"),
     ],
 )
 def test_mistakes_of_a_task_of_ones_own_are_named(monkeypatch, mistake, sentence):
-    asked = [
-        Question(id=id, text="Where?", answers=mistake.get("answers", ("Ghent",))) for id in mistake.get("ids", "q")
-    ]
+    answers = mistake.get("answers", ("Ghent",))
+    asked = [Question(id=id, text="Where?", answers=answers) for id in mistake.get("ids", "q")]
     right = {"name": "own", "rule": "two_wiki", "environment_kind": "graph"}
     right |= {"questions": lambda split: asked, "environment": lambda question: types.SimpleNamespace(kind="graph")}
     task = types.SimpleNamespace(**right | mistake)
@@ -240,7 +240,11 @@ def test_eval_checks_what_it_is_given(refused):
         ("trainer=replace(given.trainer, clip_norm=None)", "trainer.clip_norm is None and must be float"),
         ("eval=replace(given.eval, control=1)", "eval.control is 1 and must be bool"),
         ("model=replace(given.model, family='mistral')", "model.family is 'mistral' and must be one of qwen2, qwen3,"),
-        ("seed=1.5", "seed is 1.5 and must be int: change it in the configuration or pass --seed"),
+        ("seed=1.5", "seed is 1.5 and must be int: change it in the configuration"),
+        (
+            "profile=replace(given.profile, steps=('a', 2))",
+            "profile.steps is ('a', 2) and must be tuple[int, int] or None",
+        ),
         ("method={'rounds': 2}", "method is {'rounds': 2} and must be MygoConfig or GrpoConfig"),
     ],
 )

@@ -73,6 +73,7 @@ def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folde
         ({"answer_aliases": "Nils"}, "answer_aliases 'Nils'; they must be a text and a list of texts"),
         ({"answer_aliases": [1]}, r"answer_aliases \[1\]; they must be"),
         ({"supporting_facts": [{"title": "Tisby"}]}, "not in the official format .* docs/own_questions.md has"),
+        ({"supporting_facts": "Tisby"}, "not in the official format .*must be a list"),
         ({"split": "validation"}, "split is 'validation'; it must be train, dev or test, or be left out"),
         ({"entity_ids": ["a", "b"]}, "evidences, entity_ids, .* not in the official format"),
         ({"_id": "q3"}, "question q3 is 'Who was .* here and 'Where was .* elsewhere; give each question its own _id"),
@@ -91,6 +92,10 @@ def test_a_split_of_ones_own_is_kept_and_a_hash_decides_without(folder, environm
     assert [question.id for question in task.questions("test")] == ["q5"]
     assert [question.id for question in task.questions("train")] == ["q3"]
     assert {question.id for question, _ in task.demonstrations()} == {"q3"}
+    once = (folder / "questions.jsonl").read_text().splitlines()[1]
+    (folder / "dev.jsonl").write_text(once.replace('"split": "test"', '"split": "dev"'))
+    with pytest.raises(UserError, match="the split of question q5 is test here and dev elsewhere"):
+        build(folder, environment=environment)
 
 
 def test_how_many_questions_are_left_out_is_said(folder):

@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.errors import StoreError
-from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory
+from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory, Turn
 from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import PhaseRow, closing_table, question_tree, summary_dict
@@ -116,6 +116,15 @@ def test_the_rate_is_that_of_the_last_half_minute():
             clock.now += 0.1
             stage.update(step)
         assert stage.rate() == pytest.approx(10.0, rel=0.01)
+
+
+def test_the_time_left_is_shown_when_a_twentieth_of_what_is_left_is_done():
+    clock = Clock()
+    with Progress(io.StringIO(), clock=clock).stage("resumed", total=1000, done=900) as stage:
+        for done, shown in ((904, False), (905, True)):
+            clock.now += 10
+            stage.update(done)
+            assert ("eta" in stage.counts()) == shown
 
 
 def test_units_of_an_earlier_run_do_not_count_as_speed():
@@ -282,6 +291,18 @@ def test_a_tree_becomes_ascii_where_the_stream_is():
     Progress(stream).show(question_tree(QUESTION, trajectory()))
     assert stream.getvalue().isascii()
     assert "+-- answer: Ilmen" in stream.getvalue()
+
+
+def test_what_an_agent_without_workers_found_is_shown_and_its_last_turn_where_there_is_no_answer():
+    told = Turn(role="model", token_ids=(1,), text="It is \x1b[31mIlmen.", trained=True)
+    found = Search(iteration=0, query="Where?", materials=("a [bold]", "b"), found=True)
+    ended = trajectory(searches=(found,), answer="", stop_reason=StopReason.NO_ACTION)
+    silent = dataclasses.replace(ended, conversations=(), stop_reason=StopReason.RETRIEVER_FAILED)
+    said = dataclasses.replace(ended, conversations=(Conversation(role="planner", turns=(told,)),))
+    shown = plain(question_tree(QUESTION, said))
+    assert "found: a [bold]" in shown and "found: b" in shown and "worker" not in shown
+    assert "last turn: It is \\x1b[31mIlmen." in shown
+    assert "no answer: retriever_failed" in plain(question_tree(QUESTION, silent))
 
 
 def test_a_tree_of_another_question_is_refused():

@@ -1,6 +1,7 @@
 """Rewards against numbers worked out by hand, from what an episode's record says."""
 
 import episodes
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,8 +48,10 @@ def test_what_an_episode_earns(what):
 @pytest.mark.parametrize("given", [0.5, Reward(total=float("nan")), Reward(total="1"), Reward(total=1.0, parts=None)])
 def test_what_is_no_reward_is_refused_by_its_name(monkeypatch, given):
     monkeypatch.setitem(REWARDS, "own", lambda answer, trajectory: given)
-    with pytest.raises(UserError, match="must return a Reward whose total and parts are finite"):
+    with pytest.raises(UserError, match=r"the reward <lambda> gave .*; it must return a Reward of finite numbers"):
         find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent"))
+    given = Reward(total=np.float32(0.5), parts={"one": np.int64(1)})
+    assert find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent")) == given
 
 
 def test_the_best_alias_counts_and_the_rule_of_the_task_decides():

@@ -5,7 +5,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from mujica_jax.config.remote import RemoteConfig
 from mujica_jax.errors import UserError
@@ -13,34 +13,36 @@ from mujica_jax.errors import UserError
 
 def check_types(config: Any, section: str = "") -> None:
     """A flag has the type of its field, and is one of its choices; what a configuration file says need not."""
-    for field, hint in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(hint) is ClassVar:
-            continue
-        name, value = section + field, getattr(config, field)
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        name, hint, value = section + field.name, hints[field.name], getattr(config, field.name)
         is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
         options = typing.get_args(hint) if is_union else (hint,)
         if not any(_fits(value, option) for option in options):
-            what = " or ".join(
-                f"one of {', '.join(map(str, typing.get_args(option)))}"
-                if typing.get_origin(option) is Literal
-                else getattr(option, "__name__", str(option))
-                for option in options
-            )
-            raise UserError(
-                f"{name} is {value!r} and must be {what}: change it in the configuration or pass {flag_of(name)}"
-            )
+            what = " or ".join(map(_shown, options))
+            raise UserError(f"{name} is {value!r} and must be {what}: change it in the configuration")
         if dataclasses.is_dataclass(value):
             check_types(value, f"{name}.")
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in options
+    if origin is tuple and isinstance(value, tuple) and options[-1] is not ...:
+        return len(value) == len(options) and all(map(_fits, value, options))
+    if hint in (int, float):
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    kind = origin or hint
+    return not isinstance(kind, type) or kind is Any or isinstance(value, kind)
+
+
+def _shown(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
-        return value in typing.get_args(hint)
-    kind = typing.get_origin(hint) or hint
-    accepted = (int, float) if kind is float else kind
-    return not isinstance(accepted, type | tuple) or (
-        isinstance(value, accepted) and not (isinstance(value, bool) and kind in (int, float))
-    )
+        return f"one of {', '.join(map(str, typing.get_args(hint)))}"
+    if hint is types.NoneType:
+        return "None"
+    return str(hint) if typing.get_origin(hint) else getattr(hint, "__name__", str(hint))
 
 
 def check_least(config: Any, least_of: Mapping[str, int | float]) -> None:

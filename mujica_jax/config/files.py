@@ -11,6 +11,7 @@ given.
 import dataclasses
 import importlib
 import importlib.util
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,7 @@ def load_config(name: str | Path) -> Config:
     """The Config of a file: a path, or a name in configs/ with or without `.py`."""
     known = {path.stem: path for path in sorted(CONFIG_FOLDER.glob("*.py"))}
     path = Path(name) if Path(name).suffix == ".py" and Path(name).is_file() else None
-    path = path or known.get(str(name).removeprefix("configs/").removesuffix(".py"))
+    path = path or known.get(str(Path(name)).removeprefix("configs/").removesuffix(".py"))
     if path is None:
         raise UserError(f"there is no configuration {name}: {nearest(Path(name).stem, known)}")
     spec = importlib.util.spec_from_file_location(f"mujica_config_{path.stem}", path)
@@ -103,15 +104,17 @@ def load_config(name: str | Path) -> Config:
 def implementation(section: Any) -> Callable[..., Any]:
     """What a section of several kinds names as its implementation, imported now."""
     module, _, name = section.implementation.partition(":")
+    said = f"the implementation of {section.kind} is {section.implementation!r} and is not there; its section must name"
     try:
         return getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError, ValueError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and not module.startswith(error.name):
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
             raise  # what the module imports is missing
-        raise UserError(
-            f"the implementation of {section.kind} is {section.implementation!r} and is not there ({error}): its "
-            "section must name it as module:function"
-        ) from error
+        raise UserError(f"{said} it as module:function") from error
+    except AttributeError as error:
+        if module not in sys.modules:
+            raise  # it was raised in the module
+        raise UserError(f"{said} it as module:function") from error
 
 
 def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from mujica_jax.methods import memory, phases
 from mujica_jax.methods.parts import check_prompts, make_reward, open_adapter
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import from_scratch
-from mujica_jax.metrics import Rule
 from mujica_jax.models import quantization
 from mujica_jax.models.attention import check_platform
 from mujica_jax.models.decoder import Decoder
@@ -47,7 +46,8 @@ from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage.leases import RENEWALS_A_LEASE, Leases
 from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunPath
-from mujica_jax.tasks.task import EnvironmentKind, Split, Task
+from mujica_jax.tasks.checks import check_task
+from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
 
 TOKENIZER = "tokenizer"
@@ -91,8 +91,9 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     store = distributed.primary_first("the run", lambda: _open_shared(directory, about))
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
-    if over := [Path(name).stem for name in store.names(phases.PHASES) if name.endswith(".json")]:
-        progress.line(f"goes on; these phases are done: {', '.join(over)}")
+    over = sum(name.endswith(".json") for name in store.names(phases.PHASES))
+    if over and not store.exists(SUMMARY):
+        progress.line(f"goes on: {over} phases are done")
     if said := left_out(task):
         progress.line(said)
     with (
@@ -249,7 +250,7 @@ def build_task(config: Config, *, learns: bool = True) -> Task:
     """The configured task; the split that is evaluated has questions, and where a run `learns` the one it learns."""
     task = implementation(config.task)(config.task)
     held_out = config.eval.split
-    _check_task(task, config.task.kind, ("train", held_out) if learns else (held_out,))
+    check_task(task, config.task.kind, ("train", held_out) if learns else (held_out,))
     learnt, evaluated = len(task.questions("train")), len(task.questions(held_out))
     if not evaluated and not learns:
         raise UserError(
@@ -262,35 +263,6 @@ def build_task(config: Config, *, learns: bool = True) -> Task:
             "give it more data or change the share that is held out"
         )
     return task
-
-
-def _check_task(task: Task, kind: str, splits: Sequence[Split]) -> None:
-    """Mistakes of a task of one's own that would give wrong figures, or end a run late."""
-    known = {"rule": get_args(Rule), "environment_kind": get_args(EnvironmentKind)}
-    for name in ("name", *known):
-        value = getattr(task, name, None)
-        if not isinstance(value, str) or value not in known.get(name, (value,)):
-            wanted = " or ".join(known.get(name, ("a text",)))
-            raise UserError(f"task {kind}: its {name} is {value!r} and must be {wanted}")
-    for split in splits:
-        questions, seen = task.questions(split), set()
-        if not isinstance(questions, Sequence):
-            raise UserError(f"task {kind}: questions({split!r}) gave {questions!r}; it must return a list of Question")
-        for question in questions:
-            answers = question.answers
-            if isinstance(answers, str) or not (answers and all(isinstance(answer, str) for answer in answers)):
-                raise UserError(
-                    f"task {kind}: answers of question {question.id} are {answers!r}; give a tuple of texts"
-                )
-            if question.id in seen:
-                raise UserError(f"task {kind}: several {split} questions have the id {question.id}: give each its own")
-            seen.add(question.id)
-        found = getattr(task.environment(questions[0]), "kind", None) if questions else task.environment_kind
-        if found != task.environment_kind:
-            raise UserError(
-                f"task {kind}: its environment_kind is {task.environment_kind} and its environment has kind {found}: "
-                "both must be the same"
-            )
 
 
 def left_out(task: Task) -> str:

@@ -188,7 +188,7 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
         f"of the others fail by a miss; these {len(kept)} are kept{ends}"
     )
     asked = {question.id for question in run.task.questions("train")}
-    if 0 < (shown := len(asked & {trajectory.question_id for trajectory in trajectories})) < len(asked):
+    if 0 < (shown := len(asked & {trajectory.question_id for trajectory in kept})) < len(asked):
         run.progress.line(f"{shown} of {len(asked)} training questions have a demonstration")
     return trajectories, kept
 

@@ -22,7 +22,7 @@ Figure = int | float | str | None
 REFRESHES_PER_SECOND = 4  # a refresh costs a fraction of a millisecond: well under one percent of the time
 SECONDS_BETWEEN_LINES = 5.0  # of plain output
 MIN_RATE_SECONDS = 0.5  # before that a rate would be noise
-MIN_ETA_UNITS = 20  # or a twentieth of all: the first ones wait for compilation
+MIN_ETA_UNITS = 20  # or a twentieth of what is left, if that is less: the first ones wait for compilation
 RATE_WINDOW_SECONDS = 30.0  # a rate over all the time would carry the compilation for ever
 FIGURE_LABELS = {"tokens_per_second": "tokens/s", "k": "K", "em": "EM", "f1": "F1"}
 
@@ -175,7 +175,7 @@ class Stage:
         rate = self.rate()
         if rate > 0:
             parts.append(f"{_short(rate)} {self.unit}/s")
-            enough = min(MIN_ETA_UNITS, (self.total or 0) / 20)
+            enough = min(MIN_ETA_UNITS, ((self.total or 0) - self._first) / 20)
             if self.total is not None and self.done - self._first >= enough:
                 parts.append(f"eta {_duration(max(self.total - self.done, 0) / rate)}")
         return ", ".join([*parts, f"{_duration(self._clock() - self._began)} so far"])

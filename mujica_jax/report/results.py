@@ -93,7 +93,8 @@ def question_tree(question: Question, trajectory: Trajectory) -> Tree:
         tree.add(node("answer: ", trajectory.answer, "bold"))
     else:
         tree.add(node("no answer: ", trajectory.stop_reason.value, "red"))
-        if written := [turn.text for turn in trajectory.conversations[0].turns if turn.role == "model"]:
+        turns = [turn for conversation in trajectory.conversations[:1] for turn in conversation.turns]
+        if written := [turn.text for turn in turns if turn.role == "model"]:
             tree.add(node("last turn: ", written[-1]))
     if question.answers:
         tree.add(node("gold: ", " | ".join(question.answers)))

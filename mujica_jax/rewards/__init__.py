@@ -13,7 +13,8 @@ without an answer earns nothing for it. Scores shown to users come from `metrics
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 
 from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.errors import UserError, nearest
@@ -70,14 +71,11 @@ class RewardFunction:
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
         found = self.of(score(trajectory.final_answer, question.answers, self.rule), trajectory)
-        numbers = (
-            [found.total, *found.parts.values()] if isinstance(found, Reward) and found.parts is not None else [""]
-        )
-        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        has_parts = isinstance(found, Reward) and isinstance(found.parts, Mapping)
+        numbers = [found.total, *found.parts.values()] if has_parts else [None]
+        if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
             name = getattr(self.of, "__name__", self.of)
-            raise UserError(
-                f"the reward {name} gave {found!r}; it must return a Reward whose total and parts are finite"
-            )
+            raise UserError(f"the reward {name} gave {found!r}; it must return a Reward of finite numbers")
         return found
 
     def at(self, round_number: int) -> "RewardFunction":

@@ -45,13 +45,13 @@ def run_path(root: str | PurePath) -> RunPath:
         return root  # pyright: ignore[reportReturnType] - one of the two
     if "://" not in root:
         return Path(root)
-    from mujica_jax.storage.gcs_path import BucketPath
-
     if not re.fullmatch(rf"gs://{BUCKET_NAME}(/.*)?", root):
         raise UserError(
             f"{root} is neither a local directory nor gs://BUCKET/NAME with a bucket's name of 3 to 63 small letters, "
             "digits, dots, dashes and underscores; choose another --run directory"
         )
+    from mujica_jax.storage.gcs_path import BucketPath
+
     return BucketPath(root.rstrip("/"))
 
 

@@ -52,7 +52,11 @@ def build(config: QaldConfig) -> OpenDomain:
         raise UserError(
             f"the graph {config.index} knows the entities of none of {len(records)} questions: give Wikidata's"
         )
-    lost = [str(record["id"]) for record, question in zip(records, found, strict=False) if question is None]
+    lost = [
+        str(record["id"])
+        for record, question in zip(records[: config.max_questions], found, strict=True)
+        if question is None
+    ]
     return OpenDomain(config, questions, GraphEnvironment(graph, config.top_k), {}, left_out=lost)
 
 

@@ -83,6 +83,10 @@ def _merged(values: Iterable[tuple[str, object]]) -> list[Record]:
                 f"{place}: the question {record.id} is {record.text!r} here and {other.text!r} elsewhere; give each "
                 "question its own _id"
             )
+        if record.split and other.split and record.split != other.split:
+            raise UserError(
+                f"{place}: the split of question {record.id} is {record.split} here and {other.split} elsewhere"
+            )
         if other is not record:
             merged[record.id] = _merge(other, record)
     return list(merged.values())
