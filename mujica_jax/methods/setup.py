@@ -93,7 +93,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     progress.line(f"run directory: {directory}")
     over = sum(name.endswith(".json") for name in store.names(phases.PHASES))
     if over and not store.exists(SUMMARY):
-        progress.line(f"goes on: {over} phases are done")
+        progress.line(f"goes on; phases that are done: {over}")
     if said := left_out(task):
         progress.line(said)
     with (
