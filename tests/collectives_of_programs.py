@@ -82,8 +82,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
 
 def _loops_around(lines: Mapping[str, list[str]], entry: str) -> dict[str, int]:
     """In how many loops each computation lies that the entry reaches; the most, where it is called from several
-    places.
-    """
+    places."""
     depths = {entry: 0}
     waiting = [entry]
     while waiting:

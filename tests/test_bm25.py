@@ -86,8 +86,7 @@ def test_a_corpus_without_words_finds_nothing(tokeniser):
 @pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
 def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
     """The index is that of all texts at once, and its words are numbered as the corpus has them, whatever Python's
-    hashes are.
-    """
+    hashes are."""
     passages = [*ANIMALS, Passage(id="3", title="!", text="?")] * 3
     whole, sizes, told = Bm25Index(passages, tokeniser), [], []
 

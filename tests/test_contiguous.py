@@ -49,8 +49,7 @@ def pages_after(beginning: list[int], slot: int) -> list[int]:
 
 def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_the_place_of_its_own():
     """Its row goes on in the prefix of its beginning, no other row reads that prefix any more, and others form one in
-    the same call.
-    """
+    the same call."""
     engine = make_engine(decoder(ONE_LAYER), slots=12, pages=12 * PAGES_A_SLOT)
     old, new = (random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=seed) for seed in (1, 2))
     for slot, beginning in ((10, old), (11, new)):
@@ -131,8 +130,7 @@ def test_a_second_width_must_save_a_third_of_the_largest(smallest: int, widths: 
 
 def test_a_prompt_that_begins_anew_takes_no_part_in_the_prefix_of_what_its_slot_held_before():
     """Nothing of it is in memory, so its slot needs nothing loaded; what the slot still has is the beginning of which
-    others make a prefix in the same call.
-    """
+    others make a prefix in the same call."""
     engine = make_engine(decoder(ONE_LAYER), slots=6, pages=6 * PAGES_A_SLOT)
     beginning, pages = kept_beginning(engine, 0)
     prompts = {slot: [*beginning, *random_tokens(5, seed=slot)] for slot in range(1, 5)}

@@ -210,8 +210,7 @@ def test_packed_rows_equal_separate_rows(decoder):
 
 def test_no_logit_depends_on_a_later_token(decoder):
     """Exactly zero, not small: the embedded tokens are shifted by `offset` and the logits at each position
-    differentiated.
-    """
+    differentiated."""
     length = TOKENS.shape[1]
 
     def logit_sums(offset):

@@ -174,8 +174,7 @@ def test_a_process_that_is_lost_is_named_and_the_other_ends_within_the_deadline(
 @pytest.mark.slow
 def test_every_mesh_computes_what_one_device_does():
     """Training on three meshes, with LoRA, with Muon, with a z-loss in parts of a batch; splash attention, embedder and
-    engine.
-    """
+    engine."""
     command = [sys.executable, str(ROOT / "tests" / "differences_on_devices.py")]
     shown = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1200)
     assert shown.returncode == 0, shown.stderr

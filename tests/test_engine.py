@@ -109,8 +109,7 @@ def test_decoding_a_given_sequence_token_by_token_equals_the_full_forward(one_st
 @pytest.fixture
 def seen_logits(monkeypatch) -> Iterator[list[np.ndarray]]:
     """The whole rows of logits of every decode step, in order; programs compiled with the listener end with the
-    test.
-    """
+    test."""
     rows: list[np.ndarray] = []
 
     def listened(logits, *rest):
@@ -262,8 +261,7 @@ SHARED = random_tokens(8 * PAGE_TOKENS, seed=77)  # as long as the shortest grou
 
 def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
     """One slot computed it, five begin with it, and the one that runs already joins them; another one has nothing to do
-    with it.
-    """
+    with it."""
     engine = make_engine(slots=8, pages=8 * PAGES_A_SLOT)
     prompts = {slot: [*SHARED, *random_tokens(3 + slot, seed=slot)] for slot in range(6)}
     prompts[7] = random_tokens(90, seed=7)
@@ -375,8 +373,7 @@ def test_in_bfloat16_a_cpu_keeps_float32_keys_and_values_and_gives_the_same_toke
 
 def test_int8_follows_the_policy_and_is_more_exact_than_fp8():
     """Values a hundred times as large, and keys with one channel that outweighs all others: each policy has scales of
-    its own.
-    """
+    its own."""
     other = nnx.clone(nnx.state(decoder()))
     other["layers"]["value_kernel"][...] = 100 * other["layers"]["value_kernel"][...]
     other["layers"]["output_kernel"][...] = other["layers"]["output_kernel"][...] / 100

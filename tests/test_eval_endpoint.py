@@ -41,8 +41,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path):
     """It searches once and then answers the first question right; it answers the second one wrong, at once. The first
-    request fails.
-    """
+    request fails."""
     config = load_config(SMOKE)
     right, wrong = build_task(config).questions(config.eval.split)[:2]
 

@@ -123,8 +123,7 @@ def test_as_many_trajectories_as_questions(trajectories):
 
 def test_scores_shown_do_not_depend_on_the_reward():
     """Under f1_format the half-right and the silent episode earn something else; the console and both files show the
-    same EM and F1.
-    """
+    same EM and F1."""
     said = {"0": answer("Ghent"), "1": answer("Ghent, Belgium"), "2": "Hm."}
     questions = [dataclasses.replace(QUESTION, id=number, text=f"Question {number}?", kind="one") for number in said]
     task: Any = types.SimpleNamespace(

@@ -12,8 +12,7 @@ IN_LAYER = 4 * 256 + 3 * 384
 
 def test_operations_are_counted_by_the_formula():
     """8 slots meet the layer, 4 trained tokens the head of 48 x 16; 5 tokens attend to 15 and 2 to 3, over 2 heads of
-    8.
-    """
+    8."""
     pairs = attended_pairs(ROWS.segment_ids)
     assert pairs == 15 + 3
     expected = 6 * 8 * IN_LAYER + 6 * 4 * 48 * 16 + 12 * 2 * 8 * 18

@@ -55,8 +55,7 @@ def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
 
 def repeated(fake: FakeBucket, times: int, kind: str, fault: Fault | None = None) -> bool:
     """Whether requests were repeated so often. Where one hangs, the short deadline may pass for another one too on a
-    busy machine, so that it is as often as requests of the kind came beyond the first.
-    """
+    busy machine, so that it is as often as requests of the kind came beyond the first."""
     counted = gcs.open_bucket("bucket").retries
     if fault != "hang":
         return counted == times

@@ -47,8 +47,7 @@ def command(root: Path, kind: str, out: Path) -> list[str]:
 @pytest.fixture
 def limited():
     """Sets how large a file may become, for a call; the error is another one than of a full disk and reaches the same
-    places.
-    """
+    places."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def call(most_bytes: int, program: Callable[[], int]) -> int:

@@ -268,8 +268,7 @@ def test_a_table_links_what_stands_in_it_with_and_without_an_id(tmp_path):
 def test_the_2wiki_graph_says_what_it_says_in_memory():
     """By Q-id, up to the label an entity is called by: a store has one label for each, a table one in each row. Where a
     row without Q-ids names a label that several entities have, in memory it is shown with all of them and here with
-    none.
-    """
+    none."""
     triples = read_triples(TWO_WIKI / "triples.tsv.gz")
     memory, store = TripleGraph(triples), graph_in_memory(TWO_WIKI / "triples.tsv.gz")
     ids = sorted({key for one in triples for key in (one.subject_id, one.object_id) if key.startswith("Q")})[::9]

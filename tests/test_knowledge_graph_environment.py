@@ -169,8 +169,7 @@ def test_mistakes_are_one_sentence(folder, tmp_path):
 @needs_data
 def test_2wiki_over_an_index_of_its_graph_finds_the_evidence(tmp_path):
     """Of half of the entities the table does not say the Q-ids, which questions have: these are found by their
-    labels.
-    """
+    labels."""
     triples = str(TWO_WIKI / "triples.tsv.gz")
     assert index.main(["build", "--corpus", triples, "--kind", "graph", "--out", str(tmp_path / "index")]) == 0
     plain, searched = (

@@ -56,8 +56,7 @@ def test_the_published_rates_are_those_of_the_configuration_for_7b():
 
 def test_updates_too_small_for_bfloat16_count_on_average():
     """The spacing of bfloat16 above 1 is 2^-7; a thousand steps of 2^-13 are 2^-3, and rounding to nearest would drop
-    every one.
-    """
+    every one."""
     params, steps = {"kernel": jnp.ones((64, 64), jnp.bfloat16)}, 1000
 
     @jax.jit

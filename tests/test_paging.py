@@ -165,8 +165,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     def learn(self, one: Running) -> None:
         """What a page in the tree holds does not change: a sequence that ends in the middle of one says nothing new of
-        it.
-        """
+        it."""
         self.unlearn()
         new = set(cached(self.pages)) - set(self.known)
         for index in range(-(-len(one.written) // self.size)):

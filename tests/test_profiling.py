@@ -17,8 +17,7 @@ from mujica_jax.learning.profiling import ProfileWindow
 
 class Told:
     """A window whose profiler only says when it began and ended, and a loop that trains through it in stretches of
-    25.
-    """
+    25."""
 
     def __init__(self, config: ProfileConfig, directory: Path) -> None:
         self.said: list[str] = []

@@ -28,8 +28,7 @@ PAGES_A_SLOT = POSITIONS // PAGE_TOKENS
 
 def attention_by_hand(query, pages, lengths, tables, query_ends, count, sm_scale) -> np.ndarray:
     """Causal attention of every sequence's queries, which are its last tokens, over its pages: key and value heads take
-    turns there.
-    """
+    turns there."""
     mixed = np.zeros_like(query)
     for sequence in range(int(count[0])):
         first, last, length = query_ends[sequence], query_ends[sequence + 1], lengths[sequence]
@@ -100,8 +99,7 @@ def test_attention_by_hand_is_the_kernels_reference():
 
 def test_tokens_and_log_probabilities_are_those_of_the_full_forward(kernel):
     """Prompts on both sides of a page's border, a slot that is idle, and a prompt whose beginning another slot
-    computed.
-    """
+    computed."""
     engine = make_ragged()
     prompts = {0: random_tokens(PAGE_TOKENS + 1), 2: random_tokens(21, seed=3)}
     engine.prefill(
@@ -175,8 +173,7 @@ def test_a_narrow_cache_gives_the_numbers_of_the_resident_engine(kernel, dtype):
 )
 def test_heads_that_the_kernel_cannot_read_are_refused(heads, tensor, dtype, fits):
     """Published models: Qwen2.5-7B has 4 key and value heads, Llama-3.1-8B has 8. Whether the kernel agrees: `make
-    test-slow`.
-    """
+    test-slow`."""
     model = dataclasses.replace(MODEL, num_heads=24, num_kv_heads=heads)
     if fits:
         check_tiles(model, tensor, dtype)

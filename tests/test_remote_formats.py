@@ -40,8 +40,7 @@ def generator(
 
 def vllm(ids, finish="stop", *, stop_reason=None, logprobs=None, **changes) -> dict:
     """A reply as vLLM writes it: ids as a list, and as strings beside their log-probabilities; no other field is
-    needed.
-    """
+    needed."""
     logprobs = [-0.25 * (place + 1) for place in range(len(ids))] if logprobs is None else logprobs
     details = {
         "tokens": [f"token_id:{id}" for id in ids],

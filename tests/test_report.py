@@ -188,10 +188,42 @@ def test_a_terminal_shows_both_open_stages_and_keeps_one_line_each(monkeypatch):
     assert "\x1b[?25h" in stream.getvalue(), "the cursor comes back"
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_an_update_costs_microseconds(live):
+    with Progress(Terminal(), live=live).stage("warm-up", total=20_000) as stage:
+        began = time.thread_time()
+        for step in range(20_000):
+            stage.update(step, loss=0.5, tokens_per_second=40_000.0)
+        seconds = (time.thread_time() - began) / 20_000
+    assert seconds < 50e-6  # a step of a millisecond would still lose less than a twentieth
+
+
+def test_one_refresh_of_the_live_display_takes_less_than_its_share_of_a_second():
+    report = Progress(Terminal(), live=True)
+    with report.stage("warm-up", total=100) as stage:
+        stage.update(50, loss=0.5, tokens_per_second=40_000.0, k=0.5, acceptance=0.5, em=50.0)
+        console = report._console()
+        costs = []
+        for _ in range(20):
+            began = time.thread_time()
+            console.render_lines(report._stages())
+            costs.append(time.thread_time() - began)
+    assert min(costs) * 4 < 0.01, "four refreshes a second cost more than one percent"
+
+
 def test_names_that_a_stream_cannot_encode_are_escaped():
     stream = AsciiFile()
     Progress(stream).line("Zoë")
     assert stream.getvalue() == "Zo\\xeb\n"
+
+
+def test_importing_report_loads_neither_tensorboard_nor_jax():
+    program = (
+        "import sys; from mujica_jax.report import metrics_log, progress, results\n"
+        "print([m for m in ('tensorboardX', 'jax') if m in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
 
 
 # Table and summary
@@ -237,6 +269,12 @@ def test_summary_rounds_to_two_decimals_at_every_depth():
     assert summary["phases"][1]["by_kind"]["bridge"] == {"em": 18.18, "f1": 20.0, "questions": 11}
     assert summary["seconds"] == 210.0
     assert summary_of(dataclasses.replace(WARM_UP, seconds=1.005001))["seconds"] == 1.01
+
+
+def test_a_phase_comes_back_from_the_summary():
+    summary = summary_of(ROUND)
+    restored = PhaseRow(**summary["phases"][0])
+    assert summary_of(restored) == summary
 
 
 # Tree

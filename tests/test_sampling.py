@@ -252,8 +252,7 @@ def test_log_probabilities_stay_those_of_the_policy_whatever_is_filtered(chosen)
 @settings(max_examples=60, deadline=None)
 def test_of_tokens_that_are_equally_likely_all_or_none_may_be_drawn(logits, top_k, top_p, min_p):
     """transformers cuts a tie at top_p wherever its sort left it: what it allows is allowed, and what is as likely as
-    the least of it.
-    """
+    the least of it."""
     chosen = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     theirs = np.isfinite(warped(logits[None], 1.0, **chosen)[0])
     found = drawn_of_one(logits, 1.0, chosen)

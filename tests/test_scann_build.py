@@ -156,8 +156,7 @@ print((kibibytes("VmHWM") - before) * 1024)
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Of rows that are not in the sample only a chunk is held: ScaNN's own builder takes four times their bytes and
-    more.
-    """
+    more."""
     rows, dimension = 200_000, 128
     draw, size = np.random.default_rng(0), rows * dimension * 2
     with open(tmp_path / "embeddings.bfloat16", "wb") as file:

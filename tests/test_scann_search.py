@@ -141,8 +141,7 @@ def test_parameters_follow_from_the_size(rows, leaves, searched):
 @pytest.fixture
 def folders(tmp_path) -> tuple[list[str], Path]:
     """The command that builds a ScaNN index of 1,100 passages, and its directory; the embeddings are those of another
-    index.
-    """
+    index."""
     corpus = write_corpus(tmp_path / "corpus.jsonl", 1100)
     embedder = str(tiny_embedder(tmp_path / "tiny"))
     exact = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", embedder]

@@ -47,8 +47,7 @@ def test_more_requests_than_slots_all_finish_each_with_its_own_result(requests, 
 @settings(max_examples=60, deadline=None)
 def test_growing_conversations_are_answered_as_if_each_turn_stood_alone(data, slots):
     """Several at a time, more than there are slots, some beginning alike, some cancelled, some with a short last
-    turn.
-    """
+    turn."""
     opening = data.draw(prompts)
     turns = st.lists(st.tuples(st.lists(st.integers(0, 19), max_size=4), st.integers(1, 5), st.booleans()), max_size=3)
     conversations = data.draw(st.lists(st.tuples(st.booleans(), turns), max_size=5))

@@ -215,8 +215,7 @@ def busy_engine() -> Engine:
 @settings(max_examples=12, deadline=None)
 def test_random_traffic_on_rows_and_groups_gives_everyone_the_numbers_of_a_full_forward_pass(waves):
     """Few pages, prompts in chunks, conversations that come back, requests that are cancelled after some turns of the
-    loop; with kernels all of it in at most 11 programs.
-    """
+    loop; with kernels all of it in at most 11 programs."""
     generator = make_generator(busy_engine())
     generator.reset_cache()
 

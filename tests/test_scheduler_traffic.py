@@ -321,8 +321,7 @@ def test_stop_tokens_of_one_request_end_no_other():
 @pytest.mark.parametrize(("decode_steps", "computed"), [(5, 2), (3, 3)])
 def test_a_conversation_goes_on_from_a_turn_that_a_stop_string_ended(decode_steps, computed):
     """One prompt token, 9 generated ones and 3 new ones, the last of which is left to decoding: of 12 tokens the first
-    10 are in memory where the engine decoded beyond the ninth, and the first 9 where its call ended there.
-    """
+    10 are in memory where the engine decoded beyond the ninth, and the first 9 where its call ended there."""
     engine = CountableEngine(decode_steps=decode_steps)
     generator = make_generator(engine)
     prompt, tokens = long_completion(engine)

@@ -43,8 +43,7 @@ def asked(work):
 @pytest.fixture(scope="module", autouse=True)
 def imported(store) -> None:
     """The first request of a process imports its HTTP client, which on a busy machine takes longer than a try may
-    here.
-    """
+    here."""
     with serving(lambda request, before: truth(store, request)) as endpoint:
         asked(endpoint_at(endpoint.base_url, policy=RetryPolicy(timeout_seconds=60.0)).triples_of("Q1"))
 

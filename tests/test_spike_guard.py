@@ -87,8 +87,7 @@ def few_steps(trainer: Trainer, decoder, steps: int = 6) -> tuple[TrainState, li
 @pytest.mark.slow
 def test_without_a_spike_nothing_changes(trainer, decoder):
     """Bit for bit the numbers of a trainer that does not look: operation by operation, for XLA rounds two programs in
-    two ways.
-    """
+    two ways."""
     with jax.disable_jit():
         left, seen = few_steps(trainer, decoder, steps=2)
         right, unguarded = few_steps(Trainer(MODEL, TRAINER), decoder, steps=2)

@@ -342,8 +342,7 @@ def test_the_bytes_of_tokens_are_those_of_their_text(kind, text):
 
 def test_the_bytes_of_tokens_of_another_kind_of_vocabulary():
     """SentencePiece's way: a space is U+2581, and a byte outside the alphabet has a token of its own. Ids that nobody
-    has add nothing.
-    """
+    has add nothing."""
     vocabulary = {"<unk>": 0, "\u2581Paris": 1, "s": 2, "<0x0A>": 3, "<0xC3>": 4, "<0xA9>": 5}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     backend.decoder = tokenizers.decoders.Sequence(

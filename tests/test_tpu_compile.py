@@ -71,8 +71,7 @@ def test_every_phase_of_a_configuration_fits(config):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_weights_are_gathered_layer_by_layer(config):
     """And the head once. What a scan over layers gathers at a time is one matrix of one layer, never the stack of
-    them.
-    """
+    them."""
     found = trained(config)
     gathered = [one for one in found["collectives"] if one["kind"] == "all-gather"]
     in_layers = [one["bytes"] for one in gathered if one["loops"]]
@@ -84,8 +83,7 @@ def test_weights_are_gathered_layer_by_layer(config):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_gradients_are_reduce_scattered(config):
     """Each device is sent its part of a matrix's gradient and no whole one: by a reduce-scatter, or by a ring of parts
-    that the TPU compiler makes of a product and its sum. Norms and biases, which are kept whole, are summed whole.
-    """
+    that the TPU compiler makes of a product and its sum. Norms and biases, which are kept whole, are summed whole."""
     found = trained(config)
     in_parts = {
         one["bytes"]

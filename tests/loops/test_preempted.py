@@ -19,8 +19,7 @@ THIN = ("pretraining: learning", "round 1: sampling", "committing policy 1", "ro
 
 def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
     """One start a phase, each asked to end there. Where all else of a phase ends in the same call of the engine, it is
-    finished.
-    """
+    finished."""
     starts = [
         {"signal": "SIGTERM", "phase": phase, "update": PHASES[phase], "rows": f"{directory}.rows-{number}"}
         for number, phase in enumerate(phases)
