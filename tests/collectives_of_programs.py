@@ -6,8 +6,7 @@
 reduce-scatter. A collective in the body of a loop is listed once and not once a turn: `loops` says in how many loops it
 lies (1: in the scan over layers; 2: in a ring that the TPU compiler made of a product in there, whose turns are
 collective-permutes of one device's part). Pieces of one collective that the compiler spread over several fusions share
-a channel and count as one.
-"""
+a channel and count as one."""
 
 import dataclasses
 import math

@@ -2,8 +2,7 @@
 optimisation, or the test says otherwise.
 
 Programs are kept for the next test that needs the same one, and for the next time. The slow tests, and whole runs in
-any (`whole_runs.py`), are compiled as users' programs are.
-"""
+any (`whole_runs.py`), are compiled as users' programs are."""
 
 import asyncio
 import inspect
@@ -24,6 +23,10 @@ KEPT = {
 XLA_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 OUTCOMES = ("rerun", "failed", "error")
 PATIENCE_SECONDS = 120.0  # for a test that is a coroutine
+# Files that take ten seconds and more: begun last, one of them would go on alone.
+LONG = {
+    f"test_{name}.py" for name in ("extending", "graph_index", "tiny_world", "two_wiki", "serve", "what_a_run_keeps")
+}
 
 
 def known_flags() -> list[str]:
@@ -50,6 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known_flags()]).strip()
         for name, value in KEPT.items():
             os.environ.setdefault(name, value)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.hookimpl(tryfirst=True)

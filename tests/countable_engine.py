@@ -1,8 +1,7 @@
 """An engine whose completions can be computed by hand: its cache holds the tokens themselves, and the next one is their
 checksum.
 
-A wrong page, a stale or unwritten position, or a token fed twice changes every token that follows.
-"""
+A wrong page, a stale or unwritten position, or a token fed twice changes every token that follows."""
 
 import dataclasses
 import math

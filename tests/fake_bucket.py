@@ -7,8 +7,7 @@
 
 Kept in memory: whole objects with generation, metadata and checksums. Any bucket name is a bucket, except those that
 begin with "no-", and those that begin with "closed-", to which nobody has access. Uploads in one part, in two and
-resumable; downloads with ranges; lists with prefix, delimiter, offsets and pages; delete and compose.
-"""
+resumable; downloads with ranges; lists with prefix, delimiter, offsets and pages; delete and compose."""
 
 import base64
 import contextlib

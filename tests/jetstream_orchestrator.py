@@ -1,7 +1,6 @@
 """JetStream's own driver and orchestrator on our engine, as JetStream's tests use them. Started by test_jetstream.py.
 
-Prints one line: prompts, the tokens that our generator gives, and those that came through JetStream.
-"""
+Prints one line: prompts, the tokens that our generator gives, and those that came through JetStream."""
 
 import asyncio
 import json

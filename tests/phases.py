@@ -1,6 +1,5 @@
 """Every phase of the smoke run in its order, each with the progress report at which something happens (0: as it
-begins).
-"""
+begins)."""
 
 PHASES = {
     "warm-up: playing the demonstrations": 0,

@@ -1,7 +1,6 @@
 """One process of a job whose processes share out the rows of an index; prints JSON. Started by `test_job_search.py`.
 
-python tests/search_of_a_job.py PORT PROCESSES PROCESS
-"""
+python tests/search_of_a_job.py PORT PROCESSES PROCESS"""
 
 import json
 import sys

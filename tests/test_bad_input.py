@@ -1,6 +1,5 @@
 """Mistakes of users: one sentence on stderr with both values and what to do, exit status 2, no traceback, and nothing
-written or lost.
-"""
+written or lost."""
 
 import dataclasses
 import errno

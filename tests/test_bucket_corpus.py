@@ -1,6 +1,5 @@
 """A corpus in a bucket is read as the same file on disk is, whatever breaks on the way; what is wrong with it is one
-sentence.
-"""
+sentence."""
 
 import bz2
 import gzip

@@ -1,6 +1,5 @@
 """What is kept of compiled programs: a second start finds it, and half a file, as a kill leaves it, is compiled
-again.
-"""
+again."""
 
 import os
 import subprocess

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from little_agent import attempt, completion, rewarded, tokenizer
 from test_baselines import FILM, PERSON, QUESTION, Told, world
-from test_hostile_text import ADDED, HOSTILE, pieces
+from test_hostile_text import HOSTILE, known_ids, pieces
 from tiny_worlds import small_world
 
 from mujica_jax import metrics
@@ -165,7 +165,8 @@ def judged(text: str) -> tuple:
     found = play(TURNS, world(text, PERSON), max_observation_tokens=2000, prompt="brief")
     (conversation,) = found.conversations
     said = [(turn.text, turn.token_ids, turn.trained) for turn in conversation.turns if turn.role == "model"]
-    scaffold = [[id for id in turn.token_ids if id in ADDED] for turn in conversation.turns if turn.role == "context"]
+    known = known_ids()
+    scaffold = [[id for id in turn.token_ids if id in known] for turn in conversation.turns if turn.role == "context"]
     shown = [tokenizer().decode(turn.token_ids) for turn in conversation.turns if turn.role == "context"]
     assert not any(TAG_PATTERN.search(text) for text in shown), "a tag can be read as one"
     asked = [search.query for search in found.searches]

@@ -1,6 +1,5 @@
 """Training, attention and embedding do not depend on the number of devices and processes; what eight devices saved is
-read on one; a process that is killed is named by the others, which end.
-"""
+read on one; a process that is killed is named by the others, which end."""
 
 import dataclasses
 import json

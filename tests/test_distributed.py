@@ -1,6 +1,5 @@
 """Rendezvous, heartbeat, notices, and what one process makes of a job. Jobs of several: `test_devices.py`,
-`loops/test_hosts.py`.
-"""
+`loops/test_hosts.py`."""
 
 import contextlib
 import json

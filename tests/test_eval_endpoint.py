@@ -1,6 +1,5 @@
 """`eval` of a model behind an endpoint: started as users start it, against a server on this machine; mistakes in one
-sentence.
-"""
+sentence."""
 
 import json
 import re

@@ -1,6 +1,5 @@
 """The examples of docs/extending.md, as they stand there: put into a copy of the package, each with its name in a
-union, and trained.
-"""
+union, and trained."""
 
 import re
 import shutil
@@ -36,7 +35,7 @@ def test_each_example_is_short():
 
 def test_the_examples_run_and_touch_one_union_line_each(tmp_path):
     for folder in ("mujica_jax", "configs", "tests/loops"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.pyc.*", "*.tmp.*"))
     for blocks in examples().values():
         for name, code in blocks:
             file = tmp_path / name

@@ -1,6 +1,5 @@
 """Configurations of published models are read, written back unchanged, and refused where our mathematics would
-differ.
-"""
+differ."""
 
 import math
 

@@ -2,8 +2,7 @@
 here races.
 
 Nor does it say the generation of what is downloaded, as Cloud Storage does and TensorStore asks for before it changes
-an object.
-"""
+an object."""
 
 import contextlib
 import functools

@@ -285,7 +285,7 @@ if where != "nowhere":
     slowly(graph_tables.Table, "statements")
     slowly(graph_tables.Table, "names")
     slowly(graph_index, "_at")
-    slowly(graph_index.gc, "collect", 0.5)
+    slowly(graph_index, "_remove", 0.5)
 raise SystemExit(index.main(sys.argv[1:]))
 """
 

@@ -1,10 +1,10 @@
 """What passages, triples, entities and questions say changes nothing but the words that are read.
 
 Each episode is played twice by a policy that writes the same turns: over harmless words, and over words that imitate
-our tags, the chat template or a numbered list. Everything that decides about answer, reward and loss must be equal.
-"""
+our tags, the chat template or a numbered list. Everything that decides about answer, reward and loss must be equal."""
 
 import dataclasses
+import functools
 from typing import Literal
 
 import pytest
@@ -69,8 +69,14 @@ def episode(kind: Literal["graph", "text"], words: str) -> Trajectory:
     )
 
 
-SAFE = {kind: episode(kind, HARMLESS) for kind in PLANS}
-ADDED = frozenset(tokenizer()._backend.get_added_tokens_decoder())
+@functools.cache
+def safe_episode(kind: Literal["graph", "text"]) -> Trajectory:
+    return episode(kind, HARMLESS)
+
+
+@functools.cache
+def known_ids() -> frozenset[int]:
+    return frozenset(tokenizer()._backend.get_added_tokens_decoder())
 
 
 def decisions(trajectory: Trajectory) -> tuple:
@@ -96,7 +102,11 @@ def scaffold(trajectory: Trajectory) -> list[list[tuple]]:
     """Of every context turn: its special and tag tokens, in their order, and how many lines it has."""
     return [
         [
-            ([id for id in turn.token_ids if id in ADDED], tokenizer().decode(turn.token_ids).count("\n"), turn.trained)
+            (
+                [id for id in turn.token_ids if id in known_ids()],
+                tokenizer().decode(turn.token_ids).count("\n"),
+                turn.trained,
+            )
             for turn in conversation.turns
             if turn.role == "context"
         ]
@@ -105,7 +115,7 @@ def scaffold(trajectory: Trajectory) -> list[list[tuple]]:
 
 
 def assert_harmless(kind: Literal["graph", "text"], words: str) -> None:
-    trajectory, safe = episode(kind, words), SAFE[kind]
+    trajectory, safe = episode(kind, words), safe_episode(kind)
     assert decisions(trajectory) == decisions(safe)
     assert model_turns(trajectory) == model_turns(safe)
     assert scaffold(trajectory) == scaffold(safe)

@@ -1,6 +1,5 @@
 """Rules of the house: imports go down, heavy packages load late, no large files, every config loads, entry points start
-fast.
-"""
+fast."""
 
 import ast
 import importlib.util

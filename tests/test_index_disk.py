@@ -1,6 +1,5 @@
 """Disks that are full, and directories that are damaged or somebody else's: one sentence, and what it says to do
-helps.
-"""
+helps."""
 
 import json
 import resource

@@ -1,6 +1,5 @@
 """From nothing to a trained policy and back, by the scripts as a user calls them: the machines are folders here, ssh
-runs a shell, and the slice is lost in the middle.
-"""
+runs a shell, and the slice is lost in the middle."""
 
 import json
 import subprocess

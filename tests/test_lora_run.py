@@ -1,6 +1,5 @@
 """The parts of a run with adapters and eight-bit weights: what is learnt from a checkpoint is what is sampled from and
-what is written.
-"""
+what is written."""
 
 import dataclasses
 import functools

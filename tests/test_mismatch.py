@@ -1,6 +1,5 @@
 """Engine and trainer are compared token by token: against hand numbers, and with numbers that are right or wrong on
-purpose.
-"""
+purpose."""
 
 import dataclasses
 import math

@@ -1,7 +1,6 @@
 """The engine for TPUs around its kernel, which runs on no CPU (not even interpreted: it reshapes references). Here
 numpy stands in for it, after its documentation and compared with the reference that comes with it;
-`test_tpu_compile.py` compiles the real one.
-"""
+`test_tpu_compile.py` compiles the real one."""
 
 import asyncio
 import dataclasses

@@ -1,8 +1,7 @@
 """The commands that the documents print are commands that work: make's targets exist, arguments are taken, links lead
 somewhere.
 
-`tests/loops` runs the two programs for real.
-"""
+`tests/loops` runs the two programs for real."""
 
 import functools
 import itertools

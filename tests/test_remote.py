@@ -1,6 +1,5 @@
 """Retries, deadlines, the waiting line and what is never shown, against a real server on this machine that
-misbehaves.
-"""
+misbehaves."""
 
 import asyncio
 import email.utils

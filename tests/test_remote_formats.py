@@ -1,6 +1,5 @@
 """What is sent to an endpoint and how its answers are read, against a server that answers in vLLM's and OpenAI's own
-words.
-"""
+words."""
 
 import asyncio
 import json

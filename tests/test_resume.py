@@ -1,6 +1,5 @@
 """A run killed by SIGKILL and started again sees the samples and ends with the numbers of one left alone; also on other
-devices.
-"""
+devices."""
 
 import json
 import os

@@ -1,6 +1,5 @@
 """ScaNN's files in chunks are those of its own builder; a killed build goes on and ends with the same bytes; memory
-stays small.
-"""
+stays small."""
 
 import dataclasses
 import json

@@ -1,6 +1,5 @@
 """What a request is answered with depends on the request alone: not on the batch, on chunks, on pages, or on others'
-misfortunes.
-"""
+misfortunes."""
 
 import asyncio
 import dataclasses

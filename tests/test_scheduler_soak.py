@@ -1,6 +1,5 @@
 """Two thousand requests of all kinds on a real engine: everyone is answered, nothing is left behind, and a sample is
-right.
-"""
+right."""
 
 import asyncio
 import gc

@@ -1,6 +1,5 @@
 """Traffic that comes, goes and changes its mind, on an engine whose completions are computed by hand and whose memory
-is short.
-"""
+is short."""
 
 import asyncio
 import itertools

@@ -1,6 +1,5 @@
 """The gRPC server, over a real socket: streams, refusals, deadlines, clients that go away, and more load than there is
-room for.
-"""
+room for."""
 
 import contextlib
 import threading

@@ -1,6 +1,5 @@
 """A SPARQL endpoint that misbehaves, is slow, or asks to be asked less: what passes is survived, what does not is a
-typed error.
-"""
+typed error."""
 
 import asyncio
 import json

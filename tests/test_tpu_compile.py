@@ -1,8 +1,7 @@
 """Training steps and engine programs of published models compile for real TPU topologies and fit their memory, on a
 machine without a TPU.
 
-`make test-slow` installs the TPU compiler (libtpu) into a folder of its own beside the environment.
-"""
+`make test-slow` installs the TPU compiler (libtpu) into a folder of its own beside the environment."""
 
 import functools
 import importlib.util

@@ -1,6 +1,5 @@
 """A random BERT embedder of a few thousand parameters in the sentence-transformers layout, and a corpus over its
-words.
-"""
+words."""
 
 import json
 from pathlib import Path

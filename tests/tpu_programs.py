@@ -7,8 +7,7 @@ python tests/tpu_programs.py engine MODEL TOPOLOGY TENSOR GIGABYTES [CACHE_DTYPE
 python tests/tpu_programs.py plan MODEL TOPOLOGY CONFIG STEP CALLS
     bytes by phase and part, where the step and the engine's programs have so many bytes of temporaries
 python tests/tpu_programs.py search ROWS DIMENSION TOPOLOGY STORAGE [RECALL_TARGET]
-    of a corpus's embeddings, split over all chips
-"""
+    of a corpus's embeddings, split over all chips"""
 
 import dataclasses
 import functools

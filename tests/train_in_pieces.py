@@ -5,8 +5,7 @@ python tests/train_in_pieces.py DIRECTORY DATA FSDP [none|loop|save]
 
 Goes on from the newest checkpoint in DIRECTORY. `loop` ends it in the ninth step, two after the save; `save` in the
 middle of the second save, when the arrays are written and COMMITTED is not. DIRECTORY/samples.jsonl gets a line a step:
-which conversations it trained on.
-"""
+which conversations it trained on."""
 
 import dataclasses
 import json

@@ -4,8 +4,7 @@
 
 Each process writes DIRECTORY/PROCESS.json: the losses, and which packed rows it read. The last state is saved as a
 checkpoint, and its policy as a Hugging Face directory; DIRECTORY/PROCESS-engine-N.npz holds the policy as an engine
-over N devices of this process gets it. With SECONDS_A_STEP it is slow enough to be killed between two steps.
-"""
+over N devices of this process gets it. With SECONDS_A_STEP it is slow enough to be killed between two steps."""
 
 import dataclasses
 import json

@@ -1,8 +1,7 @@
 """Starting whole runs, and comparing what they leave.
 
 Scores of a model this small are zeros, so outcomes are compared by what was sampled and learnt too: content checksums
-of all shards and evaluations, and checksums of all policy files.
-"""
+of all shards and evaluations, and checksums of all policy files."""
 
 import contextlib
 import dataclasses

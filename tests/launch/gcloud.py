@@ -9,8 +9,7 @@ The folder (`STUB_CLOUD`) holds
     workers         how many machines there are; each has its home in worker-N, where ssh runs its commands in a shell
 
 Without `workers` ssh does nothing, and a `test` there fails. `gcloud storage` speaks to the server that
-`STORAGE_EMULATOR_HOST` names.
-"""
+`STORAGE_EMULATOR_HOST` names."""
 
 import json
 import os

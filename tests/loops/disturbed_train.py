@@ -18,8 +18,7 @@ conversation, by its tokens, is worth the best reward. A start may name
     file_bytes  what one file may hold at most (RLIMIT_FSIZE)
     stretch     updates between two saves of the learner
     rows        a file to which the rows of every update are written down, by their checksums
-    program     "sample": a worker of `mujica_jax.sample`, with the same rewards, in the place of a trainer
-"""
+    program     "sample": a worker of `mujica_jax.sample`, with the same rewards, in the place of a trainer"""
 
 import errno
 import functools

@@ -1,6 +1,5 @@
 """A whole run in seconds: every phase of the tiny world, too small to learn anything. `test_train.py` starts it as
-users start a run.
-"""
+users start a run."""
 
 from mujica_jax.config.schema import (
     Config,

@@ -1,6 +1,5 @@
 """DecEx-RAG killed while it expands trees, learns chains and learns pairs: started again, it ends as if nothing had
-been. Its rewards are those of `disturbed_train.py`.
-"""
+been. Its rewards are those of `disturbed_train.py`."""
 
 import signal
 

@@ -1,6 +1,5 @@
 """A disk that takes nothing more, or nothing at all: one sentence, exit status 2; with room again the run ends as if
-nothing had been.
-"""
+nothing had been."""
 
 import ctypes
 import os

@@ -1,6 +1,5 @@
 """Whole runs by a job of two processes: it ends as one process on the same mesh does, and where one host fails the
-others say so.
-"""
+others say so."""
 
 import contextlib
 import importlib.util

@@ -1,6 +1,5 @@
 """Killed in any phase, between any two writes, or with damaged files: started again, a run ends as if nothing had
-been.
-"""
+been."""
 
 import json
 import signal

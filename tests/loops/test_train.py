@@ -1,8 +1,7 @@
 """Whole runs, started as a user starts them: what they print and leave, what they tell of themselves, and what Ctrl-C
 leaves.
 
-One file: the run that its default tests look at is waited for by one worker, while the other one does other tests.
-"""
+One file: the run that its default tests look at is waited for by one worker, while the other one does other tests."""
 
 import json
 import re

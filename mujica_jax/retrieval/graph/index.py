@@ -8,7 +8,6 @@ manifest.json and the rules of opening are those of every index (`manifest.py`).
 """
 
 import dataclasses
-import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,10 +68,8 @@ def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, 
             store.optimize()
             store.flush()
             stage.update(loaded.triples + loaded.names)
-        del store
-        gc.collect()  # closes it
+        del store  # closes it
         Store(folder / STORE).flush()  # opening it again drops the logs of what is in its tables by now
-        gc.collect()
         _remove(folder, OLD_LOGS)
         about = {**plan, **{name: getattr(loaded, name) for name in ("triples", "names", "skipped", "first_skipped")}}
         about["seconds"] = round(time.monotonic() - began, 1)  # of the last start

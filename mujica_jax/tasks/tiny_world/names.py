@@ -6,6 +6,7 @@ what a model can learn of the pairs it sees (which last names go with which firs
 every test name.
 """
 
+import functools
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -129,7 +130,12 @@ class PairNamer:
         return first, found[0]
 
     def _is_free(self, first: int, second: int) -> bool:
-        return (first, second) not in self._taken and zlib.crc32(f"{first} {second}".encode()) % 100 in self._owned
+        checksum = zlib.crc32(_digits(second), _checksum_of_first(first))  # of "FIRST SECOND"
+        return checksum % 100 in self._owned and (first, second) not in self._taken
+
+
+_digits = functools.cache(lambda number: str(number).encode())
+_checksum_of_first = functools.cache(lambda number: zlib.crc32(f"{number} ".encode()))
 
 
 def join(starts: Sequence[str], stems: Sequence[str], pair: tuple[int, int]) -> str:
