@@ -1,5 +1,6 @@
 """JetStream's engine interface on our engines, called by hand and by JetStream's own orchestrator."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -17,12 +18,16 @@ from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, decoder, log_probs_of, make_e
 from traffic import cached, nodes_of
 
 from mujica_jax.inference.engine.base import Engine
-from mujica_jax.inference.jetstream import NO_TOKEN, DecodeState, JetStreamEngine, JetStreamTokenizer, Prefix
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 
 PROGRAM = Path(__file__).resolve().parent / "jetstream_orchestrator.py"
 GREEDY = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0)
+
+
+def jetstream() -> Any:
+    """Imported by who runs these tests and not by all who collect them: it brings TensorFlow."""
+    return importlib.import_module("mujica_jax.inference.jetstream")
 
 
 def countable(slots: int = 3, **settings: Any) -> CountableEngine:
@@ -33,15 +38,15 @@ def tiny() -> Engine:
     return make_engine(slots=3, decode_steps=1, pages=3 * PAGES_A_SLOT)
 
 
-def prefilled(engine: JetStreamEngine, tokens: Sequence[int], prefix: Prefix | None = None) -> Prefix:
+def prefilled(engine: Any, tokens: Sequence[int], prefix: Any = None) -> Any:
     """As JetStream calls it: padded, and the beginning of a conversation begins with a token of its own."""
-    tokens = [NO_TOKEN, *tokens] if prefix is None else list(tokens)
+    tokens = [jetstream().NO_TOKEN, *tokens] if prefix is None else list(tokens)
     padded = jnp.asarray([*tokens, *[0] * (64 - len(tokens))])
     weights = engine.load_params()
     return engine.prefill(params=weights, existing_prefix=prefix, padded_tokens=padded, true_length=len(tokens))
 
 
-def steps(engine: JetStreamEngine, state: DecodeState, slot: int, count: int) -> list[int]:
+def steps(engine: Any, state: Any, slot: int, count: int) -> list[int]:
     """Tokens of one slot, as long as they are valid."""
     found, before = [], int(state.generated[slot])
     for _ in range(count):
@@ -62,7 +67,7 @@ def greedy(prompt: Sequence[int], tokens: int) -> list[int]:
     return held[len(prompt) :]
 
 
-def assert_nothing_is_held(engine: JetStreamEngine) -> None:
+def assert_nothing_is_held(engine: Any) -> None:
     pages = engine._pages
     assert pages.free + len(cached(pages)) == pages.count
     held = {node.page for node in nodes_of(pages) if node.users}
@@ -73,7 +78,7 @@ def assert_nothing_is_held(engine: JetStreamEngine) -> None:
     "length", [1, 2, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, PAGE_TOKENS + 2, 3 * PAGE_TOKENS, 33]
 )
 def test_a_prompt_is_decoded_as_by_the_full_forward_on_both_sides_of_page_borders(length):
-    engine = JetStreamEngine(tiny(), GREEDY)
+    engine = jetstream().JetStreamEngine(tiny(), GREEDY)
     prompt = random_tokens(length, seed=length)
     state = engine.insert(
         prefilled(engine, prompt), engine.init_decode_state(), slot=1
@@ -88,7 +93,7 @@ def test_a_prompt_goes_on_from_an_earlier_prefix_without_computing_it_again():
     computed: list[int] = []
     prefill = engine.prefill
     engine.prefill = lambda rows: (computed.extend(len(row.tokens) for row in rows), prefill(rows))[1]
-    jet = JetStreamEngine(engine, GREEDY)
+    jet = jetstream().JetStreamEngine(engine, GREEDY)
     state = jet.init_decode_state()
     opening, ending = [*range(1, 19)], [7, 8, 9]
     first = prefilled(jet, opening)
@@ -111,7 +116,7 @@ def test_a_prompt_goes_on_from_an_earlier_prefix_without_computing_it_again():
 
 def test_slots_that_are_filled_again_and_again_leak_no_page():
     engine = countable(slots=3, pages=3 * 16)
-    jet = JetStreamEngine(engine, GREEDY)
+    jet = jetstream().JetStreamEngine(engine, GREEDY)
     state = jet.init_decode_state()
     draw = np.random.default_rng(0)
     for number in range(60):
@@ -121,14 +126,14 @@ def test_slots_that_are_filled_again_and_again_leak_no_page():
         wanted = engine.by_hand(prompt, GREEDY)[0][:3][: 64 - len(prompt)]
         assert steps(jet, state, slot, len(wanted)) == wanted
     for slot in range(2):
-        state = jet.insert(Prefix(()), state, slot=slot)
+        state = jet.insert(jetstream().Prefix(()), state, slot=slot)
     assert_nothing_is_held(jet)
 
 
 def test_a_slot_that_stops_is_not_valid_any_more_and_gives_its_pages_back():
     engine = countable()
     prompt = next([token] for token in range(20) if 0 in engine.by_hand([token], GREEDY)[0][1:])
-    jet = JetStreamEngine(engine, GREEDY)
+    jet = jetstream().JetStreamEngine(engine, GREEDY)
     state = jet.insert(prefilled(jet, prompt), jet.init_decode_state(), slot=0)
     expected = engine.by_hand(prompt, GREEDY)[0]
     assert steps(jet, state, 0, 40) == expected and expected[-1] == 0
@@ -143,7 +148,7 @@ def test_a_slot_generates_no_more_than_it_may_and_than_there_are_positions():
         (GREEDY, [3] * 30, 2),
         (SamplingParams(max_new_tokens=4, temperature=0.0, seed=0), [3], 4),
     ):
-        jet = JetStreamEngine(engine, params)
+        jet = jetstream().JetStreamEngine(engine, params)
         state = jet.insert(prefilled(jet, prompt), jet.init_decode_state(), slot=0)
         assert len(steps(jet, state, 0, 40)) == expected
 
@@ -154,8 +159,8 @@ def test_a_slot_generates_no_more_than_it_may_and_than_there_are_positions():
 def test_a_prompt_that_cannot_be_served_is_answered_with_no_token(tokens):
     """An exception would end JetStream's process."""
     engine = countable(positions=63)
-    jet = JetStreamEngine(engine, GREEDY)
-    padded = np.asarray([NO_TOKEN, *tokens][-64:], float)
+    jet = jetstream().JetStreamEngine(engine, GREEDY)
+    padded = np.asarray([jetstream().NO_TOKEN, *tokens][-64:], float)
     refused = jet.prefill(params=jet.load_params(), padded_tokens=padded, true_length=1 + len(tokens))
     assert refused.tokens == ()
     state = jet.insert(prefilled(jet, [3, 4]), jet.init_decode_state(), slot=0)
@@ -168,7 +173,7 @@ def test_a_prompt_that_cannot_be_served_is_answered_with_no_token(tokens):
 def test_what_is_not_finite_ends_its_slot_alone():
     engine = countable()
     engine.broken_seed = 1  # of the second request
-    jet = JetStreamEngine(engine, GREEDY)
+    jet = jetstream().JetStreamEngine(engine, GREEDY)
     state = jet.insert(prefilled(jet, [3, 4]), jet.init_decode_state(), slot=0)
     state = jet.insert(prefilled(jet, [3, 4]), state, slot=1)
     assert steps(jet, state, 1, 3) == []
@@ -179,7 +184,7 @@ def test_a_prompt_that_is_not_finite_leaves_no_page_that_others_could_read():
     """Prefill leaves its pages to everybody before anyone has seen a logit."""
     engine = countable()
     engine.broken_seed = 0
-    jet = JetStreamEngine(engine, GREEDY)
+    jet = jetstream().JetStreamEngine(engine, GREEDY)
     prompt = [*range(1, 15)]  # three whole pages and a part
     state = jet.init_decode_state()
     state = jet.insert(prefilled(jet, prompt), state, slot=0)
@@ -189,7 +194,7 @@ def test_a_prompt_that_is_not_finite_leaves_no_page_that_others_could_read():
 
 
 def test_a_prefix_is_nothing_to_delete_or_to_move():
-    jet = JetStreamEngine(countable(), GREEDY)
+    jet = jetstream().JetStreamEngine(countable(), GREEDY)
     prefix = prefilled(jet, [3, 4])
     assert jax.tree.leaves(prefix) == []
     jax.tree_map(lambda leaf: leaf.delete(), prefix)  # as JetStream does: the alias stands
@@ -198,7 +203,7 @@ def test_a_prefix_is_nothing_to_delete_or_to_move():
 
 def test_sampled_requests_have_seeds_of_their_own():
     engine = countable()
-    jet = JetStreamEngine(engine, SamplingParams(max_new_tokens=40, temperature=1.0, seed=5))
+    jet = jetstream().JetStreamEngine(engine, SamplingParams(max_new_tokens=40, temperature=1.0, seed=5))
     state = jet.init_decode_state()
     for number in range(3):
         state = jet.insert(prefilled(jet, [3, 4]), state, slot=0)
@@ -217,11 +222,11 @@ def test_sampled_requests_have_seeds_of_their_own():
 )
 def test_settings_that_jetstream_cannot_work_with_are_refused(engine, params, sentence):
     with pytest.raises(ValueError, match=sentence):
-        JetStreamEngine(engine(), params)
+        jetstream().JetStreamEngine(engine(), params)
 
 
 def test_foreign_weights_and_states_are_refused():
-    jet = JetStreamEngine(countable(), GREEDY)
+    jet = jetstream().JetStreamEngine(countable(), GREEDY)
     old = jet.init_decode_state()
     jet.init_decode_state()
     with pytest.raises(ValueError, match="what load_params gave"):
@@ -232,14 +237,16 @@ def test_foreign_weights_and_states_are_refused():
 
 def test_texts_are_encoded_as_prompts_and_decoded_token_by_token():
     tokenizer = Tokenizer.train(iter(["plain"]), 300)
-    jet = JetStreamEngine(countable(), GREEDY, tokenizer=tokenizer)
+    jet = jetstream().JetStreamEngine(countable(), GREEDY, tokenizer=tokenizer)
     wrapped = jet.build_tokenizer(jet.get_tokenizer())
     padded, length = wrapped.encode("a é", is_bos=True, max_prefill_length=jet.max_prefill_length, jax_padding=False)
     ids = tokenizer.encode_trusted("a é")
-    assert padded.tolist() == [NO_TOKEN, *ids, *[0] * (16 - length)] and length == 1 + len(ids)
+    assert padded.tolist() == [jetstream().NO_TOKEN, *ids, *[0] * (16 - length)] and length == 1 + len(ids)
     pieces = [wrapped.decode([id]) for id in ids]
     assert pieces[0] == "a" and pieces[-2:] == ["<0xC3>", "<0xA9>"]
-    assert JetStreamTokenizer(None, frozenset({0})).encode("a é", is_bos=True, max_prefill_length=16)[1] == 1
+    assert (
+        jetstream().JetStreamTokenizer(None, frozenset({0})).encode("a é", is_bos=True, max_prefill_length=16)[1] == 1
+    )
 
 
 def test_jetstreams_orchestrator_gives_the_tokens_of_our_generator():
