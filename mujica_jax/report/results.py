@@ -33,7 +33,8 @@ class PhaseRow:
 
 
 def summary_dict(phases: Sequence[PhaseRow], **about: Any) -> dict[str, Any]:
-    """The content of `summary.json`: what the run is, its phases, and the seconds of all starts that worked on it.
+    """The content of `summary.json`: what the run is, its phases, and their seconds, each of the start that
+    finished it.
 
     Numbers are rounded to two decimals; `PhaseRow(**phase)` takes a phase back.
     """
