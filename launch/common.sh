@@ -39,11 +39,17 @@ common_flags() {
         shift
     done
     REST=("$@")
+    local word
+    for word in "${REST[@]:1}"; do # a run that was meant to be a dry one would be billed
+        [[ ! $word =~ ^--(dry-run|yes|env|detach)(=|$) ]] || die "$word comes too late: give it before $1"
+    done
     read_env
 }
 
 read_env() {
     [ -f "$ENV_FILE" ] || die "there is no file $ENV_FILE: cp launch/env.example launch/env and fill it in, or name another one with --env"
+    ENV_FILE=$(cd "$(dirname "$ENV_FILE")" && pwd)/${ENV_FILE##*/} # without a slash it would be looked for in PATH
+    bash -e "$ENV_FILE" >/dev/null 2>"$ERRORS" || die "$(<"$ERRORS"): a value with spaces needs quotes"
     # shellcheck source=env.example
     . "$ENV_FILE"
     local name
@@ -51,6 +57,9 @@ read_env() {
         [ -n "${!name:-}" ] || die "$name is not set in $ENV_FILE: launch/env.example says what it is"
     done
     SLICES=${SLICES:-1} FETCH=${FETCH:-} SECRETS=${SECRETS:-} LABELS=${LABELS:-} SERVICE_ACCOUNT=${SERVICE_ACCOUNT:-}
+    for name in $FETCH $SECRETS; do
+        [[ $name == ?*=?* ]] || die "$name in FETCH or SECRETS of $ENV_FILE has no =: launch/env.example shows both"
+    done
     NETWORK=${NETWORK:-} SUBNETWORK=${SUBNETWORK:-} POLL_SECONDS=${POLL_SECONDS:-60}
     MAX_PREEMPTIONS=${MAX_PREEMPTIONS:-50} MAX_FAILURES=${MAX_FAILURES:-2}
     EXTRAS=${EXTRAS-tpu,qwix} PLATFORM=${PLATFORM:-tpu}

@@ -165,6 +165,13 @@ def test_without_gcloud_or_an_environment_file_it_says_what_to_do(cloud, tmp_pat
     (cloud.folder / "env").unlink()
     assert "cp launch/env.example launch/env" in cloud.refused("create.sh")
     cloud.set()
+    with open(cloud.folder / "env", "a") as file:
+        file.write("LABELS=a b\nPOLL_SECONDS=1\n")
+    assert "a value with spaces needs quotes" in cloud.refused("create.sh")
+    for name, value in (("FETCH", "gs://my-bucket/2wiki"), ("SECRETS", "WANDB_API_KEY")):
+        cloud.set(**{name: value})
+        assert f"{value} in FETCH or SECRETS" in cloud.refused("create.sh")
+    cloud.set()
     (tmp_path / "bin").mkdir()
     for name in ("bash", "env", "dirname", "mktemp", "rm", "sed", "tr"):
         (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
@@ -220,6 +227,8 @@ def test_a_dry_run_prints_the_calls_and_does_nothing(cloud):
         words = {"train.sh": ["configs/tiny_world.py"], "index.sh": ["wiki", "--corpus", "a b.jsonl"]}.get(script, [])
         said = cloud.done(script, "--dry-run", *words)
         assert re.search(r"^gcloud compute tpus ", said, re.MULTILINE), script
+    late = cloud.refused("train.sh", "configs/tiny_world.py", "--seed", "1", "--dry-run")
+    assert "--dry-run comes too late: give it before configs/tiny_world.py" in late
     assert cloud.calls() == [], "gcloud was never called"
     said = cloud.done("index.sh", "--dry-run", "wiki", "--corpus", "a b.jsonl")
     assert "mujica_jax.index build --corpus '\\''a b.jsonl'\\'' --out" in said

@@ -139,4 +139,6 @@ def test_what_is_usual_is_restored_with_the_state_and_forgotten_with_the_phase(t
         checkpoints.save(state, {})
     restored, _ = Checkpoints(tmp_path, keep=1).restore_latest(trainer.abstract_state())
     assert_same(restored.spikes, state.spikes)
-    assert_same(trainer.next_phase(restored).spikes, no_spikes())
+    following = trainer.next_phase(restored)
+    assert_same(following.spikes, no_spikes())
+    assert int(fit(trainer, following, ROWS, schedule=SCHEDULE, steps=2, seed=1).state.spikes.updates) == 2

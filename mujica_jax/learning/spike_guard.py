@@ -37,9 +37,9 @@ class TooManySpikes(UserError):
 
 
 def no_spikes() -> Spikes:
-    """At the beginning of a phase."""
-    zero = jnp.zeros((), jnp.int32)
-    return Spikes(zero, jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.float32), zero, zero)
+    """At the beginning of a phase. A step takes over its buffers, so no two fields are one array."""
+    zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(((), 2, 2, (), ()), "iffii", strict=True)]
+    return Spikes(*zeros)
 
 
 def detect_spike(
