@@ -92,6 +92,8 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
         for of in (built, taken):
             assert printed(capsys, *asked, str(of), *named) == found
     assert "was built with the embedder" in refused(capsys, *asked, str(built), "--prefixes", "bge")
+    nowhere = refused(capsys, *asked, str(built), "--embedder", str(folder / "nowhere"))
+    assert f"was built with {folder / 'tiny'}, and the embedder" in nowhere
     manifest = json.loads((built / "manifest.json").read_text())
     assert manifest.pop("prefixes") == "e5"
     (built / "manifest.json").write_text(json.dumps(manifest))  # as it was before they stood there

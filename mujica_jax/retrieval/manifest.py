@@ -45,11 +45,11 @@ def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
         )
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"there is no index {folder}: make it with `python -m mujica_jax.index build --out {folder}`")
+        raise UserError(f"there is no index {folder}: `python -m mujica_jax.index build --help` says how to make it")
     if not (folder / MANIFEST).exists():
         half = "is half-built" if (folder / PLAN).exists() else "holds no index"
         raise UserError(
-            f"{folder} {half} ({MANIFEST} is missing): run `python -m mujica_jax.index build --out {folder}` to the end"
+            f"{folder} {half} ({MANIFEST} is missing): end the `python -m mujica_jax.index build` that began it"
         )
     manifest = read_json(folder / MANIFEST)
     if manifest.get("format") != FORMAT:

@@ -116,7 +116,10 @@ def open_index(
     if manifest["kind"] == "bm25":
         return Bm25Index.load(folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"])
     name = manifest["embedder"] if embedder is None else embedder
-    found = find_embedder(name, manifest.get("prefixes") if prefixes is None else prefixes)
+    try:
+        found = find_embedder(name, manifest.get("prefixes") if prefixes is None else prefixes)
+    except UserError as error:
+        raise UserError(f"the index {folder} was built with {manifest['embedder']}, and {error}") from error
     check_embedder(folder, manifest, found)
     version = manifest["version"]
     if manifest["kind"] == "scann":
