@@ -11,7 +11,9 @@ DRY_RUN='' YES=''
 ERRORS=$(mktemp)
 trap 'rm -f "$ERRORS"' EXIT
 
+exec 3>&2 # where a dry run prints its calls, whatever becomes of what they would say
 say() { printf '%s\n' "$*" >&2; }
+achieved() { [ -n "$DRY_RUN" ] || say "$*"; }
 die() {
     printf 'error: %s\n' "$*" >&2
     exit 2
@@ -89,7 +91,7 @@ shown() { # a command as it could be typed
 # A call that only looks. With --dry-run it is printed, and ASSUMED is its answer.
 ask() {
     if [ -n "$DRY_RUN" ]; then
-        shown gcloud "$@" >&2
+        shown gcloud "$@" >&3
         printf '%s\n' "${ASSUMED-}"
         return 0
     fi
@@ -99,7 +101,7 @@ ask() {
 # A call that changes something. What it says on stderr is shown when it has ended, and kept if it failed.
 act() {
     if [ -n "$DRY_RUN" ]; then
-        shown gcloud "$@" >&2
+        shown gcloud "$@" >&3
         return 0
     fi
     local said status=0

@@ -16,4 +16,4 @@ if [ "$state" = ACTIVE ]; then # so that the step under way is saved
     on_workers all "bash ~/mujica/src/launch/worker.sh stop 'train-$RUN'" >/dev/null 2>&1 || say "a worker does not answer; what the run saved last is in the bucket"
 fi
 act compute tpus queued-resources delete "$TPU_NAME" --project="$PROJECT" --zone="$ZONE" --force --quiet || explained "$TPU_NAME could not be deleted"
-say "$TPU_NAME is deleted"
+achieved "$TPU_NAME is deleted"

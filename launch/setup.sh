@@ -26,4 +26,4 @@ fi
 if [ -n "$FETCH" ]; then
     on_workers all "bash ~/mujica/src/launch/worker.sh fetch $FETCH" || unreachable "FETCH failed"
 fi
-say "$TPU_NAME is set up: launch/train.sh CONFIG [flags]"
+achieved "$TPU_NAME is set up: launch/train.sh CONFIG [flags]"

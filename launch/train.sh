@@ -25,8 +25,7 @@ need_gcloud
 claim() {
     local words held
     words=$(shown "${REST[@]}")
-    if [ -n "$DRY_RUN" ]; then return; fi
-    if held=$(ask storage cat "$RUN_DIRECTORY/command"); then
+    if held=$(ASSUMED=$words ask storage cat "$RUN_DIRECTORY/command"); then
         [ "$held" = "$words" ] ||
             die "run $RUN was begun with \`$held\` and this is \`$words\`: choose another RUN in $ENV_FILE, or give the same words"
     elif grep -qiE 'matched no objects|not found|404' "$ERRORS"; then
@@ -74,7 +73,7 @@ bring_up() {
 claim
 bring_up ${YES:+--yes} || exit 2
 begin || unreachable "the run could not be started"
-say "$RUN runs on $TPU_NAME, in $RUN_DIRECTORY: launch/status.sh, launch/logs.sh --follow; launch/delete.sh ends the bill"
+achieved "$RUN runs on $TPU_NAME, in $RUN_DIRECTORY: launch/status.sh, launch/logs.sh --follow; launch/delete.sh ends the bill"
 if [ -n "$DETACH$DRY_RUN" ]; then exit 0; fi
 trap 'say "$RUN goes on without this program; the same command looks after it again"; exit 130' INT
 preemptions=0 failures=0 silent=0

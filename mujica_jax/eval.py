@@ -147,6 +147,9 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
             f"--remote.base-url is {remote}: an endpoint is evaluated under a configuration and without a checkpoint, "
             f"as in `python -m mujica_jax.eval {HELP_CONFIG} --remote.base-url {remote} ...`"
         )
+    lone = next((word for word in words if word.startswith("--remote.")), None)
+    if lone is not None and remote is None and checkpoint is None:
+        raise UserError(f"{lone} is given and there is no endpoint: give --remote.base-url too")
     if name is None and adapter is not None:
         lacking = "has no config.json of the run that made it: name a configuration"
         config = _config_left_in(Path(adapter), "--init ... --adapter", wanted=ADAPTER_WANTED, lacking=lacking)
@@ -197,6 +200,8 @@ def _config_left_in(folder: RunPath, flag: str, *, wanted: str, lacking: str) ->
     if (folder / "adapter" / "adapter_config.json").exists():
         asked = f"--adapter {folder / 'adapter'}, or --checkpoint RUN --policy N"
         raise UserError(f"{folder} is a policy of a run: give {asked}")
+    if (folder / "model" / "config.json").exists():
+        raise UserError(f"{folder} is a policy of a run: give --checkpoint RUN --policy N")
     if not is_run(folder):
         raise UserError(f"{folder} {lacking}, as in `python -m mujica_jax.eval {HELP_CONFIG} {flag} {folder}`")
     return from_dict(Config, read_object(folder / "config.json")["config"])

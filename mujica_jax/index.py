@@ -35,7 +35,7 @@ from mujica_jax.retrieval.estimates import estimate_corpus, estimate_graph
 from mujica_jax.retrieval.graph import index as graphs
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
-from mujica_jax.retrieval.graph.files import GraphSpec
+from mujica_jax.retrieval.graph.files import GraphSpec, is_table
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.search_cache import SearchCache
@@ -182,9 +182,11 @@ def serve(given: argparse.Namespace) -> None:
 def _refuse_unread(given: argparse.Namespace, kind: str) -> None:
     """Flags that a command knows and an index of this kind does not read."""
     dense, taken = kind not in ("bm25", GRAPH), getattr(given, "embeddings", None) is not None
+    files = getattr(given, "corpus", None) if kind == GRAPH else None
+    tables = bool(files) and all(map(is_table, files))
     read = {
-        "languages": kind == GRAPH,
-        "properties": kind == GRAPH,
+        "languages": kind == GRAPH and not tables,
+        "properties": kind == GRAPH and not tables,
         "tokenizer": kind == "bm25",
         "embedder": dense and not taken,
         "prefixes": dense and not taken,
@@ -196,7 +198,7 @@ def _refuse_unread(given: argparse.Namespace, kind: str) -> None:
     }
     for name, is_read in read.items():
         if not is_read and (value := getattr(given, name, None)) is not None:
-            what = f"kind {kind}" + (" with --embeddings" if dense and taken else "")
+            what = f"kind {kind}" + (" with --embeddings" if dense and taken else " from tables" if tables else "")
             shown = " ".join(value) if isinstance(value, list) else value
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is {shown} and an index of {what} does not read it: leave it out")
@@ -252,9 +254,10 @@ def _kind(text: str) -> str:
 
 
 def _share(text: str) -> float:
-    if not 0 < (value := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is no number between 0 and 1")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -499,6 +499,9 @@ def test_eval_without_a_checkpoint_says_what_is_missing(capsys):
 def test_eval_of_a_hugging_face_directory_needs_a_configuration(refused, checkpoint):
     message = refused(evaluation, "--checkpoint", str(checkpoint))
     assert f"{checkpoint} is no run directory" in message and "mujica_jax.eval tiny_world --checkpoint" in message
+    shutil.copytree(checkpoint, "run/policies/000001/model")
+    policy = refused(evaluation, "--checkpoint", "run/policies/000001")
+    assert "run/policies/000001 is a policy of a run: give --checkpoint RUN --policy N" in policy
 
 
 def test_eval_of_a_hugging_face_directory_has_no_policies_to_choose_from(refused, checkpoint):

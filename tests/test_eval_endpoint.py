@@ -132,6 +132,8 @@ def test_an_endpoint_is_described_wholly(refused, tokenizer):
 def test_a_described_endpoint_needs_an_address(refused):
     message = refused(SMOKE, "--checkpoint", "x", "--remote.model", "gpt-4.1")
     assert "--remote.model is gpt-4.1 and there is no endpoint: give --remote.base-url too" in message
+    alone = refused(SMOKE, "--remote.model", "gpt-4.1")
+    assert "--remote.model is given and there is no endpoint: give --remote.base-url too" in alone
 
 
 @pytest.mark.parametrize(

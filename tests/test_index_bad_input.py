@@ -63,6 +63,9 @@ MISTAKES = {
     "estimate --kind graph --corpus DIR/graph.tsv --tokenizer default": (
         "--tokenizer is default and an index of kind graph"
     ),
+    "build --kind graph --corpus DIR/graph.tsv --out OUT --properties P57": (
+        "--properties is P57 and an index of kind graph from tables does not read it"
+    ),
     "query --index DIR/words he\udcffllo": r"'he\udcffllo' is no text that UTF-8 can write: give whole characters",
     "query --index DIR/dense he\udcffllo": r"'he\udcffllo' is no text that UTF-8 can write",
     f"{RECALL} DIR/half.jsonl --k 2": r"DIR/half.jsonl, line 1: 'half \ud800' is no text that UTF-8 can write",

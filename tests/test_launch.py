@@ -227,6 +227,9 @@ def test_a_dry_run_prints_the_calls_and_does_nothing(cloud):
         words = {"train.sh": ["configs/tiny_world.py"], "index.sh": ["wiki", "--corpus", "a b.jsonl"]}.get(script, [])
         said = cloud.done(script, "--dry-run", *words)
         assert re.search(r"^gcloud compute tpus ", said, re.MULTILINE), script
+        assert not re.search("is deleted|is set up|first runs on", said), "nothing was done"
+        expected = {"delete.sh": "worker.sh stop", "status.sh": "worker.sh state", "train.sh": "storage cat gs://"}
+        assert expected.get(script, "") in said
     late = cloud.refused("train.sh", "configs/tiny_world.py", "--seed", "1", "--dry-run")
     assert "--dry-run comes too late: give it before configs/tiny_world.py" in late
     assert cloud.calls() == [], "gcloud was never called"

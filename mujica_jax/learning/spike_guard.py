@@ -38,8 +38,8 @@ class TooManySpikes(UserError):
 
 def no_spikes() -> Spikes:
     """At the beginning of a phase. A step takes over its buffers, so no two fields are one array."""
-    zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(((), 2, 2, (), ()), "iffii", strict=True)]
-    return Spikes(*zeros)
+    updates, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
+    return Spikes(updates, jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.float32), skipped, in_a_row)
 
 
 def detect_spike(
