@@ -14,7 +14,7 @@ from mujica_jax.config.schema import Config, SingleConfig, TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.scheduler import BatchedGenerator
-from mujica_jax.methods.evaluation import Play, ScoredGenerator, Scores, score_policy
+from mujica_jax.methods.evaluation import Play, ScoredGenerator, Scores, held_out_questions, score_policy
 from mujica_jax.methods.judge import Judge
 from mujica_jax.methods.parts import check_prompts, make_agent, make_reward, statistics_of
 from mujica_jax.methods.policies import Checkpoint
@@ -31,7 +31,9 @@ from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.extras import import_extra
 from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.storage.manifest import describe_folder
 from mujica_jax.storage.run_directory import RunDirectory, RunPath, atomic_write
+from mujica_jax.tasks.content import fingerprint_of_questions, fingerprint_of_searches
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
 
@@ -79,10 +81,12 @@ def evaluate(
         playing = gather_polled([agent.run(attempt, task.environment(asked), by)], preemption.check)
         (trajectory,) = asyncio.run(playing)
         return progress.show(question_tree(asked, trajectory))
+    folders = [_parts(config, tasks[config.task], policy, worker) for config in configs]
     compared = [
         _evaluate_one(
             config,
             tasks[config.task],
+            parts=parts,
             policy=policy,
             worker=worker,
             judge=judge,
@@ -93,9 +97,8 @@ def evaluate(
             preemption=preemption,
             sampled=sampled,
         )
-        for config in configs
+        for config, parts in zip(configs, folders, strict=True)
     ]
-    folders = [_parts(config, policy, worker) for config in configs]
     distributed.barrier("all is evaluated")
     if not distributed.is_primary():
         return
@@ -118,6 +121,7 @@ def _evaluate_one(
     config: Config,
     task: Task,
     *,
+    parts: RunPath,
     policy: Checkpoint | Endpoint,
     worker: Checkpoint | None,
     judge: Endpoint | None,
@@ -128,7 +132,6 @@ def _evaluate_one(
     preemption: Preemption,
     sampled: bool,
 ) -> Compared:
-    parts = _parts(config, policy, worker)
     live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
     where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
@@ -225,22 +228,27 @@ def _stem(config: Config, task: Task) -> str:
     return "-".join(which)
 
 
-def _parts(config: Config, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> RunPath:
-    """Where what was played is kept until all is: one folder for all processes, whose copies of files differ in age."""
-    return policy.out / f".parts-{distributed.broadcast('parts', lambda: _identity(config, policy, worker))}"
+def _parts(config: Config, task: Task, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> RunPath:
+    """Return the folder that keeps what is played until all is: one for all processes of a job."""
+    identity = distributed.broadcast("parts", lambda: _identity(config, task, policy, worker))
+    return policy.out / f".parts-{identity}"
 
 
-def _identity(config: Config, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> str:
-    """What a part that an earlier start has played must agree in."""
-    read = (config.task, config.agent, config.engine, config.eval, config.trainer.dtype)
+def _identity(config: Config, task: Task, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> str:
+    """Return a hash of all that a part depends on: settings, questions, passages or graph, and weights.
+
+    Questions, passages and weights are known by their content: two data folders may agree in names, sizes and times.
+    """
+    settings = (config.task, config.agent, config.engine, config.eval, config.trainer.dtype)
+    questions = held_out_questions(task, config)
     weights = []
-    folders = (getattr(of, name, None) for of in (policy, worker) for name in ("model", "adapter"))
-    for folder in folders:
-        for path in sorted(folder.rglob("*")) if folder is not None else ():
-            found = path.stat()
-            weights.append((path.name, found.st_size, found.st_mtime_ns))
-    said = [repr(read), repr(getattr(policy, "remote", None)), config.reward, config.seed, policy.place, policy.name]
-    said += [weights, distributed.processes()]
+    for checkpoint in (policy, worker):
+        for name in ("model", "adapter"):
+            folder = getattr(checkpoint, name, None)
+            weights.append([] if folder is None else describe_folder(folder))
+    content = [fingerprint_of_questions(questions), fingerprint_of_searches(task, questions), weights]
+    said = [repr(settings), repr(getattr(policy, "remote", None)), config.reward, config.seed]
+    said += [policy.place, policy.name, distributed.processes(), content]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
 
 

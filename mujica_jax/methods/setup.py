@@ -18,7 +18,7 @@ from flax import nnx
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config.files import implementation
 from mujica_jax.config.schema import Config
-from mujica_jax.errors import UserError
+from mujica_jax.errors import RunMismatch, UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
 from mujica_jax.learning.trainer import Trainer
@@ -47,10 +47,12 @@ from mujica_jax.storage.leases import RENEWALS_A_LEASE, Leases
 from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunPath
 from mujica_jax.tasks.checks import check_task
+from mujica_jax.tasks.content import fingerprint_of_questions, fingerprint_of_searches
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
 
 TOKENIZER = "tokenizer"
+CONTENT = "questions.json"  # in a run directory: what its task asks and searches
 # Of a configuration, what may be another at a restart.
 IGNORED = ("run", "keep_policies", "metrics", "profile", "distributed", "sampling.workers")
 TRAINER, LEAD_SECONDS = "trainer", 30.0  # the lease of who leads a run
@@ -89,6 +91,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     reserved = _check_memory(config, size)
     about = dataclasses.asdict(config)
     store = distributed.primary_first("the run", lambda: _open_shared(directory, about))
+    distributed.primary_first("the questions", lambda: check_content(store, config, task))
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     progress.line(f"run directory: {directory}")
     over = sum(name.endswith(".json") for name in store.names(phases.PHASES))
@@ -129,10 +132,12 @@ def open_sampling(config: Config, store: Store, preemption: Preemption, progress
     check_dtypes(config)
     newest = distributed.primary_first("a policy is read", lambda: store.policy_path(store.policies()[-1]))
     tokenizer, decoder, load = open_model(newest / "model", config.trainer.dtype)
+    task = build_task(config)
+    check_content(store, config, task)
     return Run(
         config,
         store=store,
-        task=build_task(config),
+        task=task,
         tokenizer=tokenizer,
         decoder=decoder,
         load=lambda: load(None),
@@ -191,6 +196,28 @@ def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
             "begun: give a --run directory that all hosts share"
         )
     return open_run(directory, about, ignore=IGNORED)
+
+
+def check_content(store: Store, config: Config, task: Task) -> None:
+    """Check that the task's questions, and what it searches, are those that the run was begun with.
+
+    The first start writes them down. Rounds and evaluations of a run are about its own questions: with others, what it
+    has played would be scored against answers to something else. Raises RunMismatch.
+    """
+    learnt, evaluated = task.questions("train"), task.questions(config.eval.split)[: config.eval.questions]
+    now = {
+        "training questions": f"{len(learnt)}, {fingerprint_of_questions(learnt)}",
+        "evaluation questions": f"{len(evaluated)}, {fingerprint_of_questions(evaluated)}",
+        "searched": fingerprint_of_searches(task, evaluated),
+    }
+    store.write_json_once(CONTENT, now)
+    begun = store.read_json(CONTENT)
+    if different := provenance.differences(begun, now, ignore=()):
+        place = getattr(config.task, "data_dir", None) or getattr(config.task, "index", None) or config.task.kind
+        raise RunMismatch(
+            f"{store.root} was begun with other data than {place} holds now (count and checksum): "
+            f"{'; '.join(different)}; give the same data or choose another --run directory"
+        )
 
 
 @contextlib.contextmanager

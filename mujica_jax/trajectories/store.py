@@ -1,6 +1,7 @@
 """The run directory: what its files are called, in which order they come to be, and which of them a reader may trust.
 
     config.json                      configuration, git revision, versions
+    questions.json                   counts and checksums of the questions, and what is searched
     metrics.jsonl                    one line an event, append-only (`report/metrics_log.py`)
     tokenizer/                       of a model from scratch, and COMMITTED, written last
     policies/000003/                 what the policy's writer made, and COMMITTED, written last

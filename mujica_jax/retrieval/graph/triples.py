@@ -11,6 +11,8 @@ parenthesis.
 """
 
 import dataclasses
+import functools
+import hashlib
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -74,6 +76,14 @@ class TripleGraph(Counted):
             self._add(row, False, triple.subject, triple.subject_id)
             if not triple.object_is_literal:
                 self._add(row, True, triple.object, triple.object_id)
+
+    @functools.cached_property
+    def version(self) -> str:
+        """A hash of all triples, in their order."""
+        digest = hashlib.sha256()
+        for triple in self.triples:
+            digest.update(repr(triple).encode(errors="surrogatepass"))
+        return digest.hexdigest()[:16]
 
     def ends_of(self, entity_id: str, limit: int | None = None) -> list[End]:
         """Triples that name the entity, as subject before as object, in file order, no two alike; at most `limit` of

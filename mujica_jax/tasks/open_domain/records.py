@@ -15,7 +15,7 @@ import csv
 import dataclasses
 import hashlib
 import json
-import os
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,10 @@ from mujica_jax.errors import UserError
 from mujica_jax.metrics import normalise_squad
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.text.corpus_records import explained, open_text, read_records
+from mujica_jax.storage.local import beside
+from mujica_jax.storage.manifest import sha256_of
+
+_log = logging.getLogger(__name__)
 
 PATTERNS = ("*.json", "*.jsonl", "*.csv", "*.tsv")
 PREPARED = "dataset_info.json"  # in a folder that `builders.py` has filled
@@ -52,31 +56,55 @@ class OpenRecord:
 
 
 def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
-    """All questions, each with whether it is for training: of official files, or of a folder that `builders.py` has
-    filled. They are read once and kept as Arrow's Parquet in the user's cache, by names, sizes and times of the files.
-    """
-    import pyarrow
-    from pyarrow import parquet
+    """Return all questions, each with whether it is for training.
 
+    They come from official files, or from a folder that `builders.py` has filled. What was read is kept as Parquet in
+    the user's cache and found again by the content of the files: folders may agree in names, sizes and times.
+    """
     prepared = is_prepared(folder)
     files = sorted(folder.iterdir()) if prepared else question_files(folder, kind)
-    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.sha256(json.dumps([CACHE_FORMAT, kind, states]).encode()).hexdigest()[:16]
+    contents = [(file.name, sha256_of(file)) for file in files if file.is_file()]
+    key = hashlib.sha256(json.dumps([CACHE_FORMAT, kind, contents]).encode()).hexdigest()[:16]
     kept = cache_folder("questions") / f"{kind}-{key}.parquet"
-    if kept.is_file():
-        return [(row["train"], from_row(row)) for row in parquet.read_table(kept).to_pylist()]
+    records = _read_kept(kept)
+    if records is not None:
+        return records
     if prepared:
         from mujica_jax.tasks.open_domain.builders import read_prepared
 
-        found = list(read_prepared(folder))
+        records = list(read_prepared(folder))
     else:
-        found = [("train" in file.name.lower(), record) for file in files for record in read_open_records(file, kind)]
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    partial = kept.with_name(f".{kept.name}.{os.getpid()}")
-    rows = [as_row(record) | {"train": training} for training, record in found]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
-    partial.replace(kept)
-    return found
+        records = [("train" in file.name.lower(), record) for file in files for record in read_open_records(file, kind)]
+    _keep(kept, records)
+    return records
+
+
+def _read_kept(kept: Path) -> list[tuple[bool, OpenRecord]] | None:
+    """Return what an earlier start has read, or None where nothing is kept or the file is damaged."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if not kept.is_file():
+        return None
+    try:
+        return [(row["train"], from_row(row)) for row in parquet.read_table(kept).to_pylist()]
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("%s is damaged (%s): the questions are read from their files again", kept, error)
+        return None
+
+
+def _keep(kept: Path, records: Sequence[tuple[bool, OpenRecord]]) -> None:
+    """Keep what was read. Where that fails (a full disk), the next start reads the files again."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [as_row(record) | {"train": training} for training, record in records]
+    try:
+        with beside(kept) as partial:
+            parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
+            partial.replace(kept)
+    except (pyarrow.ArrowException, OSError, UserError) as error:
+        _log.warning("the questions could not be kept for the next start (%s)", error)
 
 
 def is_prepared(folder: Path) -> bool:

@@ -1,0 +1,41 @@
+"""Fingerprints of what a task asks and searches.
+
+What was played of some questions counts for these questions alone. So an interrupted evaluation and a resumed run
+compare what they are given now with what they began with: by content, not by the names, sizes or times of files.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from mujica_jax.records import Question
+from mujica_jax.tasks.task import Environment, Task
+
+
+def fingerprint_of_questions(questions: Iterable[Question]) -> str:
+    """Return a hash of all that the questions say, in their order."""
+    digest = hashlib.sha256()
+    for question in questions:
+        digest.update(repr(question).encode(errors="surrogatepass"))
+    return digest.hexdigest()[:16]
+
+
+def fingerprint_of_searches(task: Task, questions: Sequence[Question]) -> str:
+    """Return a hash of what is searched for these questions.
+
+    A remote retriever is known by its address until it has answered, so it says nothing about its content.
+    """
+    environments: dict[int, Environment] = {}
+    for question in questions:
+        environment = task.environment(question)
+        environments[id(environment)] = environment
+    digest = hashlib.sha256()
+    for environment in environments.values():
+        digest.update(content_version(environment).encode())
+    return digest.hexdigest()[:16]
+
+
+def content_version(environment: Environment) -> str:
+    """Return the version of an environment's index or graph, or "" where it does not say one."""
+    retriever = getattr(environment, "retriever", None)
+    searched = getattr(retriever, "index", None) or getattr(environment, "graph", None)
+    return getattr(searched, "version", "")
