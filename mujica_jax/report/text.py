@@ -2,6 +2,7 @@
 
 import io
 import os
+import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TextIO
@@ -10,6 +11,8 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from mujica_jax.runtime.standard_output import CANNOT_BE_WRITTEN, discard
 
 PLAIN_COLUMNS = 120  # width of output that goes to a file or a pipe
 JOINERS = "\u200c\u200d"  # format characters that ordinary text needs
@@ -59,10 +62,19 @@ def encoding_of(stream: TextIO) -> str:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write what the stream's encoding cannot hold as escapes: a run must not end for a name with an accent."""
+    """Write what the stream's encoding cannot hold as escapes: a run must not end for a name with an accent.
+
+    Nor must it end because the file that its output goes to is on a full disk: it goes on without that output.
+    """
     encoding = encoding_of(stream)
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    stream.flush()
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except OSError as error:
+        if error.errno not in CANNOT_BE_WRITTEN:
+            raise
+        discard(stream)
+        print(f"the output cannot be written ({error.strerror}): the program goes on without it", file=sys.stderr)
 
 
 def _is_control(character: str) -> bool:

@@ -1,15 +1,29 @@
-"""Programs whose standard output is a pipe, as in `python -m mujica_jax.train --help | head`."""
+"""Programs whose standard output is a pipe, a full disk, or closed.
 
+python -m mujica_jax.train --help | head
+python -m mujica_jax.eval ... > /a/full/disk
+python -m mujica_jax.train ... >&-
+"""
+
+import errno
 import os
 import select
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 READER_GONE = 141  # what a shell reports of a tool that SIGPIPE (13) ended: 128 + 13
+OUTPUT_LOST = 2
+CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def run_program(main: Callable[[], int]) -> int | str | None:
-    """The exit status of `main`. A reader that closes the pipe early ends the program quietly, with status 141."""
+    """Run an entry point and return its exit status.
+
+    A reader that closes the pipe early ends the program quietly, with status 141. Output that a full disk does not take
+    is one sentence and status 2.
+    """
+    _open_closed_streams()
     try:
         try:
             status: int | str | None = main()
@@ -19,9 +33,52 @@ def run_program(main: Callable[[], int]) -> int | str | None:
     except BrokenPipeError:
         if not _reader_is_gone():  # another pipe or socket: a fault that keeps its traceback
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        discard(sys.stdout)  # the interpreter flushes once more
         return READER_GONE
+    except OSError as error:
+        if error.errno not in CANNOT_BE_WRITTEN or not _cannot_be_written(sys.stdout):
+            raise
+        discard(sys.stdout)
+        print(f"error: the output cannot be written ({error.strerror}): send it elsewhere", file=sys.stderr)
+        return OUTPUT_LOST
     return status
+
+
+def discard(stream: TextIO) -> None:
+    """Send what a stream still holds, and what is written to it later, nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _open_closed_streams() -> None:
+    """Give a program that was started with closed streams streams that go nowhere.
+
+    Python has None for them. Their numbers are taken as well: else the next file that is opened would have number 1 or
+    2, and a library that writes its notices there would write into that file.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the program ends
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _cannot_be_written(stream: TextIO) -> bool:
+    """Return whether the fault was this stream's: a full disk elsewhere has another sentence."""
+    try:
+        stream.write("\n")
+        stream.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _reader_is_gone() -> bool:

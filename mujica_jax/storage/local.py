@@ -3,10 +3,15 @@
 The bytes of a file go to a temporary file beside it, reach the disk, and get the final name: by `link`, which fails
 where the name is taken (`create`), or by `rename` (`atomic_write`). A reader sees a whole file or none, and a killed
 writer leaves nothing that counts.
+
+Some file systems have no hard links (gcsfuse, SMB, 9p). There `create` renames while it holds a lock on the folder, so
+that of several writers on one host exactly one wins. Writers on several hosts may both believe to have won. Each file
+of a run is a function of its seed, so both have written the same.
 """
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,17 +29,47 @@ ADVICE = {  # what the user can do about an error of the operating system
     errno.ENOTDIR: "a file stands where a directory is needed; choose another --run directory",
     errno.EEXIST: "a file stands where a directory is needed; choose another --run directory",
 }
+# What `link` answers on a file system without hard links.
+NO_HARD_LINKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.EMLINK, errno.EINVAL)
+# What `fsync` of a directory, or a lock, answers where the file system has none.
+NOT_SUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK)
+LOCK = ".lock"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # those that only a disk can cause
 
 
 def create(path: Path, data: bytes) -> bool:
-    """False, and nothing changed, where the file exists already."""
+    """Write a new file. Return False, and change nothing, where the file exists already."""
     with _written_beside(path, data) as temporary:
         try:
             os.link(temporary, path)
         except FileExistsError:
             return False
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS:
+                raise
+            return _rename_if_free(temporary, path)
     return True
+
+
+def _rename_if_free(temporary: Path, path: Path) -> bool:
+    """Give a file its final name unless that is taken. Return whether it was free."""
+    with _locked(path.parent):
+        if path.exists():
+            return False
+        os.rename(temporary, path)
+    return True
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, if the file system has locks."""
+    with open(folder / LOCK, "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NOT_SUPPORTED:
+                raise
+        yield
 
 
 def atomic_write(path: Path, data: bytes) -> None:
@@ -78,10 +113,13 @@ def move(path: Path, target: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's bytes, or a directory's names, survive a loss of power."""
+    """Make a file's bytes, or a directory's names, survive a loss of power, if the file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
     finally:
         os.close(descriptor)
 
