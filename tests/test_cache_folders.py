@@ -1,10 +1,7 @@
 """Where caches lie, for whoever has a home directory and whoever has none."""
 
-import pytest
-
 from mujica_jax.config import cache_folders
 from mujica_jax.config.cache_folders import cache_folder
-from mujica_jax.errors import UserError
 
 
 def test_where_caches_lie(monkeypatch, tmp_path):
@@ -16,5 +13,4 @@ def test_where_caches_lie(monkeypatch, tmp_path):
     monkeypatch.setattr(cache_folders.os, "getuid", lambda: 2**31 - 7)  # nobody's
     assert cache_folder("compiled") == tmp_path / "caches" / "mujica_jax" / "compiled"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    with pytest.raises(UserError, match=r"no home directory of this user is known: .* XDG_CACHE_HOME"):
-        cache_folder("buckets")
+    assert cache_folder("buckets").is_dir(), "a user without a home has folders that are removed at the end"

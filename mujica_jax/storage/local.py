@@ -101,6 +101,14 @@ def names(root: Path, prefix: str) -> list[str]:
     return sorted(name for name in found if name.startswith(prefix) and "/." not in f"/{name}")
 
 
+def visible_files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files in `folder` that match, sorted, without hidden ones.
+
+    macOS writes a hidden `._NAME` beside each file of an archive, which holds none of the file's content.
+    """
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+
+
 def move(path: Path, target: Path) -> bool:
     """False where there is no such file. The folder of `target` exists."""
     with as_user_error(path):

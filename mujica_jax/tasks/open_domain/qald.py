@@ -18,6 +18,7 @@ from mujica_jax.records import Entity, Question
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.text.corpus_records import open_text
+from mujica_jax.storage.local import visible_files
 from mujica_jax.tasks.environment import GraphEnvironment
 from mujica_jax.tasks.open_domain.records import is_prepared, prepared_records
 from mujica_jax.tasks.open_domain.task import OpenDomain
@@ -75,7 +76,7 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
 
 def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
     """Each question with the place it stands at."""
-    files = [file for pattern in PATTERNS for file in sorted(folder.glob(pattern))]
+    files = [file for pattern in PATTERNS for file in visible_files(folder, pattern)]
     if not files:
         raise UserError(
             f"task.data_dir {folder} has no file of questions: put qald_10.json from KGQA/QALD-10 there, plain or .gz"

@@ -25,7 +25,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.metrics import normalise_squad
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.text.corpus_records import explained, open_text, read_records
-from mujica_jax.storage.local import beside
+from mujica_jax.storage.local import beside, visible_files
 from mujica_jax.storage.manifest import sha256_of
 
 _log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def question_files(folder: Path, kind: str) -> list[Path]:
         file
         for pattern in PATTERNS
         for suffix in ("", ".gz")
-        for file in sorted(folder.glob(pattern + suffix))
+        for file in visible_files(folder, pattern + suffix)
         if "corpus" not in file.name
     ]
     if not found:

@@ -18,6 +18,7 @@ from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.graph.triples import LITERAL_ID, Triple, normalise_label, without_parenthesis
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.retrieval.text.corpus_records import records_of
+from mujica_jax.storage.local import visible_files
 from mujica_jax.tasks.open_domain.records import OpenRecord, is_prepared, prepared_records
 from mujica_jax.tasks.task import Split
 
@@ -52,8 +53,8 @@ def data_files(data_dir: str | Path, patterns: Sequence[str], what: str, *, need
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"the 2WikiMultihopQA folder {folder} {found}; set data_dir to one with {what}; {expected}")
-    globs = (folder.glob(pattern + suffix) for pattern in patterns for suffix in ("", ".gz"))
-    files = dict.fromkeys(file for found in globs for file in sorted(found))
+    globs = (visible_files(folder, pattern + suffix) for pattern in patterns for suffix in ("", ".gz"))
+    files = dict.fromkeys(file for found in globs for file in found)
     if not files and needed:
         raise UserError(f"{folder} has no file with {what}; {expected}")
     return list(files)
