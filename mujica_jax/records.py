@@ -22,6 +22,8 @@ class StopReason(enum.StrEnum):
     ITERATION_LIMIT = "iteration_limit"  # max_iterations turns passed without an answer
     TURN_LENGTH = "turn_length"  # a turn reached max_turn_tokens before it ended
     TRAJECTORY_LENGTH = "trajectory_length"  # the conversation would exceed max_trajectory_tokens
+    FILTERED = "filtered"  # the model's endpoint withheld its reply (a content filter, a refusal)
+    BAD_REPLY = "bad_reply"  # the model's endpoint gave a reply that cannot be read, or refused this request
     SYNTHESIS_FAILED = "synthesis_failed"  # a teacher's turn stayed wrong in all of its tries
     RETRIEVER_FAILED = "retriever_failed"  # the environment raised a typed retrieval error after its retries
 

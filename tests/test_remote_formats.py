@@ -256,10 +256,12 @@ def test_a_stop_string_ends_a_chat_reply():
     ("reply", "sentence"),
     [
         (openai(None), "gave no text and ended by 'stop'"),
-        (
-            openai("", "length"),
-            "gave no text and ended by 'length': it refused, or it thought for all of its 40 tokens",
-        ),
+        (openai({"text": "no list"}), "gave no text and ended by 'stop': its content is {'text'"),
+        (openai([{"type": "refusal", "refusal": "no"}]), "refused to reply"),
+        (openai(None, message={"role": "assistant", "content": None, "refusal": "I cannot"}), "refused to reply"),
+        (openai("x", "tool_calls"), "ended a completion by 'tool_calls' where 'stop' or 'length' is expected"),
+        ({"error": {"message": "overloaded"}}, "answered with an error: .*overloaded"),
+        ({"error": "no", "choices": []}, "answered with an error: 'no'"),
         (openai("x", "content_filter"), "ended a completion by 'content_filter'"),
         (openai("x", message="hello"), "gave no text"),
     ],

@@ -8,7 +8,7 @@ from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.config.agents import AgentLimits
-from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.inference.requests import Completion, SamplingParams, UnusableReplyError
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import Conversation, Search, StopReason, Trajectory
 from mujica_jax.tasks.task import Environment, Material
@@ -21,8 +21,8 @@ class Written:
     """One turn of the model."""
 
     text: str
-    cut: StopReason | None = None  # the limit that ended it
-    completion: Completion | None = None  # None where no room was left to write
+    cut: StopReason | None = None  # the limit that ended it, or what is wrong with an endpoint's reply
+    completion: Completion | None = None  # None where no room was left to write, or nothing came
 
 
 class Episode:
@@ -57,7 +57,10 @@ class Episode:
             seed=self.attempt.turn_seed(place),
             stop_strings=stop_strings,
         )
-        completion = await self.policy.generate(dialogue.token_ids, params, state=state, continues=continues)
+        try:
+            completion = await self.policy.generate(dialogue.token_ids, params, state=state, continues=continues)
+        except UnusableReplyError as error:
+            return Written(text="", cut=StopReason(error.reason))
         text = dialogue.add_model(completion, cut_at=cut_at)
         limit = StopReason.TRAJECTORY_LENGTH if room < self.limits.max_turn_tokens else StopReason.TURN_LENGTH
         return Written(text=text, cut=limit if completion.finish_reason == "length" else None, completion=completion)

@@ -28,7 +28,11 @@ class HttpError(Exception):
 
 
 class RequestRefused(HttpError):
-    """The same request would be refused again."""
+    """The same request would be refused again. `status` is the server's, where it was the server that refused."""
+
+    def __init__(self, sentence: str, status: int = 0) -> None:
+        super().__init__(sentence)
+        self.status = status
 
 
 class PayloadTooLarge(RequestRefused):
@@ -106,7 +110,7 @@ class HttpClient:
             raise TransientError(f"status {status} ({self._message(answer)})", _retry_after(response))
         if status != 200:
             refused = PayloadTooLarge if status == TOO_LARGE else RequestRefused
-            raise refused(f"{self.url} refused the request with status {status}: {self._message(answer)}")
+            raise refused(f"{self.url} refused the request with status {status}: {self._message(answer)}", status)
         return bytes(answer)
 
     @contextlib.asynccontextmanager

@@ -32,6 +32,21 @@ class PolicyError(RequestError):
     """The request is fine and the policy's numbers are not."""
 
 
+class ReplyError(RequestError):
+    """An endpoint answered, and not what was asked for."""
+
+
+class UnusableReplyError(ReplyError):
+    """An endpoint's model gave this request nothing that an agent can use. The episode that asked ends; others go on.
+
+    `reason` is the stop reason of that episode.
+    """
+
+    def __init__(self, sentence: str, reason: Literal["filtered", "bad_reply"] = "bad_reply") -> None:
+        super().__init__(sentence)
+        self.reason: Literal["filtered", "bad_reply"] = reason
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. The filters apply after the temperature, in this order: top_k, top_p, min_p."""

@@ -158,6 +158,8 @@ def _evaluate_one(
         part_questions=max(MIN_PART_QUESTIONS, 2 * policy.concurrency(config)),
         keep=lambda name, play: _kept(RunDirectory(parts), f"{name}.parquet", play),
     )
+    if isinstance(policy, Endpoint):
+        policy.generator.require_an_answer()
     summary = scores.summary()
     if judge is not None and distributed.is_primary():
         summary["greedy"] |= _judged(judge, scores, progress)

@@ -13,17 +13,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.requests import FinishReason, RequestError, SamplingParams
+from mujica_jax.inference.requests import (
+    FinishReason,
+    ReplyError,
+    RequestError,
+    SamplingParams,
+    UnusableReplyError,
+)
 from mujica_jax.inference.stops import StopMatcher, first_stop
 from mujica_jax.models.tokenizer import Tokenizer
 
 TOKEN_PREFIX = "token_id:"  # how vLLM writes a token under return_tokens_as_token_ids
 MIN_LOGPROB = -1e5  # vLLM writes -9999 for what JSON has no number for
+# How servers say that the model ended its reply, or that it was cut.
+FINISH_REASONS: dict[str, Literal["stop", "length"]] = {
+    "stop": "stop",
+    "eos": "stop",
+    "eos_token": "stop",
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "max_tokens": "length",
+}
+FILTERED = ("content_filter", "safety", "SAFETY", "refusal")
+FILTER_WORDS = ("content filter", "content management policy", "content policy", "safety")
 ROUNDING = 1e-3  # a logarithm of a probability may come out above 0 by this
 
 
-class ReplyError(RequestError):
-    """The endpoint answered, and not what was asked for."""
+class NoChoiceError(UnusableReplyError):
+    """The endpoint's answer holds no reply at all. If all its answers are such, it is no endpoint of this kind."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +98,7 @@ class CompletionsFormat:
                 "they are"
             )
         if not ids:
-            raise ReplyError(
+            raise UnusableReplyError(
                 f"the endpoint generated 0 tokens of {params.max_new_tokens} and says it ended by {finish!r}"
             )
         if len(ids) > params.max_new_tokens:
@@ -159,13 +177,7 @@ class ChatFormat:
     def read(self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams) -> Reply:
         choice = _choice(answer)
         finish: FinishReason = _finish_reason(choice)
-        message = choice.get("message")
-        text = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(text, str) or (not text and finish == "length"):
-            raise ReplyError(
-                f"the endpoint gave no text and ended by {finish!r}: it refused, or it thought for all of its "
-                f"{params.max_new_tokens} tokens (agent.max_turn_tokens)"
-            )
+        text = _text(choice.get("message"), finish)
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may hold halves of characters
         found = first_stop(text.encode(), [stop.encode() for stop in params.stop_strings])
         if found is not None:
@@ -186,9 +198,11 @@ class ChatFormat:
 
 def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     choices = answer.get("choices")
+    if error := answer.get("error"):  # some gateways send it with status 200
+        raise NoChoiceError(f"the endpoint answered with an error: {_brief(error)}", reason_of_refusal(str(error)))
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
         count = len(choices) if isinstance(choices, list) else 0
-        raise ReplyError(
+        raise NoChoiceError(
             f"the endpoint gave {count} choices where 1 was asked for: check that it speaks the OpenAI interface"
         )
     return choices[0]
@@ -196,9 +210,42 @@ def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _finish_reason(choice: Mapping[str, Any]) -> Literal["stop", "length"]:
     reason = choice.get("finish_reason")
-    if reason not in ("stop", "length"):
-        raise ReplyError(f"the endpoint ended a completion by {_brief(reason)} where 'stop' or 'length' is expected")
-    return reason
+    if reason in FILTERED:
+        raise UnusableReplyError(f"the endpoint ended a completion by {reason!r}: it withheld the reply", "filtered")
+    known = FINISH_REASONS.get(reason) if isinstance(reason, str) else None
+    if known is None:
+        raise UnusableReplyError(
+            f"the endpoint ended a completion by {_brief(reason)} where 'stop' or 'length' is expected"
+        )
+    return known
+
+
+def _text(message: Any, finish: Literal["stop", "length"]) -> str:
+    """Return the text of a chat message: a text, or parts of which some are text.
+
+    A model that thought through all of its tokens has no text: that is "". Raises UnusableReplyError.
+    """
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, Mapping)]
+        texts = [part.get("text") for part in parts if part.get("type") in ("text", "output_text")]
+        content = "".join(text for text in texts if isinstance(text, str))
+        refused = any(part.get("type") == "refusal" for part in parts)
+    else:
+        refused = isinstance(message, Mapping) and bool(message.get("refusal"))
+    if isinstance(content, str) and (content or not refused):
+        return content
+    if refused:
+        raise UnusableReplyError("the endpoint's model refused to reply", "filtered")
+    if content is None and finish == "length":
+        return ""
+    raise UnusableReplyError(f"the endpoint gave no text and ended by {finish!r}: its content is {_brief(content)}")
+
+
+def reason_of_refusal(message: str) -> Literal["filtered", "bad_reply"]:
+    """Return the stop reason for what a server says when it refuses a request."""
+    said = message.lower().replace("_", " ")
+    return "filtered" if any(words in said for words in FILTER_WORDS) else "bad_reply"
 
 
 def _token_ids(choice: Mapping[str, Any]) -> list[int]:

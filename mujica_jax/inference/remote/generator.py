@@ -15,20 +15,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from mujica_jax.config.remote import RemoteConfig
-from mujica_jax.http.client import DeadlineExceeded, HttpClient, HttpError
+from mujica_jax.http.client import DeadlineExceeded, HttpClient, HttpError, RequestRefused
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
-from mujica_jax.inference.remote.formats import ChatFormat, CompletionsFormat, Reply
+from mujica_jax.inference.remote.formats import (
+    ChatFormat,
+    CompletionsFormat,
+    NoChoiceError,
+    Reply,
+    reason_of_refusal,
+)
 from mujica_jax.inference.requests import (
     Completion,
     DeadlineError,
     RequestError,
     SamplingParams,
+    UnusableReplyError,
     check_params,
     check_prompt,
 )
 from mujica_jax.models.tokenizer import Tokenizer
 
 NO_POLICY = -1  # an endpoint's model is no policy of a run
+# Statuses that say something of one request (400: a filter, a prompt too long) and not of the key or the model's name.
+REFUSED_ALONE = (400, 413, 422)
+MAX_REFUSALS_IN_A_ROW = 16  # after which it is not single requests that are refused
 MAX_WAIT_SECONDS = 30.0  # between two attempts
 
 
@@ -38,7 +48,8 @@ class RemoteStatistics:
 
     requests: int
     retries: int
-    failed: int  # requests that ended in an error
+    failed: int  # requests that ended in an error or without a reply
+    refused: int  # of these, those that the endpoint refused alone: too long for it, or filtered
     prompt_tokens: int  # as the endpoint counts them; as our tokenizer does where the endpoint does not say
     generated_tokens: int
     cut_replies: int  # longer in our tokens than max_new_tokens: their end was left out
@@ -49,7 +60,8 @@ class RemoteStatistics:
         return (
             f"{self.requests:,} requests, {self.retries:,} retries, {self.failed:,} failed; {self.prompt_tokens:,} "
             f"prompt and {self.generated_tokens:,} generated tokens; {self.waiting_seconds:.1f} s waiting and "
-            f"{self.serving_seconds:.1f} s serving, summed over requests; {self.cut_replies:,} replies cut"
+            f"{self.serving_seconds:.1f} s serving, summed over requests; {self.cut_replies:,} replies cut, "
+            f"{self.refused:,} requests refused"
         )
 
 
@@ -77,6 +89,8 @@ class RemoteGenerator:
             first_wait_seconds=first_wait_seconds,
             max_wait_seconds=MAX_WAIT_SECONDS,
         )
+        self._refusals_in_a_row = 0
+        self._last_refusal = ""
         self._counts: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(RemoteStatistics)}
 
     @property
@@ -96,14 +110,41 @@ class RemoteGenerator:
         try:
             answer = await self._answer(body, policy, random.Random(params.seed))
             reply = self._format.read(answer, prompt, params)
+        except NoChoiceError as error:
+            self._counts["failed"] += 1
+            raise self._refused(error) from error
         except RequestError:
             self._counts["failed"] += 1
             raise
+        except RequestRefused as error:
+            self._counts["failed"] += 1
+            if error.status not in REFUSED_ALONE:
+                raise RequestError(str(error)) from error
+            raise self._refused(UnusableReplyError(str(error), reason_of_refusal(str(error)))) from error
         except HttpError as error:
             self._counts["failed"] += 1
             kind = DeadlineError if isinstance(error, DeadlineExceeded) else RequestError
             raise kind(str(error)) from error
+        self._refusals_in_a_row = 0
         return self._completion(reply, prompt, params)
+
+    def require_an_answer(self) -> None:
+        """Raise RequestError where every request was refused: scores would say something of the model, and cannot."""
+        if self._last_refusal and self._counts["refused"] == self._counts["requests"]:
+            raise RequestError(
+                f"{self._client.url} refused all of {self._counts['requests']} requests, the last one so: "
+                f"{self._last_refusal}"
+            )
+
+    def _refused(self, error: UnusableReplyError) -> RequestError:
+        """Return what a refusal raises: the end of one episode, or of the program where everything is refused."""
+        self._counts["refused"] += 1
+        self._refusals_in_a_row += 1
+        self._last_refusal = str(error)
+        if self._refusals_in_a_row < MAX_REFUSALS_IN_A_ROW:
+            return error
+        count = self._refusals_in_a_row
+        return RequestError(f"the endpoint refused {count} requests in a row, the last one so: {error}")
 
     def _completion(self, reply: Reply, prompt: Sequence[int], params: SamplingParams) -> Completion:
         prompt_tokens, generated_tokens = reply.usage or (len(prompt), len(reply.token_ids))
