@@ -30,6 +30,7 @@ def get_config() -> Config:
             hold_out_percent=15,
             dev_questions=200,
             test_questions=200,
+            split_dev_files=True,
             top_k=8,
             augmented_copies=6,
         ),

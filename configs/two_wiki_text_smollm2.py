@@ -31,6 +31,7 @@ def get_config() -> Config:
             hold_out_percent=30,
             dev_questions=100,
             test_questions=200,
+            split_dev_files=True,
             top_k=3,
             triple_demonstrations=2000,
         ),

@@ -13,9 +13,9 @@ Over several gold answers every number is the best one over the golds, each by i
 maximum to its formula. `musique`, `triviaqa` and `cover_em` print no precision or recall: ours are those behind their
 F1.
 
-Two things are ours, and change no score of ordinary answers. Letters that Unicode can write in several ways are composed
-first (NFC), so that "é" equals "e" with an accent. A gold answer of which normalisation leaves nothing ("The The", "A",
-"!") is compared as it is written, up to case and spaces: it would otherwise be part of every prediction.
+Two things are ours, and change no score of ordinary answers. Letters that Unicode can write in several ways are
+composed first (NFC), so that "é" equals "e" with an accent. A gold answer of which normalisation leaves nothing ("The
+The", "A", "!") is compared as it is written, up to case and spaces: it would otherwise be part of every prediction.
 """
 
 import dataclasses
