@@ -63,7 +63,7 @@ def test_of_hotpotqa_only_questions_with_their_gold_passages_are_asked_in_the_di
     of = task("hotpotqa", DATA / "hotpotqa", setting="distractor")
     asked = [question for split in ("dev", "test") for question in of.questions(split)]
     assert len(asked) == 92 and len(of.questions("train")) == 100 and len(of.left_out) == 338 - 92
-    assert of.shown == "3 of 10 passages"
+    assert of.shown == "3 of 2 to 10 passages"
     assert of.notes == (
         "246 of 438 questions have not all gold passages among their own and are left out (--task.keep-incomplete True "
         "keeps them)",

@@ -103,8 +103,10 @@ def read_facts(value: object) -> list[Fact]:
         if isinstance(fact, list):
             sentence = fact[1] if len(fact) > 1 and isinstance(fact[1], int) else None
             facts.append((read_title(fact[0]), sentence))
-        else:
+        elif isinstance(fact, str):
             facts.append((read_title(fact), None))
+        else:
+            raise TypeError(f"a supporting fact is {_kind(fact)} and must be a title, or a list of a title and a sentence")
     return facts
 
 
