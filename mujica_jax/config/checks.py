@@ -24,7 +24,7 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
         method.overlong_tokens method.overlong_cache_tokens method.kl_coefficient method.skip_above
         method.budget_tokens method.min_reward staged.stage_two_round staged.beta distributed.process
         metrics.compared_conversations metrics.port seed keep_policies task.augmented_copies
-        task.triple_demonstrations task.dev_percent
+        task.triple_demonstrations task.dev_percent task.test_percent
     """,
     1: """
         model.hidden_size model.intermediate_size model.num_layers model.num_heads model.num_kv_heads
@@ -65,7 +65,8 @@ def check(config: Config) -> None:
     require(config, "pretraining.row_parts", lambda parts: parts <= most, f"at most {most}, half of trainer.row_tokens")
     require(config, "seed", lambda value: value <= MAX_SEED, f"at most {MAX_SEED}")
     require(config, "metrics.port", lambda value: value <= MAX_PORT, f"at most {MAX_PORT}")
-    require(config, "task.dev_percent", lambda value: value <= 100, "at most 100")
+    for name in ("task.dev_percent", "task.test_percent"):
+        require(config, name, lambda value: value <= 100, "at most 100")
     require(config, "task.hold_out_percent", lambda value: value < 100, "below 100, so that both splits have questions")
     for name in ("max_questions", "dev_questions", "test_questions"):
         if getattr(config.task, name, None) is not None:

@@ -55,8 +55,9 @@ class TwoWikiConfig(PassageSearch):
     environment: Literal["graph", "text"]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
     data_dir: str  # folder with train*, dev* or questions*.json[l], triples*.tsv, corpus*.json[l] (docs/evaluation.md)
     # Questions of files train* are trained on, those of dev* are held out. Of others, as of `questions*`, this share is
-    # held out, by the hash of their ids. Half of what is held out is dev, half is test.
+    # held out, by the hash of their ids.
     hold_out_percent: int
+    test_percent: int = 50  # share of what is held out that is test, by the hash; the rest is dev. 100: all of dev*
     # How many there are at most, first by hash; None: all. For `eval` only a flag sets it: eval.questions decides.
     dev_questions: int | None = None
     test_questions: int | None = None  # the same for test

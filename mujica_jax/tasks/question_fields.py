@@ -106,7 +106,9 @@ def read_facts(value: object) -> list[Fact]:
         elif isinstance(fact, str):
             facts.append((read_title(fact), None))
         else:
-            raise TypeError(f"a supporting fact is {_kind(fact)} and must be a title, or a list of a title and a sentence")
+            raise TypeError(
+                f"a supporting fact is {_kind(fact)} and must be a title, or a title and a sentence's number"
+            )
     return facts
 
 

@@ -244,9 +244,9 @@ def splits_of(records: Sequence[Record], config: TwoWikiConfig) -> dict[str, Spl
         elif record.source == "train":
             splits[record.id] = "train"
         elif record.source == "dev" and not may_train_on_dev:
-            splits[record.id] = held_out_split(record.id)
+            splits[record.id] = held_out_split(record.id, config.test_percent)
         else:
-            splits[record.id] = split_of(record.id, config.hold_out_percent)
+            splits[record.id] = split_of(record.id, config.hold_out_percent, config.test_percent)
     return splits
 
 
@@ -255,14 +255,17 @@ def _splits_dev_files(records: Sequence[Record], config: TwoWikiConfig) -> bool:
     return config.split_dev_files and "dev" in sources and "train" not in sources
 
 
-def split_of(question_id: str, hold_out_percent: int) -> Split:
+def split_of(question_id: str, hold_out_percent: int, test_percent: int = 50) -> Split:
     """By the hash of the id alone."""
-    return "train" if hash_of(question_id) % 100 >= hold_out_percent else held_out_split(question_id)
+    if hash_of(question_id) % 100 >= hold_out_percent:
+        return "train"
+    return held_out_split(question_id, test_percent)
 
 
-def held_out_split(question_id: str) -> Split:
-    """By the hash of the id: one half of what is held out is dev, the other one test."""
-    return "test" if hash_of(question_id) // 100 % 2 else "dev"
+def held_out_split(question_id: str, test_percent: int = 50) -> Split:
+    """By the hash of the id. Its even places come first, so that a half is what is even or odd."""
+    place, is_odd = divmod(hash_of(question_id) // 100 % 100, 2)
+    return "test" if 50 * is_odd + place >= 100 - test_percent else "dev"
 
 
 def graph_question(record: Record, graph: TripleGraph) -> Question | None:
