@@ -2,9 +2,9 @@
 
     python -m mujica_jax.train configs/two_wiki_kg_nano.py --task.data-dir DIR
 
-DIR holds a sample of the official dev records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...), which a hash splits into
-training and held-out questions (`split_dev_files`): its scores are not those of the official dev set. With a file train*
-in DIR nothing of dev* is trained on.
+DIR holds a sample of the official dev records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). A hash splits it into
+training and held-out questions (`split_dev_files`), so its scores are not those of the official dev set. With a file
+train* in DIR nothing of dev* is trained on.
 """
 
 from mujica_jax.config.schema import (

@@ -50,4 +50,4 @@ def _check_question(question: Question, kind: str) -> None:
         try:
             check_text(text)
         except UserError as error:
-            raise UserError(f"task {kind}, question {ascii(question.id)}: {error}") from error
+            raise UserError(f"task {kind}, question {question.id!a}: {error}") from error
