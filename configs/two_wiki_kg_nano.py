@@ -2,8 +2,9 @@
 
     python -m mujica_jax.train configs/two_wiki_kg_nano.py --task.data-dir DIR
 
-DIR holds the official records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). Questions are held out by a hash of
-their id.
+DIR holds a sample of the official dev records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). A hash splits it into
+training and held-out questions (`split_dev_files`), so its scores are not those of the official dev set. With a file
+train* in DIR nothing of dev* is trained on.
 """
 
 from mujica_jax.config.schema import (
@@ -30,6 +31,7 @@ def get_config() -> Config:
             hold_out_percent=15,
             dev_questions=200,
             test_questions=200,
+            split_dev_files=True,
             top_k=8,
             augmented_copies=6,
         ),

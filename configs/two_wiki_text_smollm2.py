@@ -5,6 +5,8 @@ much computation on the demonstrations 14 and 18: minutes on a GPU (docs/benchma
     python -m mujica_jax.train configs/two_wiki_text_smollm2.py --task.data-dir DIR --init smollm2
 
 The warm-up learns demonstrations that a script plays over what BM25 finds. The `model` section is not read with --init.
+DIR is a sample of the official dev file, which a hash splits into training and held-out questions (`split_dev_files`):
+its scores are not those of the official dev set. With a file train* in DIR nothing of dev* is trained on.
 """
 
 from mujica_jax.config.schema import (
@@ -31,6 +33,7 @@ def get_config() -> Config:
             hold_out_percent=30,
             dev_questions=100,
             test_questions=200,
+            split_dev_files=True,
             top_k=3,
             triple_demonstrations=2000,
         ),

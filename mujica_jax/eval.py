@@ -125,7 +125,7 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
             )
     if given.plot and not (given.agents or given.tasks):
         raise UserError("--plot is True and there is nothing to compare: add --agents or --tasks")
-    tasks = [config.task, *(load_config(name).task for name in given.tasks)]
+    tasks = [config.task, *(uncapped(load_config(name).task) for name in given.tasks)]
     agents = [config.agent, *(of_kind(config, "agent", kind).agent for kind in given.agents)]
     found = [dataclasses.replace(config, task=task, agent=agent) for task in tasks for agent in agents]
     for one in found:
@@ -161,6 +161,7 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     sections = {field.name for field in dataclasses.fields(EvalArguments)} & vars(config).keys()
     defaults = {section: getattr(config, section) for section in sections}
     defaults |= {"remote": RemoteConfig(), "judge": RemoteConfig()}
+    defaults["task"] = uncapped(config.task)
     defaults["distributed"] = schema.DistributedConfig()  # a run's own says which machines trained it
     defaults["checkpoint"] = tyro.MISSING if remote is None and checkpoint is None else checkpoint
     given = override(EvalArguments(**defaults), words, prog="python -m mujica_jax.eval")
@@ -172,6 +173,13 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     check_remote(given.remote)
     check_remote(given.judge, "judge")
     return given, config
+
+
+def uncapped(task: schema.TaskConfig) -> schema.TaskConfig:
+    """The task with all of its held-out questions: eval.questions decides how many are asked, and a flag after that."""
+    if not isinstance(task, schema.TwoWikiConfig):
+        return task
+    return dataclasses.replace(task, dev_questions=None, test_questions=None)
 
 
 def find_endpoint(given: EvalArguments) -> Endpoint:

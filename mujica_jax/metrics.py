@@ -12,11 +12,16 @@ Over several gold answers every number is the best one over the golds, each by i
 2WikiMultihopQA, MuSiQue and TriviaQA do it. The HotpotQA script reads one gold answer; for several we apply the same
 maximum to its formula. `musique`, `triviaqa` and `cover_em` print no precision or recall: ours are those behind their
 F1.
+
+Two things are ours, and change no score of ordinary answers. Letters that Unicode can write in several ways are
+composed first (NFC), so that "é" equals "e" with an accent. A gold answer of which normalisation leaves nothing ("The
+The", "A", "!") is compared as it is written, up to case and spaces: it would otherwise be part of every prediction.
 """
 
 import dataclasses
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Literal
@@ -52,7 +57,14 @@ def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
         return Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
     normalise = normalise_triviaqa if rule == "triviaqa" else normalise_squad
     answer = normalise(prediction)
-    singles = [_score_one(answer, normalise(gold), rule) for gold in golds]
+    singles: list[Score] = []
+    for gold in golds:
+        normalised_gold = normalise(gold)
+        if normalised_gold or not gold.strip():  # an empty gold answer is scored as the official scripts do
+            singles.append(_score_one(answer, normalised_gold, rule))
+        else:
+            equal = float(_as_written(prediction) == _as_written(gold))
+            singles.append(Score(em=equal, f1=equal, precision=equal, recall=equal))
     return Score(**{name: max(getattr(single, name) for single in singles) for name in vars(singles[0])})
 
 
@@ -61,14 +73,14 @@ def score_set(prediction: str | None, answer_sets: Sequence[Sequence[Sequence[st
     predicted answer counts for one of them, by exact match with one of its aliases; the best annotation counts. Several
     answers of one prediction are separated by semicolons, which is ours.
     """
-    said = [normalise_squad(part) for part in (prediction or "").split(";")]
+    said = [normalise_squad(part) or _as_written(part) for part in (prediction or "").split(";")]
     predicted = [part for part in said if part]
     best = Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
     for annotation in answer_sets:
         left = list(predicted)
         matched = 0
         for aliases in annotation:
-            asked = {normalise_squad(alias) for alias in aliases}
+            asked = {normalise_squad(alias) or _as_written(alias) for alias in aliases}
             hit = next((part for part in left if part in asked), None)
             if hit is not None:
                 left.remove(hit)
@@ -124,11 +136,21 @@ def paired_bootstrap(
 
 def normalise_squad(text: str) -> str:
     """SQuAD's normalisation, which most scripts share: lower case, no ASCII punctuation or articles, single spaces."""
-    return " ".join(_articles.sub(" ", text.lower().translate(_delete_punctuation)).split())
+    return " ".join(_articles.sub(" ", _lower(text).translate(_delete_punctuation)).split())
 
 
 def normalise_triviaqa(text: str) -> str:
-    return " ".join(_articles.sub(" ", text.lower().translate(_space_punctuation)).split())
+    return " ".join(_articles.sub(" ", _lower(text).translate(_space_punctuation)).split())
+
+
+def _lower(text: str) -> str:
+    """Return lower-case text with composed letters. Lower case can decompose a letter, so it comes first."""
+    return unicodedata.normalize("NFC", text.lower())
+
+
+def _as_written(text: str) -> str:
+    """Return text up to case and spaces, for answers of which normalisation leaves nothing."""
+    return " ".join(_lower(text).split())
 
 
 def _score_one(prediction: str, gold: str, rule: Rule) -> Score:

@@ -6,6 +6,7 @@ they are made; text is never tokenised again for training. Every file above impo
 
 import dataclasses
 import enum
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -52,7 +53,25 @@ class GoldPassage:
     """A passage that supports the answer."""
 
     title: str
-    text: str = ""  # empty where the data name a title and no corpus holds it
+    text: str = ""  # empty where the data name a title and no text of it is known
+    # Any passage of this title counts: what is searched has texts of its own, which nobody can compare beforehand.
+    by_title: bool = False
+
+    def is_shown_by(self, line: str, *, cut: bool = False) -> bool:
+        """Whether a line `title: text`, as a search shows it, is this passage. White space does not count.
+
+        `cut`: the line may be the beginning of a longer passage.
+        """
+        line = _composed(line)
+        beginning = _composed(f"{self.title}: ") + " " if self.title.strip() else ""
+        if self.by_title or not self.text.strip():
+            return bool(beginning) and line.startswith(beginning)
+        whole = beginning + _composed(self.text)
+        return line == whole or (cut and len(line) > len(beginning) and whole.startswith(line))
+
+
+def _composed(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 KNOWN = ", known"  # ends the kind of a question whose facts are common knowledge

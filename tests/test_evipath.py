@@ -214,7 +214,7 @@ def test_a_passage_counts_with_its_likest_sentence_and_every_gold_one_is_in_the_
         return {material.text for material in asyncio.run(pool.search(query, None))}
 
     written_out = "Amber Tide: A film. Made by Ilse Vand."
-    assert shown("who") == {written_out, "Ilse Vand: x", "Tin Orchard: x"}, "what was found stays as it was"
+    assert shown("who") == {written_out, "Ilse Vand: B.", "Tin Orchard: x"}, "another text of the title is no gold one"
     assert shown("none") == {written_out, "Ilse Vand: B."}
     assert shown("none: Ilse Vand?", room=1) == {"Ilse Vand: B."}, "what the query names has room first"
 
@@ -351,7 +351,7 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
     assert "Evidence:\nAmber Tide: A film by Ilse Vand.\nIlse Vand: B. Ghent." in teacher.read[0][1], "without triples"
     assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
     pools = [set(search.materials) for search in trajectory.searches]
-    assert pools[0] == {"Amber Tide: Made by Ilse Vand.", "Ilse Vand: B. Ghent.", "Tin Orchard: x"}
+    assert pools[0] == {"Amber Tide: A film by Ilse Vand.", "Ilse Vand: B. Ghent.", "Tin Orchard: x"}, "not another text"
     assert pools[1] == {"Amber Tide: A film by Ilse Vand.", "Ilse Vand: B. Ghent."}, "as many as were found"
 
 

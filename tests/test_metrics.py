@@ -50,12 +50,39 @@ def test_hotpot_over_several_golds_is_the_best_of_each():
         ("no no no", "no", "musique", 0.5),
         ("Band-e-Amir", "Band-e Amir", "triviaqa", 1.0),
         ("Band-e-Amir", "Band-e Amir", "two_wiki", 0.0),
-        ("", "the", "musique", 1.0),
-        ("", "the", "two_wiki", 0.0),
+        ("", "", "musique", 1.0),
+        ("", "", "two_wiki", 0.0),
     ],
 )
 def test_where_the_rules_differ(prediction, gold, rule, f1):
     assert score(prediction, [gold], rule).f1 == f1
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gold", ["The The", "A", "!"])
+def test_a_gold_answer_that_normalises_to_nothing_equals_only_itself(gold, rule):
+    for prediction in ("Oasis", "", "An", "a b", "."):
+        wrong = score(prediction, [gold], rule)
+        assert (wrong.em, wrong.f1) == (0.0, 0.0), prediction
+    itself = score(f" {gold.lower()} ", [gold], rule)
+    assert (itself.em, itself.f1, itself.precision, itself.recall) == (1.0, 1.0, 1.0, 1.0)
+    assert score("Oasis", [gold, "Oasis"], rule).em == 1.0, "other gold answers count as before"
+
+
+def test_an_answer_of_a_set_that_normalises_to_nothing_counts_for_itself():
+    sets = ((("The The",), ("Oasis",)),)
+    assert metrics.score_set("the the; Oasis", sets).em == 1.0
+    assert metrics.score_set("a; Oasis", sets).recall == 0.5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_composed_and_decomposed_letters_are_equal(rule):
+    composed, decomposed = "Andr\u00e9 Th\u00e9o", "Andre\u0301 The\u0301o"
+    for prediction, gold in ((composed, decomposed), (decomposed, composed)):
+        found = score(prediction, [gold], rule)
+        assert (found.em, found.f1) == (1.0, 1.0)
+    turkish = "\u0130zmir"  # its lower case is two characters
+    assert score(turkish, [turkish], rule).em == 1.0
 
 
 def test_no_gold_is_refused():

@@ -98,6 +98,7 @@ def config(data_dir, **changes) -> TwoWikiConfig:
         "dev_questions": 300,
         "test_questions": 300,
         "top_k": 10,
+        "split_dev_files": data_dir == TWO_WIKI,  # the sample holds questions of the official dev file alone
     } | changes
     return TwoWikiConfig(**fields)
 
@@ -353,7 +354,7 @@ def test_missing_folder_and_files_are_named(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"question": ""}, {"_id": None}, {"answer": 3}, {"evidences": [["a", "b"]]}, {"supporting_facts": [3]}]
+    "changes", [{"question": ""}, {"_id": None}, {"answer": ["x"]}, {"evidences": [["a", "b"]]}, {"supporting_facts": [3]}]
 )
 def test_a_malformed_question_is_refused_with_its_line(folder, changes):
     (folder / "dev.json").unlink()

@@ -73,7 +73,7 @@ def is_faithful(answer: str, query: str, evidence: Sequence[str]) -> bool:
 
 def _is(material: Material, source: Evidence | GoldPassage) -> bool:
     if isinstance(source, GoldPassage):
-        return material.title == source.title
+        return material.shows(source, cut=True)
     if len(material.parts) != 3:
         return False
     subject, relation, value = material.parts

@@ -24,7 +24,7 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
         method.overlong_tokens method.overlong_cache_tokens method.kl_coefficient method.skip_above
         method.budget_tokens method.min_reward staged.stage_two_round staged.beta distributed.process
         metrics.compared_conversations metrics.port seed keep_policies task.augmented_copies
-        task.triple_demonstrations task.dev_percent
+        task.triple_demonstrations task.dev_percent task.test_percent
     """,
     1: """
         model.hidden_size model.intermediate_size model.num_layers model.num_heads model.num_kv_heads
@@ -36,8 +36,8 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
         sampling.questions_per_round sampling.shard_questions method.max_attempts method.keep_per_question
         method.epochs method.max_tries method.rounds_per_phase method.max_sampled_batches method.branches
         method.rollouts method.dpo_epochs staged.max_query_words eval.questions distributed.processes
-        distributed.deadline_seconds distributed.barrier_seconds metrics.every_steps task.top_k task.dev_questions
-        task.test_questions task.hold_out_percent
+        distributed.deadline_seconds distributed.barrier_seconds metrics.every_steps task.top_k
+        task.hold_out_percent
     """,
     2: "model.head_dim trainer.row_tokens trainer.spike_window_steps method.group_attempts",
     8: "engine.page_tokens",
@@ -65,10 +65,12 @@ def check(config: Config) -> None:
     require(config, "pretraining.row_parts", lambda parts: parts <= most, f"at most {most}, half of trainer.row_tokens")
     require(config, "seed", lambda value: value <= MAX_SEED, f"at most {MAX_SEED}")
     require(config, "metrics.port", lambda value: value <= MAX_PORT, f"at most {MAX_PORT}")
-    require(config, "task.dev_percent", lambda value: value <= 100, "at most 100")
+    for name in ("task.dev_percent", "task.test_percent"):
+        require(config, name, lambda value: value <= 100, "at most 100")
     require(config, "task.hold_out_percent", lambda value: value < 100, "below 100, so that both splits have questions")
-    if getattr(config.task, "max_questions", None) is not None:
-        require(config, "task.max_questions", lambda value: value >= 1, "at least 1")
+    for name in ("max_questions", "dev_questions", "test_questions"):
+        if getattr(config.task, name, None) is not None:
+            require(config, f"task.{name}", lambda value: value >= 1, "at least 1")
     check_own_passages(config.task)
     check_profile(config.profile)
     for section, steps in (("pretraining", config.pretraining.steps), ("warmup", config.warmup.steps), ("method", 1)):
@@ -91,6 +93,11 @@ def check(config: Config) -> None:
 def check_own_passages(task: TaskConfig) -> None:
     """In the distractor setting nothing else is searched."""
     if getattr(task, "setting", "open") == "open":
+        if getattr(task, "keep_incomplete", False):
+            raise UserError(
+                "task.keep_incomplete is True and task.setting is open: only the distractor setting leaves questions "
+                "out for it; set task.setting to distractor, or leave task.keep_incomplete out"
+            )
         return
     for name, only in (("environment", "text"), ("index", None), ("retriever", "bm25")):
         if (value := getattr(task, name)) != only:

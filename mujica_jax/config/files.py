@@ -14,7 +14,7 @@ import importlib.util
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -22,6 +22,7 @@ import tyro
 
 from mujica_jax.config.fields import check_types
 from mujica_jax.config.schema import Config
+from mujica_jax.config.tasks import STORED_WITHOUT
 from mujica_jax.errors import UserError, nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -54,6 +55,7 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
     words = list(arguments)
     for section, kinds in _sections_with_kinds(type(values)).items():
         values = _of_kind(values, section, kinds, words)
+    words = _with_true(words, set(_true_or_false("", values)))
     return tyro.cli(
         tyro.conf.AvoidSubcommands[type(values)],
         args=words,
@@ -61,6 +63,26 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
         prog=prog,
         config=(tyro.conf.FlagConversionOff,),
     )
+
+
+def _with_true(words: Sequence[str], flags: Collection[str]) -> list[str]:
+    """The words with True behind each of these flags that has no value."""
+    complete: list[str] = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        complete.append(word)
+        if word.replace("_", "-") in flags and following.startswith("--"):
+            complete.append("True")
+    return complete
+
+
+def _true_or_false(prefix: str, section: Any) -> Iterator[str]:
+    """The flags of all fields that are true or false."""
+    for field in dataclasses.fields(section):
+        value, name = getattr(section, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _true_or_false(f"{name}.", value)
+        elif isinstance(value, bool):
+            yield f"--{name}".replace("_", "-")
 
 
 def of_kind(config: Config, section: str, kind: str) -> Config:
@@ -127,6 +149,9 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
     for name in values:
         if name not in known:
             raise UserError(f"{kind.__name__} has no field {name}: {nearest(name, sorted(known))}")
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if STORED_WITHOUT in field.metadata:
+            values = {field.name: field.metadata[STORED_WITHOUT], **values}
     try:
         return kind(**{name: _value(f"{kind.__name__}.{name}", hints[name], value) for name, value in values.items()})
     except TypeError as error:

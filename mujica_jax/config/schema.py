@@ -16,7 +16,9 @@ from mujica_jax.config.agents import Baseline, DecexConfig, MujicaConfig, Single
 from mujica_jax.config.methods import DapoConfig, DecexTreeConfig, EviPathConfig, GrpoConfig, MygoConfig
 from mujica_jax.config.remote import RemoteConfig as RemoteConfig
 from mujica_jax.config.rewards import StagedRewardConfig
-from mujica_jax.config.tasks import OpenDomain, PassageSearch
+from mujica_jax.config.tasks import STORED_WITHOUT, OpenDomain, PassageSearch
+
+BEFORE_OFFICIAL_SPLITS = {STORED_WITHOUT: True}  # runs that were begun before kept no official split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,12 +54,22 @@ class TwoWikiConfig(PassageSearch):
     implementation: ClassVar[str] = "mujica_jax.tasks.two_wiki.task:build"
     environment: Literal["graph", "text"]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
     data_dir: str  # folder with train*, dev* or questions*.json[l], triples*.tsv, corpus*.json[l] (docs/evaluation.md)
-    hold_out_percent: int  # share of question ids (by hash) that are kept out of training: half of them dev, half test
-    dev_questions: int  # how many there are at most, first by hash
-    test_questions: int  # the same for test
+    # Questions of files train* are trained on, those of dev* are held out. Of others, as of `questions*`, this share is
+    # held out, by the hash of their ids.
+    hold_out_percent: int
+    test_percent: int = 50  # share of what is held out that is test, by the hash; the rest is dev. 100: all of dev*
+    # How many there are at most, first by hash; None: all. For `eval` only a flag sets it: eval.questions decides.
+    dev_questions: int | None = None
+    test_questions: int | None = None  # the same for test
+    # Of a folder with dev* and without train*, as a sample of the set: hold_out_percent splits dev* too, and the others
+    # of its questions are trained on. What is trained so has seen a part of the official dev set.
+    split_dev_files: bool = dataclasses.field(default=False, metadata=BEFORE_OFFICIAL_SPLITS)
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
-    # Of passages. distractor: a question's own passages alone, which the official files give with it
+    # Of passages. distractor: a question's own passages alone, which the official files give with it; the gold ones are
+    # among them
     setting: Literal["open", "distractor"] = "open"
+    # Of the distractor setting: ask questions whose gold passages are not all among their own, too.
+    keep_incomplete: bool = False
     # Of passages: share of the searches of a demonstration that miss a gold passage and are given it all the same.
     gold_share: float = 0.5
     # Of passages: demonstrations, at most, of training questions whose gold passages no file has, over passages that

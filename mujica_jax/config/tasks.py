@@ -3,6 +3,8 @@
 import dataclasses
 from typing import ClassVar, Literal
 
+# In the metadata of a field: the value that a stored configuration means which was written before the field was there.
+STORED_WITHOUT = "stored_without"
 DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 
 
@@ -41,8 +43,11 @@ class OpenDomainConfig(PassageSearch):
 class MultiHopConfig(OpenDomainConfig):
     """With passages given for each question, some of them gold."""
 
-    # open: one index of all (`index`, or the passages of all questions); distractor: a question's own passages alone
+    # open: one index of all (`index`, or the passages of all questions); distractor: a question's own passages alone,
+    # with the gold ones among them
     setting: Literal["open", "distractor"] = "open"
+    # Of the distractor setting: ask questions whose gold passages are not all among their own, too.
+    keep_incomplete: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

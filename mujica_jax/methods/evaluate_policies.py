@@ -19,7 +19,7 @@ from mujica_jax.methods.judge import Judge
 from mujica_jax.methods.parts import check_prompts, make_agent, make_reward, statistics_of
 from mujica_jax.methods.policies import Checkpoint
 from mujica_jax.methods.remote import Endpoint
-from mujica_jax.methods.setup import build_task, check_dtypes, left_out, require_packages
+from mujica_jax.methods.setup import about_questions, build_task, check_dtypes, require_packages
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question, Trajectory
@@ -136,8 +136,8 @@ def _evaluate_one(
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
     where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
     progress.line(f"{policy.name} from {policy.place}, {where}")
-    if said := left_out(task):
-        progress.line(said)
+    for sentence in about_questions(task):
+        progress.line(sentence)
     file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
     if distributed.is_primary() and file.exists():
         progress.line(f"replaces the result in {file}: give --out another folder to keep both")
@@ -163,7 +163,8 @@ def _evaluate_one(
     summary = scores.summary()
     if judge is not None and distributed.is_primary():
         summary["greedy"] |= _judged(judge, scores, progress)
-    name, em = f"{task.name} {task.environment_kind}", scores.exact_matches()
+    shown = getattr(task, "shown", "")  # how many of a question's own passages a search shows
+    name, em = f"{task.name} {task.environment_kind}{shown and f', {shown}'}", scores.exact_matches()
     compared = Compared(task=name, agent=config.agent.kind, summary=summary["greedy"], em=em)
     if not distributed.is_primary():
         return compared
@@ -172,6 +173,8 @@ def _evaluate_one(
     atomic_write(file.with_suffix(".parquet"), shards.encode(scores.greedy.trajectories))
     atomic_write(file, (json.dumps(about | summary, indent=2, allow_nan=False) + "\n").encode())
     progress.show(score_table(summary["greedy"], summary.get("sampled")))
+    if shown:
+        progress.line(f"a search shows {shown} of its question")
     for kind, found in summary.items():
         reasons = ", ".join(f"{reason} {count}" for reason, count in found["stop_reasons"].items())
         progress.line(f"{kind}: {found['searches']:.2f} searches a question; episodes ended: {reasons}")
@@ -200,6 +203,8 @@ def _about(config: Config, task: Task) -> dict[str, Any]:
         "split": config.eval.split,
         "agent": config.agent.kind,
         "left_out": len(getattr(task, "left_out", ())),  # questions that the task could not ask
+        "notes": list(getattr(task, "notes", ())),
+        "shown": getattr(task, "shown", ""),  # of a question's own passages, as in "5 of 10 passages"
         "settings": {"task": dataclasses.asdict(config.task), "agent": dataclasses.asdict(config.agent)},
         "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
         "seed": config.seed,

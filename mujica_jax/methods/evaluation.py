@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mujica_jax import metrics
@@ -14,7 +14,7 @@ from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Generator
 from mujica_jax.metrics import Rule
-from mujica_jax.records import Question, Trajectory, generated_tokens
+from mujica_jax.records import GoldPassage, Question, Search, Trajectory, generated_tokens
 from mujica_jax.report.progress import Figure, Progress
 from mujica_jax.report.results import rounded
 from mujica_jax.rewards import RewardFunction
@@ -240,12 +240,13 @@ def _further(
         if question.answer_sets:
             sets.append(metrics.score_set(trajectory.final_answer, question.answer_sets))
             answered.append(bool((trajectory.final_answer or "").strip()))
-        gold = {passage.title for passage in question.gold_passages}
-        if not gold or environment == "graph":
+        if not question.gold_passages or environment == "graph":
             continue
         searches = trajectory.searches
-        retrieved = {_title(text, gold) for search in searches for text in search.materials}
-        chosen = {_title(search.materials[place], gold) for search in searches for place in search.selected}
+        gold = set(map(str, range(len(question.gold_passages))))
+        shown = [(_names_of_shown(search, question.gold_passages), search.selected) for search in searches]
+        retrieved = {name for names, _ in shown for name in names}
+        chosen = {names[place] for names, selected in shown for place in selected}
         support = metrics.supporting(chosen or retrieved, gold)
         found.setdefault("gold_found", []).append(metrics.supporting(retrieved, gold).recall)
         found.setdefault("support_em", []).append(support.em)
@@ -257,10 +258,17 @@ def _further(
     return means
 
 
-def _title(text: str, gold: Collection[str]) -> str:
-    """Of a passage as it is shown, `title: text`, where it is a gold one; of any other all of it tells it apart."""
-    named = [title for title in gold if text.startswith(f"{' '.join(title.split())}: ")]
-    return max(named, key=len, default=text)
+def _names_of_shown(search: Search, gold: Sequence[GoldPassage]) -> list[str]:
+    """A name for each passage that a search has shown: the number of the gold passage that it is, or else all of it.
+
+    One that was shown alone may have been cut to fit.
+    """
+    names = []
+    for text in search.materials:
+        is_cut = len(search.materials) == 1
+        numbers = [number for number, passage in enumerate(gold) if passage.is_shown_by(text, cut=is_cut)]
+        names.append(str(numbers[0]) if numbers else f"passage {text}")
+    return names
 
 
 def _mean(scores: Sequence[metrics.Score]) -> KindScore:

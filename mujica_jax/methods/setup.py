@@ -97,8 +97,8 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     over = sum(name.endswith(".json") for name in store.names(phases.PHASES))
     if over and not store.exists(SUMMARY):
         progress.line(f"goes on; phases that are done: {over}")
-    if said := left_out(task):
-        progress.line(said)
+    for sentence in about_questions(task):
+        progress.line(sentence)
     with (
         _led(store, preemption),
         MetricsLog(store.root, store.io_statistics, config.metrics, about)
@@ -287,16 +287,37 @@ def build_task(config: Config, *, learns: bool = True) -> Task:
     if learns and not (learnt and evaluated):
         raise UserError(
             f"task {task.name} has {learnt} training and {evaluated} {held_out} questions and needs both: "
-            "give it more data or change the share that is held out"
+            f"give it more data or change the share that is held out{without_training(task) if not learnt else ''}"
         )
     return task
+
+
+def without_training(task: Task) -> str:
+    """Why official files alone may leave nothing to train on."""
+    if not hasattr(getattr(task, "config", None), "split_dev_files"):
+        return ""
+    return (
+        ". Questions of files dev* are never trained on: add train*, or on a sample of the set give "
+        "--task.split-dev-files True"
+    )
+
+
+def about_questions(task: Task) -> list[str]:
+    """Sentences to show before questions are asked: which are left out, and what is particular about the others."""
+    shown = getattr(task, "shown", "")
+    sentences = [
+        left_out(task),
+        *getattr(task, "notes", ()),
+        f"a search shows {shown} of its question" if shown else "",
+    ]
+    return [sentence for sentence in sentences if sentence]
 
 
 def left_out(task: Task) -> str:
     """A sentence about questions that cannot be asked, if there are some."""
     lost = getattr(task, "left_out", ())
     some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
-    why = "they do not say what they need, or graph or corpus lack it"
+    why = "they do not say what they need, or graph, corpus or their own passages lack it"
     return f"{len(lost)} questions cannot be asked ({some}): {why}" if lost else ""
 
 

@@ -6,6 +6,7 @@ from typing import get_args
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Question
+from mujica_jax.retrieval.text.corpus_records import check_text
 from mujica_jax.tasks.task import EnvironmentKind, Split, Task
 
 
@@ -45,3 +46,8 @@ def _check_question(question: Question, kind: str) -> None:
     answers = question.answers
     if not (isinstance(answers, tuple | list) and answers and all(isinstance(answer, str) for answer in answers)):
         raise UserError(f"task {kind}: answers of question {question.id!r} are {answers!r}; give a tuple of texts")
+    for text in (question.id, question.text, *answers):
+        try:
+            check_text(text)
+        except UserError as error:
+            raise UserError(f"task {kind}, question {question.id!a}: {error}") from error

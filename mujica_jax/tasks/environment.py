@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from mujica_jax.records import Entity, Question
+from mujica_jax.records import Entity, GoldPassage, Question
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.graph.triples import End, TripleGraph
@@ -74,7 +74,7 @@ class TextEnvironment:
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         del entity  # texts have no candidates
         found = await self.retriever.search(query, self.top_k)
-        return tuple(_passage_material(passage.title, passage.text) for passage in found)
+        return tuple(passage_material(passage.title, passage.text) for passage in found)
 
 
 class WrittenPassages(TextEnvironment):
@@ -85,7 +85,8 @@ class WrittenPassages(TextEnvironment):
 
 class WithGoldPassages:
     """A text environment for demonstrations: where a search names the title of a gold passage and does not find it, the
-    passage takes the place of one that was found, in `share` of these searches.
+    passage takes the place of one that was found, in `share` of these searches. A gold passage is told from others of
+    its title by its text.
     """
 
     kind: Literal["graph", "text"] = "text"
@@ -100,11 +101,15 @@ class WithGoldPassages:
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         found = list(await self._searched.search(query, entity))
         draw = random.Random(f"{self._question.id} {query}")
-        titles = {material.title for material in found}
-        for passage in self._question.gold_passages:
-            named = passage.title.partition(" (")[0].casefold() in query.casefold()
-            if found and named and passage.title not in titles and draw.random() < self._share:
-                found[draw.randrange(len(found))] = _passage_material(passage.title, passage.text)
+        missed = [
+            passage
+            for passage in self._question.gold_passages
+            if passage.text and not any(material.shows(passage) for material in found)
+        ]
+        for passage in missed:
+            is_named = passage.title.partition(" (")[0].casefold() in query.casefold()
+            if found and is_named and draw.random() < self._share:
+                found[draw.randrange(len(found))] = passage_material(passage.title, passage.text)
         return tuple(found)
 
 
@@ -128,21 +133,23 @@ class WithAllGoldPassages:
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         found = list(await self._searched.search(query, entity))
-        by_title = {material.title: material for material in found}
-        golds = [
-            by_title.get(passage.title) or _passage_material(passage.title, passage.text)
-            for passage in self._question.gold_passages
-            if passage.text
-        ]
+        gold_passages = [passage for passage in self._question.gold_passages if passage.text]
+        golds = [_found_or_made(passage, found) for passage in gold_passages]
         golds.sort(key=lambda gold: gold.title.partition(" (")[0].casefold() not in query.casefold())
-        others = [material for material in found if material.title not in {gold.title for gold in golds}]
+        others = [material for material in found if not any(material.shows(passage) for passage in gold_passages)]
         pool = list(self._fit([*golds, *others][: max(len(found), len(golds))]))
         random.Random(f"{self._question.id} {query}").shuffle(pool)
         return tuple(pool)
 
 
-def _passage_material(title: str, text: str) -> Material:
-    return Material(text=f"{title}: {text}" if title else text, title=title)
+def passage_material(title: str, text: str) -> Material:
+    return Material(text=f"{title}: {text}" if title.strip() else text, title=title)
+
+
+def _found_or_made(passage: GoldPassage, found: Sequence[Material]) -> Material:
+    """The passage as the search found it, or else as it would have."""
+    shown = next((material for material in found if material.shows(passage)), None)
+    return passage_material(passage.title, passage.text) if shown is None else shown
 
 
 def _material(entity: Entity, end: End) -> Material:

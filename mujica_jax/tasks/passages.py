@@ -1,9 +1,13 @@
 """What tasks over passages search: an index on disk, a service, or BM25 over a corpus in memory."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import dataclasses
+import html
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from mujica_jax.config.cache_folders import cache_folder
-from mujica_jax.config.tasks import PassageSearch
+from mujica_jax.config.schema import TwoWikiConfig
+from mujica_jax.config.tasks import MultiHopConfig, PassageSearch
 from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.client import open_remote
@@ -16,7 +20,14 @@ from mujica_jax.retrieval.text.corpus import Passage, PassageFile
 from mujica_jax.retrieval.text.index import Index, open_index, read_kind
 from mujica_jax.runtime import distributed
 from mujica_jax.storage.run_directory import local_folder
-from mujica_jax.tasks.environment import TextEnvironment
+from mujica_jax.tasks.environment import TextEnvironment, words
+from mujica_jax.tasks.question_fields import passage_key, title_key
+
+# Two texts of one title are versions of one paragraph from this share of common words on. Of 626 pairs of paragraphs
+# with one title in MuSiQue's files, a tenth share more, and those are versions; the median shares a quarter.
+SAME_PARAGRAPH = 0.6
+
+HTTP = ("http://", "https://")
 
 Corpus = Callable[[], Sequence[Passage]]
 
@@ -37,12 +48,17 @@ def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Seq
             f"index_rows is job and index is {config.index}: only an index of kind exact, in a directory, has rows "
             "that lie on devices; give one, or set index_rows to host"
         )
-    if config.index is not None and config.index.startswith(("http://", "https://")):
+    if config.index is not None and config.index.startswith(HTTP):
         return open_remote(config.index, config.retriever, config.top_k), corpus()
     index = _index(config, corpus)
     in_memory = config.index is None
     cache = None if in_memory else SearchCache(cache_folder("searches"), index.version)
     return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
+
+
+def is_service(index: str | None) -> bool:
+    """Whether passages are searched behind an address."""
+    return index is not None and index.startswith(HTTP)
 
 
 class OwnPassages(Mapping[str, TextEnvironment]):
@@ -64,15 +80,91 @@ class OwnPassages(Mapping[str, TextEnvironment]):
     def __len__(self) -> int:
         return len(self._given)
 
+    def describe(self) -> str:
+        """How many of a question's passages one search shows at most."""
+        sizes = sorted({len(passages) for passages in self._given.values()})
+        of = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        return f"{self._top_k} of {of} passages"
+
+
+def leave_incomplete_out(
+    config: MultiHopConfig | TwoWikiConfig, incomplete: Collection[str], questions: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The questions to leave out of the distractor setting, of those without all gold passages among their own, and a
+    sentence about it. Raises UserError where no other is left.
+    """
+    if not incomplete:
+        return (), ()
+    missing = f"{len(incomplete):,} of {questions:,} questions have not all gold passages among their own"
+    if config.keep_incomplete:
+        return (), (f"{missing} and are asked all the same (task.keep_incomplete is True)",)
+    if len(incomplete) == questions:
+        raise UserError(
+            f"none of the {questions:,} questions in {config.data_dir} has all of its gold passages among its own, "
+            "which task.setting distractor means (HotpotQA's fullwiki file is such a file): give files with them, set "
+            "--task.setting open, or keep these questions with --task.keep-incomplete True"
+        )
+    return tuple(incomplete), (f"{missing} and are left out (--task.keep-incomplete True keeps them)",)
+
+
+class GoldInCorpus:
+    """Finds gold passages among the passages that are searched: by title and text.
+
+    A corpus can hold other versions of a paragraph (another cut of the article, a newer text). Where it has the title
+    and not the text, the passage of that title counts that shares the most words with the paragraph, if it shares
+    enough. `by_title`: the texts that are searched are not known, as behind an address, so every passage of the title
+    counts.
+    """
+
+    def __init__(self, passages: Iterable[Passage], titles: Collection[str], *, by_title: bool = False) -> None:
+        self._by_title = by_title
+        self._passages: dict[str, dict[tuple[str, str], GoldPassage]] = {}
+        for passage in titled(passages, titles):
+            gold = GoldPassage(title=passage.title, text=passage.text)
+            self._passages.setdefault(title_key(passage.title), {}).setdefault(passage_key(gold), gold)
+
+    def find(self, passage: GoldPassage) -> GoldPassage | None:
+        """The gold passage as it is searched. None where the corpus lacks it."""
+        of_title = self._passages.get(title_key(passage.title), {})
+        if self._by_title:
+            text = passage.text or next((other.text for other in of_title.values()), "")
+            return dataclasses.replace(passage, text=text, by_title=True) if text else None
+        if not of_title:
+            return None
+        if not passage.text.strip():
+            # Nothing says which of several passages is meant, so each of them counts.
+            return next(iter(of_title.values())) if len(of_title) == 1 else GoldPassage(title=passage.title)
+        if passage_key(passage) in of_title:
+            return of_title[passage_key(passage)]
+        likest = max(of_title.values(), key=lambda other: _shared_words(passage.text, other.text))
+        return likest if _shared_words(passage.text, likest.text) >= SAME_PARAGRAPH else None
+
+    def find_all(self, passages: Collection[GoldPassage]) -> tuple[GoldPassage, ...] | None:
+        """All of them as they are searched. None where there are none, or where the corpus lacks one."""
+        found = [self.find(passage) for passage in passages]
+        known = tuple(dict.fromkeys(passage for passage in found if passage is not None))
+        return known if passages and None not in found else None
+
 
 def as_passages(given: Collection[GoldPassage]) -> list[Passage]:
     return [Passage(id=str(number), title=of.title, text=of.text) for number, of in enumerate(given)]
 
 
-def titled(passages: Sequence[Passage], titles: Collection[str]) -> list[Passage]:
-    if isinstance(passages, PassageFile):
-        return passages.titled(titles)
-    return [passage for passage in passages if passage.title in titles]
+def titled(passages: Iterable[Passage], titles: Collection[str]) -> list[Passage]:
+    """The passages with one of these titles, however its accents, spaces and entities are written."""
+    keys = {title_key(title) for title in titles}
+    if not isinstance(passages, PassageFile):
+        return [passage for passage in passages if title_key(passage.title) in keys]
+    escaped = {html.escape(key, quote=quote) for key in keys for quote in (False, True)}
+    decomposed = {unicodedata.normalize("NFD", key) for key in keys}
+    return passages.titled({*titles, *keys, *escaped, *decomposed})
+
+
+def _shared_words(first: str, second: str) -> float:
+    """The share of the different words of the shorter text that the longer one has too."""
+    words_of_both = words(first), words(second)
+    smaller = min(map(len, words_of_both))
+    return len(words_of_both[0] & words_of_both[1]) / smaller if smaller else 0.0
 
 
 def _index(config: PassageSearch, corpus: Corpus) -> Index:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from mujica_jax.metrics import Rule
-from mujica_jax.records import Entity, Question
+from mujica_jax.records import Entity, GoldPassage, Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 
 Split = Literal["train", "dev", "test"]  # learn on train, choose on dev, report test
@@ -39,6 +39,14 @@ class Material:
             relation, comma, value = self.text[len(subject) + 2 :].partition(", ")
             return (subject, relation, value) if comma else (self.text,)
         return (self.text,)
+
+    def shows(self, passage: GoldPassage, *, cut: bool = False) -> bool:
+        """Whether this is the passage: one of its title and, where its text is known, with the same text.
+
+        `cut`: it may be the beginning of a longer passage.
+        """
+        same_title = " ".join(self.title.split()) == " ".join(passage.title.split())
+        return same_title and passage.is_shown_by(self.text, cut=cut)
 
 
 class Environment(Protocol):

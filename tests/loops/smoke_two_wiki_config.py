@@ -14,6 +14,7 @@ def get_config() -> Config:
         hold_out_percent=30,
         dev_questions=20,
         test_questions=20,
+        split_dev_files=True,
         top_k=4,
         augmented_copies=1,
     )

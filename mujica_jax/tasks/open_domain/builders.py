@@ -1,17 +1,18 @@
 """TensorFlow Datasets builders of the question sets, from the official files: those of a manual folder, or downloads.
 
     tfds build mujica_hotpotqa --imports mujica_jax.tasks.open_domain.builders [--manual_dir DIR] --data_dir DATA
-    python -m mujica_jax.eval ... --task.kind hotpotqa --task.data-dir DATA/mujica_hotpotqa/1.0.0
+    python -m mujica_jax.eval ... --task.kind hotpotqa --task.data-dir DATA/mujica_hotpotqa/2.0.0
 
 `checksums.tsv` holds sizes and SHA-256 of what is downloaded, as other collections of datasets recorded them; a file
 that differs is refused. TensorFlow is imported here alone, and by a run only the first time that it reads such a folder
-(`records.read_set`).
+(`records.read_set`). 2WikiMultihopQA keeps the name of the file that a question stood in, which tells its official
+split, and its answers get the aliases of an `id_aliases.json` beside the questions.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
@@ -19,6 +20,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus_records import records_of
 from mujica_jax.tasks.open_domain import records
 from mujica_jax.tasks.open_domain.qald import official_records
+from mujica_jax.tasks.two_wiki.aliases import alias_file, read_aliases, with_record_aliases
 from mujica_jax.tasks.two_wiki.records import QUESTION_FILES, data_files, read_questions
 
 _HOTPOT = "http://curtis.ml.cmu.edu/datasets/hotpot"
@@ -48,7 +50,8 @@ RECORDS = {  # of tasks that read more of a record than questions and answers
 class _Questions(tfds.core.GeneratorBasedBuilder):
     """The questions of one set, by the files that they stand in: train, and all others as validation."""
 
-    VERSION = tfds.core.Version("1.0.0")
+    VERSION = tfds.core.Version("2.0.0")
+    RELEASE_NOTES: ClassVar = {"2.0.0": "Gold passages with their texts, aliases of 2WikiMultihopQA."}
     SKIP_REGISTERING = True
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -56,8 +59,8 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
         if self._kind in RECORDS:
             features = {"id": text, "record": text}  # JSON, as the official file has it
         else:
-            features = {name: text for name in ("id", "text", "answer_sets", "context", "kind")}  # JSON of `as_row`
-            features |= {name: tfds.features.Sequence(text) for name in ("answers", "titles")}
+            features = {name: text for name in ("id", "text", "answer_sets", "gold", "context", "kind")}  # of `as_row`
+            features |= {"answers": tfds.features.Sequence(text)}
         return self.dataset_info_from_configs(features=tfds.features.FeaturesDict(features))
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator[tuple[str, Any]]]:
@@ -69,7 +72,7 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
             parts = self._downloaded(dl_manager)
         else:
             files = self._files(folder)
-            training = [file for file in files if "train" in file.name.lower()]
+            training = [file for file in files if records.is_training_file(file.name)]
             parts = {"train": training, "validation": [file for file in files if file not in training]}
         return {split: self._generate_examples(of_split) for split, of_split in parts.items() if of_split}
 
@@ -94,18 +97,18 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
                 name = f"{number:07} {Path(place).name}"
                 yield name, {"id": name, "record": json.dumps(value)}
             return
-        seen = set()
-        for file in files:
-            for record in records.read_open_records(file, self._kind):
-                if record.id not in seen:
-                    seen.add(record.id)
-                    yield record.id, records.as_row(record)
+        for _, record in records.read_question_files(files, self._kind):
+            yield record.id, records.as_row(record)
 
     def _records(self, files: list[Path]) -> Iterable[tuple[str, object]]:
         if self._kind == "qald10":
             return official_records(files[0])
-        read_questions(files)  # names what is malformed
-        return records_of(files)
+        questions = read_questions(files)  # names what is malformed
+        file = alias_file(files[0].parent)
+        if file is None:
+            return records_of(files)
+        aliases = read_aliases(file, {question.answer_id for question in questions})
+        return ((place, with_record_aliases(value, aliases)) for place, value in records_of(files))
 
     @property
     def _kind(self) -> str:
@@ -126,9 +129,14 @@ BUILDERS = {kind: _builder(kind) for kind in (*records.SOURCES, *RECORDS)}
 def read_prepared(folder: Path) -> Iterator[tuple[bool, records.OpenRecord]]:
     """The questions of a prepared folder, each with whether it is for training."""
     for training, row in prepared_rows(folder):
-        lists = {name: [text.decode() for text in row[name]] for name in ("answers", "titles")}
-        texts = {name: of.decode() for name, of in row.items() if name not in lists}
-        yield training, records.from_row(lists | texts)
+        if "gold" not in row:
+            raise UserError(
+                f"{folder} was built by an earlier version, which kept gold passages by their titles alone: build it "
+                "again with `tfds build` (docs/evaluation.md)"
+            )
+        answers = [text.decode() for text in row["answers"]]
+        texts = {name: of.decode() for name, of in row.items() if name != "answers"}
+        yield training, records.from_row({"answers": answers} | texts)
 
 
 def prepared_rows(folder: Path) -> Iterator[tuple[bool, dict[str, Any]]]:

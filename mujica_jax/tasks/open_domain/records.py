@@ -9,30 +9,50 @@
 | popqa | `popQA.tsv` | `question`, `possible_answers`: a JSON list |
 | ambigqa | `{train,dev}_light.json` | `question`, `annotations`: each one answer with aliases, or several |
 | bamboogle | `*.csv` | `Question`, `Answer` |
+
+A question that stands in several places with the same id and text is one question with all of its answers. One id for
+two different questions is refused with both places.
 """
 
 import csv
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
-from mujica_jax.metrics import normalise_squad
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.text.corpus_records import explained, open_text, read_records
 from mujica_jax.storage.local import beside, visible_files
 from mujica_jax.storage.manifest import sha256_of
+from mujica_jax.tasks.question_fields import (
+    check_characters,
+    check_not_blank,
+    gold_passages,
+    is_missing,
+    passage_key,
+    read_answers,
+    read_context,
+    read_facts,
+    read_id,
+    read_label,
+    read_passage_text,
+    read_question,
+    read_title,
+    title_key,
+)
 
 _log = logging.getLogger(__name__)
 
 PATTERNS = ("*.json", "*.jsonl", "*.csv", "*.tsv")
 PREPARED = "dataset_info.json"  # in a folder that `builders.py` has filled
-CACHE_FORMAT = 1  # of what is kept
+CACHE_FORMAT = 2  # of what is kept
+BYTE_ORDER_MARK = "\ufeff"  # that spreadsheets put before a table
 SOURCES = {  # where the official files are, as their papers name them
     "hotpotqa": "hotpot_train_v1.1.json and hotpot_dev_distractor_v1.json from HotpotQA's page",
     "musique": "musique_ans_v1.0_train.jsonl and musique_ans_v1.0_dev.jsonl from MuSiQue's repository",
@@ -50,9 +70,24 @@ class OpenRecord:
     text: str
     answers: tuple[str, ...]  # gold answer first, aliases after it
     answer_sets: tuple[tuple[tuple[str, ...], ...], ...] = ()  # annotation, answer asked for, its aliases
-    titles: tuple[str, ...] = ()  # gold passages
+    gold: tuple[GoldPassage, ...] = ()  # gold passages; without a text where the record names a title alone
     context: tuple[GoldPassage, ...] = ()  # the passages given with the question, gold and others
     kind: str = ""  # bridge, comparison, 2hop, ...
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """The different titles of the gold passages."""
+        return tuple(dict.fromkeys(passage.title for passage in self.gold))
+
+    @property
+    def has_gold_in_context(self) -> bool:
+        """Whether the record names gold passages and all of them are among the passages given with the question."""
+        keys = {passage_key(passage) for passage in self.context}
+        titles = {title_key(passage.title) for passage in self.context}
+        return bool(self.gold) and all(
+            passage_key(passage) in keys if passage.text else title_key(passage.title) in titles
+            for passage in self.gold
+        )
 
 
 def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
@@ -74,7 +109,7 @@ def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
 
         records = list(read_prepared(folder))
     else:
-        records = [("train" in file.name.lower(), record) for file in files for record in read_open_records(file, kind)]
+        records = read_question_files(files, kind)
     _keep(kept, records)
     return records
 
@@ -107,6 +142,45 @@ def _keep(kept: Path, records: Sequence[tuple[bool, OpenRecord]]) -> None:
         _log.warning("the questions could not be kept for the next start (%s)", error)
 
 
+def read_question_files(files: Sequence[Path], kind: str) -> list[tuple[bool, OpenRecord]]:
+    """The questions of all files, each with whether it is for training. A question that stands in a training file and
+    in another one is listed for both.
+    """
+    merged: dict[tuple[bool, str], OpenRecord] = {}
+    first_places: dict[str, tuple[str, str]] = {}  # of an id: the text of its question and where it stands
+    for file in files:
+        training = is_training_file(file.name)
+        for place, record in read_placed_records(file, kind):
+            text, first_place = first_places.setdefault(record.id, (record.text, place))
+            if _words_of(text) != _words_of(record.text):
+                raise UserError(
+                    f"{place}: the question {record.id} is {record.text!r} here and {text!r} in {first_place}; give "
+                    "each question its own id"
+                )
+            known = merged.get((training, record.id))
+            merged[training, record.id] = record if known is None else _merge(known, record)
+    return [(training, record) for (training, _), record in merged.items()]
+
+
+def is_training_file(name: str) -> bool:
+    return "train" in name.lower()
+
+
+def _words_of(text: str) -> list[str]:
+    return text.lower().split()
+
+
+def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
+    """One question of two places: with the answers of both, and the passages of the place that has the gold ones."""
+    better = second if second.has_gold_in_context and not first.has_gold_in_context else first
+    return dataclasses.replace(
+        better,
+        answers=tuple(dict.fromkeys(first.answers + second.answers)),
+        answer_sets=tuple(dict.fromkeys(first.answer_sets + second.answer_sets)),
+        kind=first.kind or second.kind,
+    )
+
+
 def is_prepared(folder: Path) -> bool:
     return (folder / PREPARED).is_file()
 
@@ -122,7 +196,7 @@ def prepared_records(folder: Path) -> list[tuple[str, Any]]:
 def as_row(record: OpenRecord) -> dict[str, Any]:
     """Texts and lists of texts: what is deeper is JSON."""
     row = dataclasses.asdict(record)
-    return row | {"answer_sets": json.dumps(row["answer_sets"]), "context": json.dumps(row["context"])}
+    return row | {name: json.dumps(row[name]) for name in ("answer_sets", "gold", "context")}
 
 
 def from_row(row: Mapping[str, Any]) -> OpenRecord:
@@ -131,7 +205,7 @@ def from_row(row: Mapping[str, Any]) -> OpenRecord:
         text=row["text"],
         answers=tuple(row["answers"]),
         answer_sets=tuple(tuple(tuple(of) for of in answers) for answers in json.loads(row["answer_sets"])),
-        titles=tuple(row["titles"]),
+        gold=tuple(GoldPassage(**passage) for passage in json.loads(row["gold"])),
         context=tuple(GoldPassage(**passage) for passage in json.loads(row["context"])),
         kind=row["kind"],
     )
@@ -154,22 +228,31 @@ def question_files(folder: Path, kind: str) -> list[Path]:
 
 def read_open_records(file: Path, kind: str) -> Iterator[OpenRecord]:
     """Questions with an answer. Raises UserError naming file and place of a record that is not of the kind."""
-    for place, value in _explained_values(file):
+    for _, record in read_placed_records(file, kind):
+        yield record
+
+
+def read_placed_records(file: Path, kind: str) -> Iterator[tuple[str, OpenRecord]]:
+    """As `read_open_records`, each with the place that it stands at."""
+    with explained(file):
+        check_not_blank(file)
+    for number, value in _explained_values(file):
+        place = f"{file}, {number}"
+        check_characters(value, place)
         try:
             if not isinstance(value, Mapping):
                 raise TypeError(f"it is a {type(value).__name__} and must be an object")
             record = _READERS[kind](value)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise UserError(
-                f"{file}, {place}: this is no record of {kind} ({type(error).__name__}: {error}); use the official "
+                f"{place}: this is no record of {kind} ({type(error).__name__}: {error}); use the official "
                 f"format: {SOURCES[kind]}"
             ) from error
-        if record is not None:
-            if not record.text.strip() or not all(isinstance(answer, str) for answer in record.answers):
-                raise UserError(
-                    f"{file}, {place}: question {record.text!r} and answers {list(record.answers)}; both must be texts"
-                )
-            yield record
+        if record is None:
+            continue
+        if not record.text:
+            raise UserError(f"{place}: question {record.text!r} and answers {list(record.answers)}; both must be texts")
+        yield place, record
 
 
 def _explained_values(file: Path) -> Iterator[tuple[str, Any]]:
@@ -184,78 +267,124 @@ def _explained_values(file: Path) -> Iterator[tuple[str, Any]]:
 def _values(file: Path) -> Iterator[tuple[str, Any]]:
     name = file.name.removesuffix(".gz")
     if name.endswith((".csv", ".tsv")):
-        with open_text(file) as text:
-            for number, row in enumerate(csv.DictReader(text, delimiter="\t" if name.endswith("tsv") else ","), 2):
-                yield f"line {number}", row
+        yield from _table_rows(file, delimiter="\t" if name.endswith("tsv") else ",")
         return
     if name.endswith(".json"):
         with open_text(file) as text:
-            beginning = text.read(100).lstrip()
-        if beginning.startswith('{"Data"') or beginning.startswith("{\n"):
-            with open_text(file) as text:
-                try:
-                    listed = json.load(text)["Data"]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise UserError(
-                        f"{file} is neither a list of records nor has it a field Data ({type(error).__name__}: {error})"
-                    ) from error
-            yield from ((f"record {number}", value) for number, value in enumerate(listed))
+            is_object = _first_character(text) == "{"
+        if is_object and (whole := _whole_object(file)) is not None:
+            yield from _listed_in(file, whole)
             return
     for number, value in read_records(file):
         yield f"line {number}", value
 
 
+def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Rows of a table by the names in its first line, in whatever order its columns stand."""
+    with open_text(file) as text:
+        first_line = text.readline().removeprefix(BYTE_ORDER_MARK)
+        reader = csv.DictReader(itertools.chain([first_line], text), delimiter=delimiter)
+        for row in reader:
+            place = f"line {reader.line_num}"
+            if None in row:
+                raise UserError(
+                    f"{file}, {place}: there are more cells than columns ({row[None]!r} is left over); put an answer "
+                    "that holds the separator between double quotes"
+                )
+            yield place, row
+
+
+def _first_character(text: TextIO) -> str:
+    """The first one that is neither white space nor a byte order mark."""
+    while read := text.read(1):
+        if not read.isspace() and read != BYTE_ORDER_MARK:
+            return read
+    return ""
+
+
+def _whole_object(file: Path) -> Any:
+    """The one object that a file holds. None where it holds a record a line."""
+    with open_text(file) as text:
+        content = text.read().removeprefix(BYTE_ORDER_MARK)
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        is_record_a_line = isinstance(error, json.JSONDecodeError) and error.msg.startswith("Extra data")
+        if is_record_a_line or not content.lstrip().startswith(("{\n", "{\r", '{"Data"')):
+            return None
+        raise UserError(
+            f"{file} is neither a list of records nor has it a field Data ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _listed_in(file: Path, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The records under `Data`, as TriviaQA's files have them, or the only record of a file."""
+    if "question" in whole and "Data" not in whole:
+        yield "line 1", whole
+        return
+    if not isinstance(whole.get("Data"), list):
+        raise UserError(f"{file} is neither a list of records nor has it a field Data with one")
+    yield from ((f"record {number}", value) for number, value in enumerate(whole["Data"]))
+
+
 def _hotpotqa(value: Mapping[str, Any]) -> OpenRecord | None:
-    if "answer" not in value:  # the official test file
+    if is_missing(value.get("answer")):  # the official test file
         return None
+    paragraphs = read_context(value["context"])
     return OpenRecord(
-        id=value["_id"],
-        text=value["question"].strip(),
-        answers=(value["answer"],),
-        titles=tuple(dict.fromkeys(title for title, _ in value["supporting_facts"])),
-        context=tuple(
-            GoldPassage(title=title, text=" ".join(sentence.strip() for sentence in sentences))
-            for title, sentences in value["context"]
-        ),
-        kind=value.get("type", ""),
+        id=read_id(value.get("_id", value.get("id"))),
+        text=read_question(value["question"]),
+        answers=read_answers([value["answer"]]),
+        gold=gold_passages(read_facts(value["supporting_facts"]), paragraphs),
+        context=tuple(passage for passage, _ in paragraphs),
+        kind=read_label(value.get("type")),
     )
 
 
 def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
-    if "answer" not in value or not value.get("answerable", True):
+    if is_missing(value.get("answer")) or not value.get("answerable", True):
         return None
-    passages = [(entry["title"], entry["paragraph_text"], entry["is_supporting"]) for entry in value["paragraphs"]]
+    context: dict[tuple[str, str], GoldPassage] = {}
+    gold: dict[tuple[str, str], GoldPassage] = {}
+    for entry in value["paragraphs"]:
+        passage = GoldPassage(title=read_title(entry["title"]), text=read_passage_text(entry["paragraph_text"]))
+        passage = context.setdefault(passage_key(passage), passage)
+        if entry["is_supporting"]:
+            gold[passage_key(passage)] = passage
+    id = read_id(value["id"])
     return OpenRecord(
-        id=value["id"],
-        text=value["question"].strip(),
-        answers=_distinct([value["answer"], *value.get("answer_aliases", ())]),
-        titles=tuple(dict.fromkeys(title for title, _, supporting in passages if supporting)),
-        context=tuple(GoldPassage(title=title, text=text) for title, text, _ in passages),
-        kind=value["id"].partition("_")[0],
+        id=id,
+        text=read_question(value["question"]),
+        answers=read_answers([value["answer"], *value.get("answer_aliases", ())]),
+        gold=tuple(gold.values()),
+        context=tuple(context.values()),
+        kind=id.partition("_")[0],
     )
 
 
 def _natural_questions(value: Mapping[str, Any]) -> OpenRecord:
-    answers = value["answer"]
-    if isinstance(answers, str):
-        raise TypeError("answer is a text and must be a list")
-    return OpenRecord(id=_id_of(value["question"]), text=value["question"].strip(), answers=_distinct(answers))
+    question = read_question(value["question"])
+    return OpenRecord(id=_id_of(value["question"]), text=question, answers=read_answers(value["answer"]))
 
 
 def _triviaqa(value: Mapping[str, Any]) -> OpenRecord | None:
-    if "Answer" not in value:
+    answer = value.get("Answer")
+    if answer is None:
         return None
-    answer = value["Answer"]
-    answers = _distinct([answer["Value"], *answer["Aliases"]])
-    return OpenRecord(id=value["QuestionId"], text=value["Question"].strip(), answers=answers)
+    return OpenRecord(
+        id=read_id(value["QuestionId"]),
+        text=read_question(value["Question"]),
+        answers=read_answers([answer["Value"], *answer["Aliases"]]),
+    )
 
 
 def _popqa(value: Mapping[str, Any]) -> OpenRecord:
     answers = value["possible_answers"]
-    listed = json.loads(answers) if isinstance(answers, str) else answers
-    listed = [answer for answer in listed if normalise_squad(answer)] or listed  # "The The" would cover everything
     return OpenRecord(
-        id=str(value["id"]), text=value["question"].strip(), answers=_distinct(listed), kind=value.get("prop") or ""
+        id=read_id(value["id"]),
+        text=read_question(value["question"]),
+        answers=read_answers(json.loads(answers) if isinstance(answers, str) else answers),
+        kind=read_label(value.get("prop")),
     )
 
 
@@ -263,15 +392,21 @@ def _ambigqa(value: Mapping[str, Any]) -> OpenRecord:
     sets = []
     for annotation in value["annotations"]:
         if annotation["type"] == "singleAnswer":
-            sets.append((_distinct(annotation["answer"]),))
+            sets.append((read_answers(annotation["answer"]),))
         else:
-            sets.append(tuple(_distinct(pair["answer"]) for pair in annotation["qaPairs"]))
-    flat = _distinct([answer for answers in sets for aliases in answers for answer in aliases])
-    return OpenRecord(id=str(value["id"]), text=value["question"].strip(), answers=flat, answer_sets=tuple(sets))
+            sets.append(tuple(read_answers(pair["answer"]) for pair in annotation["qaPairs"]))
+    flat = read_answers([answer for answers in sets for aliases in answers for answer in aliases])
+    return OpenRecord(
+        id=read_id(value["id"]), text=read_question(value["question"]), answers=flat, answer_sets=tuple(sets)
+    )
 
 
 def _bamboogle(value: Mapping[str, Any]) -> OpenRecord:
-    return OpenRecord(id=_id_of(value["Question"]), text=value["Question"].strip(), answers=(value["Answer"].strip(),))
+    return OpenRecord(
+        id=_id_of(value["Question"]),
+        text=read_question(value["Question"]),
+        answers=read_answers([value["Answer"].strip()]),
+    )
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], OpenRecord | None]] = {
@@ -283,12 +418,6 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], OpenRecord | None]] = {
     "ambigqa": _ambigqa,
     "bamboogle": _bamboogle,
 }
-
-
-def _distinct(answers: Sequence[str]) -> tuple[str, ...]:
-    if not answers:
-        raise ValueError("there is no answer")
-    return tuple(dict.fromkeys(answers))
 
 
 def _id_of(question: str) -> str:

@@ -1,16 +1,24 @@
 """Open-domain and multi-hop questions over passages: of one index for all, or of those given with each question."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from mujica_jax.config.tasks import MultiHopConfig, OpenDomainConfig, QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
-from mujica_jax.records import GoldPassage, Question
+from mujica_jax.records import Question
 from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.open_domain.records import OpenRecord, read_set
-from mujica_jax.tasks.passages import OwnPassages, as_passages, fetched_index, open_passages, titled
+from mujica_jax.tasks.passages import (
+    GoldInCorpus,
+    OwnPassages,
+    as_passages,
+    fetched_index,
+    is_service,
+    leave_incomplete_out,
+    open_passages,
+)
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Split, hash_of
 
 RULES: Mapping[str, Rule] = {
@@ -34,10 +42,15 @@ class OpenDomain:
         questions: Mapping[Split, Sequence[Question]],
         environment: Environment | None,
         own: Mapping[str, Environment],
-        left_out: Sequence[str] = (),
+        left_out: Collection[str] = (),
+        notes: Sequence[str] = (),
+        shown: str = "",
     ) -> None:
-        """`environment` is that of all questions; None: each has its `own`, by id. `left_out` cannot be asked."""
-        self.name, self.rule, self.left_out = config.kind, RULES[config.kind], left_out
+        """`environment` is that of all questions; None: each has its `own`, by id. `left_out` cannot be asked, `notes`
+        are sentences about the questions, and `shown` says how many of a question's own passages a search shows.
+        """
+        self.name, self.rule, self.left_out = config.kind, RULES[config.kind], tuple(left_out)
+        self.notes, self.shown = tuple(notes), shown
         self.environment_kind: EnvironmentKind = config.environment
         self._questions, self._environment, self._own = questions, environment, own
 
@@ -57,42 +70,61 @@ def build(config: OpenDomainConfig) -> OpenDomain:
     for split in ("dev", "test"):  # a file that was given twice under two names does not train on what it tests
         for id in by_split["train"].keys() & by_split[split].keys():
             del by_split["train"][id]
-    chosen: dict[Split, list[OpenRecord]] = {
-        split: sorted(records.values(), key=lambda record: hash_of(record.id))[: config.max_questions]
-        for split, records in by_split.items()
-    }
-    records = [record for of_split in chosen.values() for record in of_split]
-    if not records:
+    if not any(by_split.values()):
         raise UserError(f"task.data_dir {config.data_dir} has no question with an answer: give the official files")
+
+    # In the distractor setting a question's gold passages are among its own: others are left out.
+    is_distractor = False
+    left_out: Sequence[str] = ()
+    notes: Sequence[str] = ()
     if isinstance(config, MultiHopConfig) and config.setting == "distractor":
-        own: Mapping[str, Environment] = OwnPassages({of.id: of.context for of in records}, config.top_k)
-        environment, texts = None, {}
-    else:
-        given = [passage for record in records for passage in record.context]
-        config = dataclasses.replace(config, index=fetched_index(config.index))
-        if config.index is None and not given:
-            raise UserError(
-                f"task.kind {config.kind} has questions without passages and index is None: give --task.index with an "
-                "index of Wikipedia, as docs/retrieval.md builds one"
-            )
-        retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(given)))
-        own, environment = {}, TextEnvironment(retriever, config.top_k)
-        texts = {passage.title: passage.text for passage in titled(passages, {t for r in records for t in r.titles})}
-    questions: dict[Split, Sequence[Question]] = {
-        split: [_question(record, texts) for record in of_split] for split, of_split in chosen.items()
-    }
-    return OpenDomain(config, questions, environment, own)
+        is_distractor = True
+        records = [record for of_split in by_split.values() for record in of_split.values()]
+        incomplete = [record.id for record in records if not record.has_gold_in_context]
+        left_out, notes = leave_incomplete_out(config, incomplete, len(records))
+    is_left_out = set(left_out)
+    chosen: dict[Split, list[OpenRecord]] = {}
+    for split, of_split in by_split.items():
+        kept = [record for record in of_split.values() if record.id not in is_left_out]
+        chosen[split] = sorted(kept, key=lambda record: hash_of(record.id))[: config.max_questions]
+    records = [record for of_split in chosen.values() for record in of_split]
+
+    if is_distractor:
+        own = OwnPassages({record.id: record.context for record in records}, config.top_k)
+        questions = _questions(chosen, None)
+        return OpenDomain(config, questions, None, own, left_out=left_out, notes=notes, shown=own.describe())
+
+    given = [passage for record in records for passage in record.context]
+    config = dataclasses.replace(config, index=fetched_index(config.index))
+    if config.index is None and not given:
+        raise UserError(
+            f"task.kind {config.kind} has questions without passages and index is None: give --task.index with an "
+            "index of Wikipedia, as docs/retrieval.md builds one"
+        )
+    retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(given)))
+    titles = {title for record in records for title in record.titles}
+    corpus = GoldInCorpus(passages, titles, by_title=is_service(config.index))
+    questions = _questions(chosen, corpus)
+    return OpenDomain(config, questions, TextEnvironment(retriever, config.top_k), {})
 
 
-def _question(record: OpenRecord, texts: Mapping[str, str]) -> Question:
-    given = {passage.title: passage.text for passage in record.context}
+def _questions(
+    chosen: Mapping[Split, Sequence[OpenRecord]], corpus: GoldInCorpus | None
+) -> dict[Split, Sequence[Question]]:
+    questions: dict[Split, Sequence[Question]] = {}
+    for split, records in chosen.items():
+        questions[split] = [_question(record, corpus) for record in records]
+    return questions
+
+
+def _question(record: OpenRecord, corpus: GoldInCorpus | None) -> Question:
+    """With its gold passages as the corpus has them. One that the corpus lacks stays as the record has it."""
+    gold = [passage if corpus is None else corpus.find(passage) or passage for passage in record.gold]
     return Question(
         id=record.id,
         text=record.text,
         answers=record.answers,
         answer_sets=record.answer_sets,
-        gold_passages=tuple(
-            GoldPassage(title=title, text=texts.get(title, given.get(title, ""))) for title in record.titles
-        ),
+        gold_passages=tuple(dict.fromkeys(gold)),
         kind=record.kind,
     )

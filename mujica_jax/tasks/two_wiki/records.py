@@ -2,6 +2,7 @@
 from them.
 
 One question can stand in several files with different fields (evidences here, aliases there); they are merged by id.
+The name of a file says to which official split its questions belong: `train*` or `dev*`.
 Evidences carry labels, and Q-ids only where the record gives `evidences_id`; `entity_ids` names the subjects of every
 record, so the ids of all subjects and bridge entities are known here, and from here the graph learns which labels mean
 the same entity.
@@ -9,17 +10,31 @@ the same entity.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.graph.triples import LITERAL_ID, Triple, normalise_label, without_parenthesis
 from mujica_jax.retrieval.text.corpus import Passage
-from mujica_jax.retrieval.text.corpus_records import records_of
+from mujica_jax.retrieval.text.corpus_records import explained, records_of
 from mujica_jax.storage.local import visible_files
 from mujica_jax.tasks.open_domain.records import OpenRecord, is_prepared, prepared_records
+from mujica_jax.tasks.question_fields import (
+    check_characters,
+    check_not_blank,
+    gold_passages,
+    is_missing,
+    passage_key,
+    read_answers,
+    read_context,
+    read_facts,
+    read_id,
+    read_label,
+    read_question,
+    with_texts,
+)
 from mujica_jax.tasks.task import Split
 
 CORPUS_QUESTION_FILES = ("questions*.jsonl", "questions*.json")
@@ -28,13 +43,18 @@ GRAPH_FILES = ("triples*.tsv",)
 CORPUS_FILES = ("corpus*.json", "corpus*.jsonl")
 SINGLE_CHAINS = ("compositional", "inference")
 
+Source = Literal["train", "dev", ""]
+Placed = tuple[Source, str, object]  # official file, place, and value of a record
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record(OpenRecord):
     # Gold evidences with every id that the record lets us infer; empty where no file has them.
     triples: tuple[Triple, ...] = ()
     topic_ids: tuple[str, ...] = ()  # Q-ids of the entities the question itself names, in its order
-    split: Split | None = None  # None: a hash of the id decides
+    answer_id: str = ""  # Q-id of the answer, by which the official aliases are listed
+    split: Split | None = None  # as the record says itself
+    source: Source = ""  # the official file that it stands in; one that stands in both is of dev
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,30 +83,55 @@ def data_files(data_dir: str | Path, patterns: Sequence[str], what: str, *, need
 def read_folder(data_dir: str | Path) -> list[Record]:
     """The questions of official files, or of a folder that `open_domain/builders.py` has filled."""
     if is_prepared(Path(data_dir)):
-        return _merged(prepared_records(Path(data_dir)))
+        return _merged(_prepared(Path(data_dir)))
     return read_questions(data_files(data_dir, QUESTION_FILES, "questions"))
 
 
 def read_questions(files: Iterable[Path]) -> list[Record]:
     """All questions with an answer, merged by id, in the order in which they first appear."""
-    return _merged(records_of(list(files)))
+    return _merged(_placed(files))
 
 
-def _merged(values: Iterable[tuple[str, object]]) -> list[Record]:
+def source_of(file_name: str) -> Source:
+    """The official split that a file's name tells."""
+    if file_name.startswith("train"):
+        return "train"
+    return "dev" if file_name.startswith("dev") else ""
+
+
+def _placed(files: Iterable[Path]) -> Iterator[Placed]:
+    for file in files:
+        with explained(file):
+            check_not_blank(file)
+        for place, value in records_of([file]):
+            yield source_of(file.name), place, value
+
+
+def _prepared(folder: Path) -> Iterator[Placed]:
+    """The records of a prepared folder. A place names the original file, as in `FOLDER, 0000007 dev.json, line 3`."""
+    for place, value in prepared_records(folder):
+        original_place = place.removeprefix(f"{folder}, ").partition(" ")[2]
+        yield source_of(original_place), place, value
+
+
+def _merged(values: Iterable[Placed]) -> list[Record]:
     merged: dict[str, Record] = {}
-    for place, value in values:
-        record = _record(value, place)
+    first_places: dict[str, str] = {}
+    for source, place, value in values:
+        record = _record(value, place, source)
         if record is None:
             continue
         other = merged.setdefault(record.id, record)
+        first_place = first_places.setdefault(record.id, place)
         if other.text.lower().split() != record.text.lower().split():
             raise UserError(
-                f"{place}: the question {record.id} is {record.text!r} here and {other.text!r} elsewhere; give each "
-                "question its own _id"
+                f"{place}: the question {record.id} is {record.text!r} here and {other.text!r} elsewhere "
+                f"({first_place}); give each question its own _id"
             )
         if record.split and other.split and record.split != other.split:
             raise UserError(
-                f"{place}: the split of question {record.id} is {record.split} here and {other.split} elsewhere"
+                f"{place}: the split of question {record.id} is {record.split} here and {other.split} elsewhere "
+                f"({first_place})"
             )
         if other is not record:
             merged[record.id] = _merge(other, record)
@@ -94,12 +139,15 @@ def _merged(values: Iterable[tuple[str, object]]) -> list[Record]:
 
 
 def passages_of(records: Iterable[Record]) -> list[Passage]:
-    """The passages given with the records, each title once."""
-    texts: dict[str, str] = {}
+    """The passages given with the records, each once. Two texts with one title are two passages."""
+    distinct: dict[tuple[str, str], GoldPassage] = {}
     for record in records:
         for passage in record.context:
-            texts.setdefault(passage.title, passage.text)
-    return [Passage(id=str(number), title=title, text=text) for number, (title, text) in enumerate(texts.items())]
+            distinct.setdefault(passage_key(passage), passage)
+    return [
+        Passage(id=str(number), title=passage.title, text=passage.text)
+        for number, passage in enumerate(distinct.values())
+    ]
 
 
 def chain_evidences(triples: Sequence[Triple]) -> tuple[Triple, ...]:
@@ -172,66 +220,82 @@ def _first_mention(text: str, names: Sequence[str]) -> Mention | None:
     return None
 
 
-def _record(value: object, place: str) -> Record | None:
+def _record(value: object, place: str, source: Source) -> Record | None:
     """None for a question without an answer (the official test file)."""
     if not isinstance(value, dict):
         raise UserError(
             f"{place}: a question must be an object and this is a {type(value).__name__}; use the official format"
         )
     fields: Mapping[str, Any] = value
-    identifier = fields.get("_id", fields.get("id"))
-    text, answer = fields.get("question"), fields.get("answer")
-    if identifier in (None, "") or not isinstance(text, str) or not text.strip():
+    check_characters(fields, place)
+    identifier, asked = fields.get("_id", fields.get("id")), fields.get("question")
+    try:
+        id, text = read_id(identifier), read_question(asked)
+    except (TypeError, ValueError):
+        id, text = "", ""
+    if not text:
         raise UserError(
-            f"{place}: _id is {identifier!r} and question {text!r}; both are needed, as in the official "
+            f"{place}: _id is {identifier!r} and question {asked!r}; both are needed, as in the official "
             "2WikiMultihopQA format"
         )
-    if not answer:
+    if is_missing(fields.get("answer")):
         return None
-    aliases = fields.get("answer_aliases") or []
-    if not isinstance(aliases, list) or not all(isinstance(one, str) for one in [answer, *aliases]):
-        raise UserError(
-            f"{place}: answer is {answer!r} and answer_aliases {aliases!r}; they must be a text and a list of texts"
-        )
     split = fields.get("split")
     if split not in (None, *get_args(Split)):
         raise UserError(f"{place}: split is {split!r}; it must be train, dev or test, or be left out")
     try:
+        kind = read_label(fields.get("type"))
         triples, topic_ids = _gold_triples(fields)
-        if isinstance(fields.get("supporting_facts"), str):
-            raise TypeError("supporting_facts must be a list")
-        titles = [fact if isinstance(fact, str) else fact[0] for fact in fields.get("supporting_facts") or ()]
-        context = [
-            GoldPassage(title=title, text=" ".join(sentence.strip() for sentence in sentences))
-            for title, sentences in fields.get("context") or ()
-        ]
+        paragraphs = read_context(fields.get("context") or [])
+        gold = gold_passages(read_facts(fields.get("supporting_facts") or []), paragraphs)
+        answer_id = fields.get("answer_id") or ""
+        if not isinstance(answer_id, str):
+            raise TypeError(f"answer_id is {answer_id!r} and must be a text")
     except (TypeError, LookupError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{place}: evidences, entity_ids, supporting_facts or context are not in the official format "
-            f"({error!r}); docs/own_questions.md has an example"
+            f"{place}: type, evidences, entity_ids, answer_id, supporting_facts or context are not in the official "
+            f"format ({error!r}); docs/own_questions.md has an example"
         ) from error
     return Record(
-        id=str(identifier),
-        kind=fields.get("type") or "",
-        text=text.strip(),
-        answers=tuple(dict.fromkeys([answer, *aliases])),
-        titles=tuple(dict.fromkeys(titles)),
+        id=id,
+        kind=kind,
+        text=text,
+        answers=_answers(fields, place),
+        gold=gold,
         triples=triples,
         topic_ids=topic_ids,
-        context=tuple(context),
+        answer_id=answer_id,
+        context=tuple(passage for passage, _ in paragraphs),
         split=split,
+        source=source,
     )
+
+
+def _answers(fields: Mapping[str, Any], place: str) -> tuple[str, ...]:
+    answer, aliases = fields["answer"], fields.get("answer_aliases") or []
+    try:
+        if not isinstance(aliases, list):
+            raise TypeError("answer_aliases must be a list")
+        return read_answers([answer, *aliases])
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{place}: answer is {answer!r} and answer_aliases {aliases!r}; they must be a text and a list of texts"
+        ) from error
 
 
 def _merge(first: Record, second: Record) -> Record:
     better = first if first.triples or not second.triples else second
+    context = first.context or second.context
+    sources = {first.source, second.source}
     return dataclasses.replace(
         better,
         kind=first.kind or second.kind,
         answers=tuple(dict.fromkeys(first.answers + second.answers)),
-        titles=tuple(dict.fromkeys(better.titles + first.titles + second.titles)),
-        context=first.context or second.context,
+        gold=with_texts(better.gold + first.gold + second.gold, context),
+        context=context,
+        answer_id=first.answer_id or second.answer_id,
         split=first.split or second.split,
+        source="dev" if "dev" in sources else max(sources),
     )
 
 

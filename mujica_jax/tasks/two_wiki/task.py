@@ -10,9 +10,13 @@
   other, and else what training questions are answered from whose gold passages the corpus lacks. Training questions
   with evidences whose gold passages no file has can be demonstrated (`triple_demonstrations`) and are never sampled.
 
-Questions are held out by their `split`, or else by a hash of their id, half of them as dev and half as test. Held-out
-questions, and triples or passages that no training question uses, appear neither in demonstrations' new names nor in
-the tokenizer's text. The graph and the corpus that are searched are the whole ones.
+A question's own `split` decides where it has one. Otherwise the official split does: questions of `train*` are trained
+on, those of `dev*` never. A hash of the id decides about the others, and which half of all that is held out is dev and
+which is test. Gold passages are told apart by title and text. Answers have the official aliases of `id_aliases.json`,
+where the folder has it (`aliases.py`).
+
+Held-out questions, and triples or passages that no training question uses, appear neither in demonstrations' new names
+nor in the tokenizer's text. The graph and the corpus that are searched are the whole ones.
 """
 
 import dataclasses
@@ -32,9 +36,18 @@ from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment, WithGoldPassages, WrittenPassages
-from mujica_jax.tasks.passages import OwnPassages, fetched_index, open_passages, titled
+from mujica_jax.tasks.passages import (
+    GoldInCorpus,
+    OwnPassages,
+    fetched_index,
+    is_service,
+    leave_incomplete_out,
+    open_passages,
+    titled,
+)
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Split, hash_of
+from mujica_jax.tasks.two_wiki.aliases import ALIAS_FILE, alias_file, official_aliases, with_aliases
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
 from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, follows_from_evidence, with_printed_dates
 from mujica_jax.tasks.two_wiki.demonstrations import CopyPlan, copy_plan, renamed_copy
@@ -75,13 +88,17 @@ class TwoWiki:
         elsewhere: Mapping[str, TextEnvironment] | None = None,
         demonstrated: Sequence[Question] = (),
         left_out: Sequence[str] = (),
+        notes: Sequence[str] = (),
+        shown: str = "",
     ) -> None:
         """`demonstrated_in` is where demonstrations are played, for graphs; `elsewhere` where questions are answered,
         by id, whose passages `environment` lacks; `demonstrated` are questions for demonstrations alone. `left_out`
-        cannot be asked.
+        cannot be asked, `notes` are sentences about the questions, and `shown` says how many of a question's own
+        passages a search shows.
         """
         ordered = sorted(questions, key=lambda question: hash_of(question.id))
         self.config, self._environment, self.left_out = config, environment, left_out
+        self.notes, self.shown = tuple(notes), shown
         self.environment_kind = environment.kind
         self._demonstrated_in, self._elsewhere = demonstrated_in, elsewhere or {}
         sizes: dict[Split, int | None] = {"train": None, "dev": config.dev_questions, "test": config.test_questions}
@@ -178,12 +195,10 @@ class TwoWiki:
 
 def build(config: TwoWikiConfig) -> TwoWiki:
     config = dataclasses.replace(config, index=fetched_index(config.index))
-    records = read_folder(config.data_dir)
-    splits: dict[str, Split] = {
-        record.id: record.split or split_of(record.id, config.hold_out_percent) for record in records
-    }
+    records, notes = _read_records(config)
+    splits = splits_of(records, config)
     if config.environment == "text":
-        return _text_task(config, records, splits)
+        return _text_task(config, records, splits, notes)
     graph = TripleGraph(with_known_ids(_read_graph(config.data_dir, records), records))
     questions = [question for record in records if (question := graph_question(record, graph)) is not None]
     lost = _left_out(records, questions, config, "have no evidences, or are about an entity that the graph lacks")
@@ -192,15 +207,65 @@ def build(config: TwoWikiConfig) -> TwoWiki:
     searched = demonstrated_in
     if config.index is not None:
         searched = GraphEnvironment(open_knowledge_graph(config.index, config.queries_per_second), config.top_k, ranked)
-    return TwoWiki(config, searched, questions, splits, demonstrated_in=demonstrated_in, left_out=lost)
+    return TwoWiki(config, searched, questions, splits, demonstrated_in=demonstrated_in, left_out=lost, notes=notes)
 
 
-def split_of(question_id: str, hold_out_percent: int) -> Split:
-    """By the hash of the id alone: one half of what is held out is dev, the other one test."""
-    half, percent = divmod(hash_of(question_id), 100)
-    if percent >= hold_out_percent:
+def _read_records(config: TwoWikiConfig) -> tuple[list[Record], list[str]]:
+    """The questions with the official aliases of their answers, and what is to be said about them."""
+    folder = Path(config.data_dir)
+    records = read_folder(folder)
+    notes: list[str] = []
+    of_id = [record for record in records if record.answer_id]
+    if (file := alias_file(folder)) is not None:
+        aliases = official_aliases(file, records)
+        records = with_aliases(records, aliases)
+        known = sum(record.answer_id in aliases for record in records)
+        notes.append(f"the aliases of {file.name} count as gold answers of {known:,} of {len(records):,} questions")
+    elif of_id and all(len(record.answers) == 1 for record in of_id):
+        notes.append(
+            f"{len(of_id):,} answers have an id and {config.data_dir} has no {ALIAS_FILE}: the official script counts "
+            "aliases too, and these scores do not"
+        )
+    if _splits_dev_files(records, config):
+        notes.append(
+            "a hash splits the questions of dev* into training and held-out ones (task.split_dev_files is True): these "
+            "scores are not those of the official dev set"
+        )
+    return records, notes
+
+
+def splits_of(records: Sequence[Record], config: TwoWikiConfig) -> dict[str, Split]:
+    """The split of every question by id."""
+    may_train_on_dev = _splits_dev_files(records, config)
+    splits: dict[str, Split] = {}
+    for record in records:
+        if record.split is not None:
+            splits[record.id] = record.split
+        elif record.source == "train":
+            splits[record.id] = "train"
+        elif record.source == "dev" and not may_train_on_dev:
+            splits[record.id] = held_out_split(record.id, config.test_percent)
+        else:
+            splits[record.id] = split_of(record.id, config.hold_out_percent, config.test_percent)
+    return splits
+
+
+def _splits_dev_files(records: Sequence[Record], config: TwoWikiConfig) -> bool:
+    sources = {record.source for record in records}
+    return config.split_dev_files and "dev" in sources and "train" not in sources
+
+
+def split_of(question_id: str, hold_out_percent: int, test_percent: int = 50) -> Split:
+    """By the hash of the id alone."""
+    if hash_of(question_id) % 100 >= hold_out_percent:
         return "train"
-    return "test" if half % 2 else "dev"
+    return held_out_split(question_id, test_percent)
+
+
+def held_out_split(question_id: str, test_percent: int = 50) -> Split:
+    """By the hash of the id. Its even places come first, so that a half is what is even or odd."""
+    place, is_odd = divmod(hash_of(question_id) // 100 % 100, 2)
+    return "test" if 50 * is_odd + place >= 100 - test_percent else "dev"
 
 
 def graph_question(record: Record, graph: TripleGraph) -> Question | None:
@@ -219,48 +284,90 @@ def graph_question(record: Record, graph: TripleGraph) -> Question | None:
     if places is not None:
         order = sorted(range(len(candidates)), key=lambda position: places[position].start)
         candidates = [candidates[position] for position in order]
-    question = _question(record, dict.fromkeys(record.titles, ""))
+    gold = tuple(GoldPassage(title=title) for title in record.titles)
+    question = _question(record, gold)
     answers = with_printed_dates(question.answers)
     return dataclasses.replace(question, answers=answers, candidates=tuple(candidates))
 
 
-def _text_task(config: TwoWikiConfig, records: Sequence[Record], splits: Mapping[str, Split]) -> TwoWiki:
+def _text_task(
+    config: TwoWikiConfig, records: Sequence[Record], splits: Mapping[str, Split], notes: Sequence[str]
+) -> TwoWiki:
     if config.augmented_copies:
         raise UserError(
             f"augmented_copies is {config.augmented_copies} and environment is text; copies are made of triples: set "
             "augmented_copies to 0 or environment to graph"
         )
     if config.setting == "distractor":
-        given, records = records, [record for record in records if record.titles and record.context]
-        questions = [_question(of, {passage.title: passage.text for passage in of.context}) for of in records]
-        lost = _left_out(given, questions, config, "have no supporting_facts or no context")
-        own = OwnPassages({record.id: record.context for record in records}, config.top_k)
-        return TwoWiki(config, own[records[0].id], questions, splits, elsewhere=own, left_out=lost)
+        return _distractor_task(config, records, splits, notes)
     retriever, passages = open_passages(config, lambda: corpus_of(config, records))
-    gold = titled(passages, {title for record in records for title in record.titles})
-    texts = {passage.title: passage.text for passage in gold}
+    titles = {title for record in records for title in record.titles}
+    corpus = GoldInCorpus(passages, titles, by_title=is_service(config.index))
+    in_corpus = {record.id: gold for record in records if (gold := corpus.find_all(record.gold)) is not None}
+
+    # The questions made for the corpus, and training questions whose gold passages it has.
     of_corpus = data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False)
     sample = {record.id for record in (read_questions(of_corpus) if of_corpus else records)}
+    questions = [
+        _question(record, in_corpus[record.id])
+        for record in records
+        if record.id in in_corpus and (record.id in sample or splits[record.id] == "train")
+    ]
+
+    # Training questions whose gold passages are among those that training questions come with.
     training = [record for record in records if splits[record.id] == "train"]
+    lacking = [record for record in training if record.id not in in_corpus]
     given = passages_of(training)
-    beyond = {passage.title: passage.text for passage in given} | texts
-    questions = [_question(record, texts) for record in records if record.id in sample and _known(record, texts)]
-    more = [record for record in training if record.id not in sample or not _known(record, texts)]
-    questions += [_question(record, beyond) for record in more if _known(record, beyond)]
-    elsewhere = {}
-    if lacking := [record.id for record in more if _known(record, beyond) and not _known(record, texts)]:
+    known_passages = GoldInCorpus([*titled(passages, titles), *given], titles)
+    given_alone = {record.id: gold for record in lacking if (gold := known_passages.find_all(record.gold)) is not None}
+    questions += [_question(record, given_alone[record.id]) for record in lacking if record.id in given_alone]
+    elsewhere: dict[str, TextEnvironment] = {}
+    if given_alone:
         searched = TextEnvironment(IndexRetriever(Bm25Index(given, "default"), inline=True), config.top_k)
-        elsewhere = dict.fromkeys(lacking, searched)
-    unread = [record for record in training if record.triples and not _known(record, beyond)]
+        elsewhere |= dict.fromkeys(given_alone, searched)
+
+    # Training questions whose gold passages no file has: for demonstrations alone.
+    unread = [record for record in lacking if record.triples and record.id not in given_alone]
     written = _written_passages(unread)
     searched = WrittenPassages(IndexRetriever(Bm25Index(written, "default"), inline=True), config.top_k)
     first = sorted(unread, key=lambda record: hash_of(record.id))[: config.triple_demonstrations]
-    demonstrated = [_question(record, {}) for record in first]
-    lost = _left_out(records, questions, config, "name no supporting_facts, or a title that no passage has")
+    demonstrated = [_question(record, ()) for record in first]
     elsewhere |= {question.id: searched for question in demonstrated}
-    environment = TextEnvironment(retriever, config.top_k)
+
+    lost = _left_out(records, questions, config, "name no supporting_facts, or a title that no passage has")
     return TwoWiki(
-        config, environment, questions, splits, elsewhere=elsewhere, demonstrated=demonstrated, left_out=lost
+        config,
+        TextEnvironment(retriever, config.top_k),
+        questions,
+        splits,
+        elsewhere=elsewhere,
+        demonstrated=demonstrated,
+        left_out=lost,
+        notes=notes,
+    )
+
+
+def _distractor_task(
+    config: TwoWikiConfig, records: Sequence[Record], splits: Mapping[str, Split], notes: Sequence[str]
+) -> TwoWiki:
+    """Each question over its own passages, with all gold ones among them."""
+    with_own = [record for record in records if record.context and (record.gold or config.keep_incomplete)]
+    incomplete = [record.id for record in with_own if not record.has_gold_in_context]
+    left_out, further_notes = leave_incomplete_out(config, incomplete, len(with_own))
+    is_left_out = set(left_out)
+    asked = [record for record in with_own if record.id not in is_left_out]
+    questions = [_question(record, record.gold) for record in asked]
+    lost = _left_out(records, questions, config, "have no supporting_facts or no context")
+    own = OwnPassages({record.id: record.context for record in asked}, config.top_k)
+    return TwoWiki(
+        config,
+        own[asked[0].id],
+        questions,
+        splits,
+        elsewhere=own,
+        left_out=lost,
+        notes=[*notes, *further_notes],
+        shown=own.describe(),
     )
 
 
@@ -274,17 +381,12 @@ def _written_passages(records: Sequence[Record]) -> list[Passage]:
     return [Passage(id=str(number), title=subject, text=" ".join(said)) for number, (subject, said) in numbered]
 
 
-def _known(record: Record, texts: Mapping[str, str]) -> bool:
-    return bool(record.titles) and texts.keys() >= set(record.titles)
-
-
-def _question(record: Record, texts: Mapping[str, str]) -> Question:
-    """With those of its gold passages whose texts are given, by title."""
+def _question(record: Record, gold: tuple[GoldPassage, ...]) -> Question:
     return Question(
         id=record.id,
         text=record.text,
         answers=record.answers,
-        gold_passages=tuple(GoldPassage(title=title, text=texts[title]) for title in record.titles if title in texts),
+        gold_passages=gold,
         evidences=chain_evidences(record.triples),
         kind=record.kind,
     )

@@ -1,0 +1,216 @@
+"""Fields of question records as people's files give them: ids, answers, paragraphs, supporting facts.
+
+What can be read in one way only is read: a number is its text, `true` and `false` are the answers "yes" and "no", HTML
+entities (`&amp;`, which HotpotQA's files are full of) are the characters that they stand for. Everything else raises
+TypeError or ValueError, which the readers turn into one sentence with file and line.
+"""
+
+import html
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mujica_jax.errors import UserError
+from mujica_jax.records import GoldPassage
+from mujica_jax.retrieval.text.corpus_records import check_text, open_text
+
+MAX_WHOLE_NUMBER = 2**53  # above it a float does not say which whole number was meant
+READ_CHARACTERS = 2**16
+_entity = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
+
+Fact = tuple[str, int | None]  # a gold title, and the number of a sentence where the record gives one
+Paragraph = tuple[GoldPassage, int]  # a passage, and how many sentences it has
+
+
+def unescaped(text: str) -> str:
+    """Return the text with HTML entities replaced. A lone "&" and what only looks like an entity stay."""
+    return _entity.sub(lambda entity: html.unescape(entity[0]), text)
+
+
+def read_id(value: object) -> str:
+    """Return the id as a text. Numbers are allowed; true, null, NaN and blank texts are not."""
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _number(value)
+    raise TypeError(f"the id is {value!r} and must be a text or a number")
+
+
+def read_question(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"the question is {value!r} and must be a text")
+    return unescaped(value).strip()
+
+
+def read_label(value: object) -> str:
+    """Return a kind of question, or another short field that may be missing."""
+    if value is None:
+        return ""
+    return unescaped(value) if isinstance(value, str) else _number(value)
+
+
+def read_answers(values: object) -> tuple[str, ...]:
+    """Return the different answers of a list, the gold answer first.
+
+    An answer with HTML entities counts in both forms, so that no score is lower than the official script's. Blank
+    answers are left out; a list without any other raises ValueError.
+    """
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"answer is {_kind(values)} and must be a list")
+    written = [_answer(value) for value in values]
+    answers = [*map(unescaped, written), *written]
+    distinct = tuple(dict.fromkeys(answer for answer in answers if answer.strip()))
+    if not distinct:
+        raise ValueError("there is no answer")
+    return distinct
+
+
+def is_missing(answer: object) -> bool:
+    """Whether a record has no answer, as the records of official test files. 0 and false are answers."""
+    return answer is None or (isinstance(answer, str) and not answer.strip())
+
+
+def read_context(value: object) -> list[Paragraph]:
+    """Return the paragraphs given with a question: `[[title, sentences], ...]`, or as Hugging Face's copies have it
+    `{"title": [...], "sentences": [...]}`. A paragraph that is given twice counts once.
+    """
+    if isinstance(value, Mapping):
+        value = list(zip(value["title"], value.get("sentences", value.get("content")), strict=True))
+    if not isinstance(value, list):
+        raise TypeError(f"context is {_kind(value)} and must be a list")
+    paragraphs: dict[tuple[str, str], Paragraph] = {}
+    for title, sentences in value:
+        passage = GoldPassage(title=read_title(title), text=read_passage_text(sentences))
+        count = 1 if isinstance(sentences, str) else len(sentences)
+        paragraphs.setdefault(passage_key(passage), (passage, count))
+    return list(paragraphs.values())
+
+
+def read_facts(value: object) -> list[Fact]:
+    """Return the supporting facts: titles, or `[title, sentence]` each, or Hugging Face's `{"title": [...], "sent_id":
+    [...]}`.
+    """
+    if isinstance(value, Mapping):
+        value = [list(fact) for fact in zip(value["title"], value["sent_id"], strict=True)]
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"supporting_facts is {_kind(value)} and must be a list")
+    facts: list[Fact] = []
+    for fact in value:
+        if isinstance(fact, list):
+            sentence = fact[1] if len(fact) > 1 and isinstance(fact[1], int) else None
+            facts.append((read_title(fact[0]), sentence))
+        elif isinstance(fact, str):
+            facts.append((read_title(fact), None))
+        else:
+            raise TypeError(
+                f"a supporting fact is {_kind(fact)} and must be a title, or a title and a sentence's number"
+            )
+    return facts
+
+
+def read_title(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return unescaped(value)
+    return _number(value)
+
+
+def read_passage_text(value: object) -> str:
+    """Return the text of a paragraph that is given as one text or as a list of sentences."""
+    if isinstance(value, str):
+        return unescaped(value).strip()
+    if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
+        return unescaped(" ".join(sentence.strip() for sentence in value))
+    raise TypeError(f"a paragraph is {_kind(value)} and must be a text or a list of sentences")
+
+
+def gold_passages(facts: Sequence[Fact], context: Sequence[Paragraph]) -> tuple[GoldPassage, ...]:
+    """Return the paragraphs that the facts name. A title that no paragraph has stays without a text.
+
+    Of several paragraphs with one title, those count that are long enough for the sentences that the facts name.
+    """
+    last_sentence: dict[str, int] = {}
+    for title, sentence in facts:
+        last_sentence[title] = max(last_sentence.get(title, 0), sentence or 0)
+    gold: list[GoldPassage] = []
+    for title, last in last_sentence.items():
+        named = [(passage, count) for passage, count in context if title_key(passage.title) == title_key(title)]
+        long_enough = [passage for passage, count in named if count > last]
+        gold += long_enough or [passage for passage, _ in named] or [GoldPassage(title=title)]
+    return tuple(dict.fromkeys(gold))
+
+
+def with_texts(gold: Iterable[GoldPassage], context: Sequence[GoldPassage]) -> tuple[GoldPassage, ...]:
+    """Return gold passages of one question from several records: a title alone is replaced by the passages with that
+    title, among the other gold ones or else in the context.
+    """
+    listed = list(dict.fromkeys(gold))
+    by_title: dict[str, list[GoldPassage]] = {}
+    for passage in listed:
+        if passage.text:
+            by_title.setdefault(title_key(passage.title), []).append(passage)
+    known_titles = set(by_title)
+    for passage in context:
+        if title_key(passage.title) not in known_titles:
+            by_title.setdefault(title_key(passage.title), []).append(passage)
+    complete: list[GoldPassage] = []
+    for passage in listed:
+        complete += [passage] if passage.text else by_title.get(title_key(passage.title), [passage])
+    distinct: dict[tuple[str, str], GoldPassage] = {}
+    for passage in complete:
+        distinct.setdefault(passage_key(passage), passage)
+    return tuple(distinct.values())
+
+
+def title_key(title: str) -> str:
+    """Return what equal titles share, however their spaces, accents and entities are written."""
+    return " ".join(unicodedata.normalize("NFC", unescaped(title)).split())
+
+
+def passage_key(passage: GoldPassage) -> tuple[str, str]:
+    """Return what tells a passage from all others: title and text, without spaces, which segmentation changes."""
+    return title_key(passage.title), "".join(unicodedata.normalize("NFC", unescaped(passage.text)).split())
+
+
+def check_characters(record: object, place: str) -> None:
+    """Raise UserError where a text of the record holds half of a surrogate pair, which nothing can write down."""
+    written = json.dumps(record, ensure_ascii=False)
+    try:
+        check_text(written)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+
+
+def check_not_blank(file: Path, *, holds: str = "question") -> None:
+    """Raise UserError for a file of nothing but white space: most likely a download that failed."""
+    with open_text(file) as text:
+        while read := text.read(READ_CHARACTERS):
+            if read.strip().strip("\ufeff"):
+                return
+    raise UserError(f"{file} is blank, there is no {holds} in it: fetch it again, or take it away")
+
+
+def _answer(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else _number(value)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} must be a text or a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{value!r} is no number that can be written as a text")
+    if isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE_NUMBER:
+        return str(int(value))
+    return str(value)
+
+
+def _kind(value: object) -> str:
+    names = {str: "a text", dict: "an object", list: "a list", type(None): "missing", bool: "true or false"}
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,73 @@
+"""Other names of an answer: `id_aliases.json` of 2WikiMultihopQA's release with `answer_id` (December 2020).
+
+A line of the file is `{"Q_id": ..., "aliases": [...], "demonyms": [...]}`. The official script
+(`2wikimultihop_evaluate_v1.1.py`) counts both lists of a question's `answer_id` as gold answers. So do the scores and
+the rewards here: the aliases are added to `Question.answers` behind the gold answer.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.text.corpus_records import explained, records_of
+from mujica_jax.tasks.question_fields import check_characters, check_not_blank
+from mujica_jax.tasks.two_wiki.records import Record
+
+ALIAS_FILE = "id_aliases.json"
+ADVICE = "take the file that came in one archive with these questions (data_ids.zip), or take it away"
+
+
+def alias_file(folder: Path) -> Path | None:
+    """The folder's file of aliases, plain or .gz."""
+    files = [folder / f"{ALIAS_FILE}{suffix}" for suffix in ("", ".gz")]
+    return next((file for file in files if file.is_file()), None)
+
+
+def official_aliases(file: Path, records: Sequence[Record]) -> dict[str, tuple[str, ...]]:
+    """The aliases of the questions' answers by id. Raises UserError for a file of another release."""
+    answer_ids = {record.answer_id for record in records} - {""}
+    aliases = read_aliases(file, answer_ids)
+    if not aliases:
+        reason = "none of its ids is the answer_id of a question" if answer_ids else "they have no answer_id"
+        raise UserError(f"{file} belongs to another release than the questions beside it: {reason}; {ADVICE}")
+    return aliases
+
+
+def read_aliases(file: Path, answer_ids: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Aliases and demonyms by id, of these ids alone. Raises UserError with the line that is not in the format."""
+    with explained(file):
+        check_not_blank(file, holds="alias")
+    aliases: dict[str, tuple[str, ...]] = {}
+    for place, line in records_of([file]):
+        answer_id, names = _read_line(line, place)
+        if answer_id in answer_ids:
+            aliases[answer_id] = names
+    return aliases
+
+
+def with_aliases(records: Sequence[Record], aliases: Mapping[str, tuple[str, ...]]) -> list[Record]:
+    return [
+        dataclasses.replace(record, answers=tuple(dict.fromkeys((*record.answers, *aliases.get(record.answer_id, ())))))
+        for record in records
+    ]
+
+
+def with_record_aliases(record: object, aliases: Mapping[str, tuple[str, ...]]) -> object:
+    """A record as its file has it, with the aliases of its answer among its `answer_aliases`."""
+    if not isinstance(record, Mapping) or not aliases.get(record.get("answer_id") or ""):
+        return record
+    return {**record, "answer_aliases": [*(record.get("answer_aliases") or []), *aliases[record["answer_id"]]]}
+
+
+def _read_line(line: object, place: str) -> tuple[str, tuple[str, ...]]:
+    check_characters(line, place)
+    fields = line if isinstance(line, Mapping) else {}
+    answer_id, names = fields.get("Q_id"), (fields.get("aliases"), fields.get("demonyms"))
+    lists = [of for of in names if isinstance(of, list) and all(isinstance(name, str) for name in of)]
+    if not isinstance(answer_id, str) or len(lists) < len(names):
+        raise UserError(
+            f"{place}: this is no line of {ALIAS_FILE} as 2WikiMultihopQA v1.1 has it, an object with the id Q_id and "
+            f"the lists aliases and demonyms; {ADVICE}"
+        )
+    return answer_id, tuple(name for listed in lists for name in listed if name.strip())
