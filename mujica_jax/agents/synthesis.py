@@ -38,6 +38,7 @@ from mujica_jax.agents.teacher import Lesson, Refused, Teacher, as_completion
 from mujica_jax.config.methods import EviPathConfig
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
+from mujica_jax.inference.stops import before_stop
 from mujica_jax.metrics import Rule
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import StopReason, Trajectory
@@ -167,7 +168,7 @@ class _Writer:
 
     def _checked(self, reply: str, state: PlannerState, params: SamplingParams) -> str:
         """One planner turn, written again."""
-        reply = reply.partition(protocol.OBSERVATION)[0]
+        reply = before_stop(reply, protocol.OBSERVATION)
         thought = neutralise(synthesis_prompts.parse_thought(reply))
         if not thought:
             raise Refused("no_thought")
