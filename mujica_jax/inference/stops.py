@@ -45,6 +45,11 @@ class StopMatcher:
         self._tail = b""
         self._thought_open = thought_open
 
+    @property
+    def thought_open(self) -> bool:
+        """Whether the text so far ends inside of a thought."""
+        return self._thought_open
+
     def push(self, piece: bytes) -> str | None:
         """Add a token's bytes; returns the stop string that is complete now."""
         text = self._tail + piece
