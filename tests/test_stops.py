@@ -110,3 +110,4 @@ def test_the_end_of_a_thought_may_be_a_stop_string_and_its_beginning_is_none():
 def test_what_stands_before_a_stop_string_of_a_whole_turn():
     assert before_stop("<think> Obs: </think> é Obs: b", "Obs:") == "<think> Obs: </think> é "
     assert before_stop("Obs: </think> a", "Obs:") == "Obs: </think> a"
+    assert before_stop("Obs: </think> Obs: </think> a Obs: b", "Obs:") == "Obs: </think> Obs: </think> a "

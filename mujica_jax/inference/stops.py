@@ -19,20 +19,34 @@ tokens further in the same call. Those are thrown away. What is found depends on
 
 from collections.abc import Sequence
 
-from mujica_jax.models.thoughts import LONGEST_TAG_BYTES, THOUGHT_TAG_BYTES, begins_in_thought
+from mujica_jax.models.thoughts import LONGEST_TAG_BYTES, THOUGHT_TAG_BYTES, end_of_unopened_thought
 
 
 def first_stop(text: bytes, stops: Sequence[bytes], *, thought_open: bool = False) -> tuple[int, bytes] | None:
-    """Return where the stop string ends that is complete first outside of thoughts, and that stop string."""
+    """Return where the stop string ends that is complete first outside of thoughts, and that stop string.
+
+    The same as a `StopMatcher` finds while the text grows."""
     ending, _ = _scan(text, stops, 0, thought_open)
     return ending
 
 
+def first_stop_of_turn(text: str, stops: Sequence[str]) -> tuple[str, str] | None:
+    """Return a whole turn up to the end of its first stop string, and that stop string.
+
+    The turn may begin in a thought that is not told of: one that it closes before it opens any."""
+    begin = end_of_unopened_thought(text)
+    encoded = text[begin:].encode()
+    ending = first_stop(encoded, [stop.encode() for stop in stops])
+    if ending is None:
+        return None
+    end, stop = ending
+    return text[:begin] + encoded[:end].decode(), stop.decode()
+
+
 def before_stop(text: str, stop: str) -> str:
     """Return a whole turn up to where this string begins outside of thoughts; all of it where it does not."""
-    encoded, encoded_stop = text.encode(), stop.encode()
-    ending = first_stop(encoded, [encoded_stop], thought_open=begins_in_thought(text))
-    return text if ending is None else encoded[: ending[0] - len(encoded_stop)].decode()
+    ending = first_stop_of_turn(text, [stop])
+    return text if ending is None else ending[0].removesuffix(stop)
 
 
 class StopMatcher:

@@ -5,7 +5,8 @@ tag, no stop string, no action. Three more rules:
 
 - A chat template may open the thought at the end of the prompt (Qwen3-Thinking, R1 distils). The model's turn then
   begins inside it, and has no `<think>` of its own.
-- A `</think>` without a `<think>` before it closes a thought that nobody saw open. Everything before it is thought.
+- A `</think>` before the turn's first `<think>` closes a thought that nobody saw open. Everything before it is thought.
+  A later one that closes nothing is left out.
 - A thought without an end hides everything behind it.
 
 Engines look for stop strings while a text grows, so they can follow the first rule and not the second:
@@ -26,26 +27,28 @@ def outside_thoughts(text: str) -> str:
     """Return what a turn says, without its thoughts and their tags."""
     said: list[str] = []
     is_open = False
-    position = 0
-    for tag in THOUGHT_TAG.finditer(text):
+    position = end_of_unopened_thought(text)
+    for tag in THOUGHT_TAG.finditer(text, position):
         closes = tag[1] is not None
-        if closes:
-            if not is_open:
-                said.clear()
-            is_open = False
-            position = tag.end()
-        elif not is_open:
+        if not is_open:
             said.append(text[position : tag.start()])
-            is_open = True
+        if closes or not is_open:
+            position = tag.end()
+        is_open = not closes
     if not is_open:
         said.append(text[position:])
     return "".join(said)
 
 
-def begins_in_thought(text: str) -> bool:
-    """Return whether the first thought that a text closes was opened before its beginning."""
-    tag = THOUGHT_TAG.search(text)
-    return tag is not None and tag[1] is not None
+def end_of_unopened_thought(text: str) -> int:
+    """Return where the thought ends that was opened before a turn's beginning; 0 where there is none."""
+    end = 0
+    for tag in THOUGHT_TAG.finditer(text):
+        closes = tag[1] is not None
+        if not closes:
+            break
+        end = tag.end()
+    return end
 
 
 def first_thought(text: str) -> str:
@@ -68,7 +71,7 @@ def opened_thought(generation_prompt: str) -> str:
 
 def within_opened_thought(text: str) -> str:
     """Write a whole turn as it goes on after a prompt that opened its thought."""
-    if begins_in_thought(text):
+    if end_of_unopened_thought(text):
         return text
     tag = THOUGHT_TAG.search(text)
     if tag is not None and not text[: tag.start()].strip():

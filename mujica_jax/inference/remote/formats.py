@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import FinishReason, RequestError, SamplingParams
-from mujica_jax.inference.stops import StopMatcher, first_stop
-from mujica_jax.models.thoughts import begins_in_thought, within_opened_thought
+from mujica_jax.inference.stops import StopMatcher, first_stop_of_turn
+from mujica_jax.models.thoughts import within_opened_thought
 from mujica_jax.models.tokenizer import Tokenizer
 
 TOKEN_PREFIX = "token_id:"  # how vLLM writes a token under return_tokens_as_token_ids
@@ -185,7 +185,7 @@ class ChatFormat:
     def read(
         self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams, before: Reply | None = None
     ) -> Reply:
-        """The whole reply is known, so a thought that its first tag closes is one that the server's template opened."""
+        """Where a reply closes a thought that it does not open, the server's template opened it."""
         assert before is None, "no reply of a chat endpoint is unfinished"
         choice = _choice(answer)
         finish: FinishReason = _finish_reason(choice)
@@ -197,10 +197,9 @@ class ChatFormat:
                 f"{params.max_new_tokens} tokens (agent.max_turn_tokens)"
             )
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may hold halves of characters
-        stops = [stop.encode() for stop in params.stop_strings]
-        found = first_stop(text.encode(), stops, thought_open=begins_in_thought(text))
-        if found is not None:
-            text, finish = text.encode()[: found[0]].decode(), "stop_string"
+        ending = first_stop_of_turn(text, params.stop_strings)
+        if ending is not None:
+            text, finish = ending[0], "stop_string"
         if params.thought_open:
             text = within_opened_thought(text)
         ids = self._tokenizer.encode_model(text)
@@ -211,7 +210,7 @@ class ChatFormat:
             token_ids=tuple(ids[: params.max_new_tokens]),
             logprobs=None,
             finish_reason="length" if cut else finish,
-            stop_string=found[1].decode() if found is not None and not cut else None,
+            stop_string=ending[1] if ending is not None and not cut else None,
             cut=cut,
             usage=_usage(answer),
         )
