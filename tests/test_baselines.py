@@ -181,6 +181,15 @@ def test_flare_searches_for_the_likely_words_of_an_unlikely_sentence():
         play("flare", Silent([]))
 
 
+def test_flare_reads_the_likelihood_of_a_sentence_outside_of_thoughts():
+    """The thought says the same sentence first; the policy finds both mentions of Rome unlikely."""
+    said = "<think> She is from Rome. </think>\nShe is from Rome."
+    policy = Told([said, GHENT], unlikely="</think>")
+    assert queries(play("flare", policy)) == [], "an unlikely thought is no reason to search"
+    found = play("flare", Told([said, GHENT], unlikely="Rome."))
+    assert len(found.searches) == 1 and "She is from" in queries(found)[0]
+
+
 def test_skr_answers_alone_where_the_model_says_so():
     policy = Told(["<answer> No. </answer>", GHENT])
     found = play("skr", policy)
@@ -288,6 +297,12 @@ def test_what_was_found_is_sent_between_information_tags():
     empty = Told([SEARCHING, f"<reflect> Nothing. </reflect>{GHENT}"])
     play("single", empty, Everything({"": ()}, kind="text"))
     assert "<information>\nnone\n</information>" in empty.prompts[1]
+
+
+def test_search_o1_sends_what_its_reader_wrote_between_information_tags():
+    policy = Told(PLAYS["search_o1"][0])
+    play("search_o1", policy)
+    assert "<information>\nIlse Vand was born in Ghent.\n</information>" in policy.prompts[2]
 
 
 def test_passages_cannot_end_the_information():

@@ -28,11 +28,11 @@ from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.agents.episode import Episode, Written
-from mujica_jax.agents.single import INFORMATION, information
+from mujica_jax.agents.single import INFORMATION, INFORMATION_TAG, information
 from mujica_jax.agents.single import parse as parse_search
 from mujica_jax.config.agents import BaselineConfig
 from mujica_jax.errors import UserError
-from mujica_jax.models.thoughts import outside_thoughts
+from mujica_jax.models.thoughts import THOUGHT_TAG_BYTES, outside_thoughts
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
@@ -184,7 +184,7 @@ class _Playing(Episode):
                 if answer is not None or query is None:
                     return _outcome(written)
                 if turn < self._config.max_searches:
-                    dialogue.add_user(f"Found:\n{await self._reduced(dialogue, query, turn)}")
+                    dialogue.add_user(await self._reduced(dialogue, query, turn), inside=INFORMATION_TAG)
         return "", StopReason.ITERATION_LIMIT
 
     async def react(self) -> Outcome:
@@ -250,7 +250,12 @@ class _Playing(Episode):
             raise UserError("agent.kind is flare, which reads log-probabilities, and the endpoint gives none")
         pieces = [self.tokenizer.token_bytes(id) for id in ids]
         sentence = _sentence(written.text).encode()
-        begin = b"".join(pieces).find(sentence)
+        sampled = b"".join(pieces)
+        thoughts_end = max((tag.end() for tag in THOUGHT_TAG_BYTES.finditer(sampled)), default=0)
+        begin = sampled.find(sentence, thoughts_end)  # a thought may say the same
+        begin = sampled.find(sentence) if begin < 0 else begin
+        if begin < 0:  # an answer over several lines
+            return ""
         ends = [0, *itertools.accumulate(map(len, pieces))]
         inside = [at for at in range(len(ids)) if ends[at + 1] > begin and ends[at] < begin + len(sentence)]
         least = math.log(self._config.min_probability)

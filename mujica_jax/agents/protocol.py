@@ -114,7 +114,7 @@ def field(tag: str, text: str) -> str | None:
 
 def on_one_line(tag: str, said: str) -> str:
     """What a turn says, with each field between these tags on one line."""
-    return _field_pattern(tag).sub(lambda field: f"<{tag}> {one_line(field[1])} </{tag}>", said)
+    return _field_pattern(tag).sub(lambda field: re.sub(r"\s*\n\s*", " ", field[0]), said)
 
 
 def opens(tag: str, said: str) -> int:
