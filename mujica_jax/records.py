@@ -18,7 +18,9 @@ class StopReason(enum.StrEnum):
 
     ANSWERED = "answered"  # the agent closed with an <answer> tag
     NO_ACTION = "no_action"  # a turn held neither a search nor an answer that the parser accepts
-    UNKNOWN_CANDIDATE = "unknown_candidate"  # a graph search named a candidate number that was never given
+    # A graph search named a candidate number that was never given. Such a search is refused and the episode goes on;
+    # records of earlier versions end with it.
+    UNKNOWN_CANDIDATE = "unknown_candidate"
     TOO_MANY_SEARCHES = "too_many_searches"  # one turn asked more searches than max_searches_per_turn
     ITERATION_LIMIT = "iteration_limit"  # max_iterations turns passed without an answer
     TURN_LENGTH = "turn_length"  # a turn reached max_turn_tokens before it ended

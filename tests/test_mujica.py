@@ -34,7 +34,7 @@ from mujica_jax.agents.mujica import PlannerState, WorkerState
 from mujica_jax.agents.protocol import NOTHING_FOUND
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.records import Entity, Question, StopReason, Trajectory
-from mujica_jax.rewards import find_reward
+from mujica_jax.rewards import find_reward, is_well_formed
 from mujica_jax.runtime.preemption import Preempted
 from mujica_jax.tasks.task import Material
 
@@ -72,7 +72,10 @@ def test_an_answered_episode_is_recorded_whole():
     assert (trajectory.question_id, trajectory.attempt, trajectory.seed) == (QUESTION.id, 0, 0)
     assert trajectory.policy_version == 3
     assert (trajectory.stop_reason, trajectory.answer, trajectory.reward) == (StopReason.ANSWERED, "Ghent", 1.0)
-    assert (trajectory.rewards_by_part, trajectory.counts) == ({"f1": 1.0}, {"malformed_workers": 0.0})
+    assert (trajectory.rewards_by_part, trajectory.counts) == (
+        {"f1": 1.0},
+        {"malformed_workers": 0.0, "malformed_searches": 0.0},
+    )
     assert world.searched == [(WHO, FILM), (BORN, DIRECTOR)]
     first, second = trajectory.searches
     assert (first.iteration, first.query, first.entity, first.selected, first.found) == (0, WHO, FILM.label, (1,), True)
@@ -220,7 +223,6 @@ LONG = "<think> " + "and " * 300 + "</think>"
 ENDINGS = {
     StopReason.ANSWERED: ([answer("Ghent")], {}),
     StopReason.NO_ACTION: (["Ghent."], {}),
-    StopReason.UNKNOWN_CANDIDATE: ([search((2, BORN))], {}),
     StopReason.TOO_MANY_SEARCHES: ([search((0, "a?"), (0, "b?"), (0, "c?"), (0, "d?"))], {}),
     StopReason.ITERATION_LIMIT: ([search((0, WHO))] * 4, {}),
     StopReason.TURN_LENGTH: ([LONG], {}),
@@ -229,9 +231,10 @@ ENDINGS = {
 }
 
 
+# A teacher ends with the first one, and records of earlier versions with the second one.
 @pytest.mark.parametrize(
-    "reason", sorted(set(StopReason) - {StopReason.SYNTHESIS_FAILED})
-)  # a teacher ends with that one
+    "reason", sorted(set(StopReason) - {StopReason.SYNTHESIS_FAILED, StopReason.UNKNOWN_CANDIDATE})
+)
 def test_every_stop_reason_ends_an_episode_with_a_record(reason):
     plans, limits = ENDINGS[reason]
     policy = ToldPolicy(plans, READS)
@@ -241,6 +244,41 @@ def test_every_stop_reason_ends_an_episode_with_a_record(reason):
     answered = reason is StopReason.ANSWERED
     assert (trajectory.answer, trajectory.reward) == (("Ghent", 1.0) if answered else ("", 0.0))
     assert trajectory.conversations[0].turns[0].role == "context"
+
+
+def test_an_unknown_candidate_refuses_its_search_and_no_other():
+    plans = [search((7, "Where was he born?"), (0, WHO)), search((8, "Where?")), answer("Ghent")]
+    policy = ToldPolicy(plans, READS)
+    trajectory = play(policy)
+    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "Ghent")
+    assert trajectory.counts["malformed_searches"] == 2.0
+    assert [request.state.query for request in worker_requests(policy)] == [WHO]
+    assert [search.query for search in trajectory.searches] == [WHO], "what was refused was not searched"
+    first, second = planner_texts(trajectory)[1:]
+    refused = 'Obs: "Where was he born?" was not searched: candidate number 7 is unknown. The director of '
+    assert first.startswith(refused)
+    assert second == 'Obs: "Where?" was not searched: candidate number 8 is unknown.'
+    assert not is_well_formed(trajectory), "the reward for the format is lost"
+
+
+def test_a_search_that_cannot_be_read_is_counted_and_the_planner_is_told():
+    plans = [search((0, WHO)).replace("\n</action>", '\nSearch([0, 1], "When?")\n</action>'), answer("Ghent")]
+    trajectory = play(ToldPolicy(plans, READS))
+    assert (trajectory.answer, trajectory.counts["malformed_searches"]) == ("Ghent", 1.0)
+    assert "A search of this turn could not be read." in planner_texts(trajectory)[1]
+
+
+def test_a_worker_s_sentence_counts_without_a_selection():
+    reads = {WHO: "<think> none </think>\n<sentence> The director is Ilse Vand. </sentence>"}
+    trajectory = play(ToldPolicy([search((0, WHO)), answer("Ghent")], reads))
+    assert planner_texts(trajectory)[1] == "Obs: The director is Ilse Vand."
+    (found,) = trajectory.searches
+    assert (found.selected, found.found, trajectory.counts["malformed_workers"]) == ((), False, 0.0)
+
+
+def test_an_unfinished_thought_holds_no_action():
+    trajectory = play(ToldPolicy(["<think> I could write <answer> Ghent </answer>"]))
+    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.NO_ACTION, "")
 
 
 def test_an_answer_that_was_cut_off_is_no_answer():

@@ -47,12 +47,50 @@ GRAPH_FORMS = {
     ),
     '<action>Search([0], "Who?")\nSearch([0], "Who?")\nSearch([0], "Who? ")</action>': calls((0, "Who?")),
     '<action>look: Search([0], "Who?") please</action>': calls((0, "Who?")),
+    '<ACTION>search([0], "Who?")</Action >': calls((0, "Who?")),
+    "<action>Search([0], \u201cWho is it?\u201d)</action>": calls((0, "Who is it?")),
+    "<action>Search([0], \u201cWho is \u201cWeird Al\u201d?\u201d)</action>": calls(
+        (0, "Who is \u201cWeird Al\u201d?")
+    ),
+    "<action>Search([0], 'Who is Vand's mother?')</action>": calls((0, "Who is Vand's mother?")),
+    "<action>Search([0], \u2018Who?\u2019)</action>": calls((0, "Who?")),
+    "<action>Search ( [ 0 ] , \u00abWho?\u00bb , )</action>": calls((0, "Who?")),
+    '<action>Search([0] Amber Tide, the film, "Who?")</action>': calls((0, "Who?")),
+    '<action>Search([0], "Who is \\"Weird Al\\"?")</action>': calls((0, 'Who is "Weird Al"?')),
+    '<action>Search([0], "<search>Who?</search>")</action>': calls((0, "<search>Who?</search>")),
+}
+UNKNOWN = SearchCall(query="Who?", candidate=3, refusal='"Who?" was not searched: candidate number 3 is unknown.')
+# What is read, and how many searches of the turn were not.
+PARTLY_READ = {
+    ("graph", '<action>Search([3], "Who?")</action>'): ((UNKNOWN,), 0),
+    ("graph", '<action>Search([0], "Who?")\nSearch([3], "Who?")</action>'): (
+        (SearchCall(query="Who?", candidate=0), UNKNOWN),
+        0,
+    ),
+    ("graph", '<action>Search([0], "Who?")\nSearch([Amber Tide], "When?")</action>'): (calls((0, "Who?")).searches, 1),
+    ("graph", '<action>Search(Amber Tide, "When?")\nSearch([0], "Who?")</action>'): (calls((0, "Who?")).searches, 1),
+    ("graph", '<action>Search([0, 1], "When?") Search([0], Where?) Search([1], "Who?")</action>'): (
+        calls((1, "Who?")).searches,
+        2,
+    ),
+    ("graph", '<action>Search([0], Where?) Search(1, "Who?")</action>'): (calls((1, "Who?")).searches, 1),
+    ("graph", '<action>Search([0], "Who?")</action><action>the date</action>'): (calls((0, "Who?")).searches, 1),
+    ("graph", '<action>Search([0], "Who?")</action><action>Search([1], "When?")'): (calls((0, "Who?")).searches, 1),
+    ("graph", '<action>Search([0], "Who?") Search([0], "")</action>'): (calls((0, "Who?")).searches, 1),
+    ("graph", '<search>When?</search><action>Search([0], "Who?")</action>'): (calls((0, "Who?")).searches, 1),
+    ("graph", '<action>Search(x) <action>Search([0], "Who?")</action></action>'): (calls((0, "Who?")).searches, 1),
+    ("text", "<search>When?<search>Who?</search></search>"): (calls((None, "Who?")).searches, 1),
+    ("text", "<search>Who?</search><search>When?"): (calls((None, "Who?")).searches, 1),
+    ("text", "<search>Who?</search><search> </search>"): (calls((None, "Who?")).searches, 1),
+    ("text", '<search>Who?</search><action>Search("When?")</action>'): (calls((None, "Who?")).searches, 1),
 }
 TEXT_FORMS = {
     "<think> a </think>\n<search> Who? </search>": calls((None, "Who?")),
     "<search>Who?</search><search>When?</search>": calls((None, "Who?"), (None, "When?")),
     "<search>\nWho\nis it?\n</search>": calls((None, "Who is it?")),
-    "<search>Who?</search> <search> Who? </search> <search></search>": calls((None, "Who?")),
+    "<search>Who?</search> <search> Who? </search>": calls((None, "Who?")),
+    "<Search>Who?</SEARCH>< search >When?</ search >": calls((None, "Who?"), (None, "When?")),
+    "<answer> no, <search>Who?</search> </answer>": calls((None, "Who?")),  # it holds a search and is no answer
 }
 ANSWER_FORMS = {
     "<think> a </think>\n<answer> Ghent </answer>": "Ghent",
@@ -62,6 +100,11 @@ ANSWER_FORMS = {
     '<action>Search([0], "Who?")</action><search>Who?</search><answer> Ghent </answer>': "Ghent",
     "<answer> a < b > c </answer>": "a < b > c",
     "<answer></answer>": "",
+    "<Answer>Ghent</Answer>": "Ghent",
+    "<ANSWER> Ghent </ANSWER >": "Ghent",
+    "<answer><answer>Ghent</answer></answer>": "Ghent",
+    "<answer> Rome <answer> Ghent </answer>": "Ghent",
+    "<search> <answer> Ghent </answer> </search>": "Ghent",
 }
 
 
@@ -76,12 +119,20 @@ def test_well_formed_answers(text, kind):
     assert plan(text, kind) == PlannerAction(answer=ANSWER_FORMS[text])
 
 
+@pytest.mark.parametrize(("kind", "text"), PARTLY_READ)
+def test_what_is_not_read_of_a_turn_is_counted(kind, text):
+    searches, unreadable = PARTLY_READ[kind, text]
+    action = plan(text, kind)
+    assert (action.searches, action.unreadable) == (searches, unreadable)
+    assert action.malformed == unreadable + sum(call == UNKNOWN for call in searches)
+
+
 MALFORMED = {
     ("graph", ""): StopReason.NO_ACTION,
     ("graph", "<think> I should search. </think>"): StopReason.NO_ACTION,
     ("graph", "Ghent"): StopReason.NO_ACTION,
     ("graph", "<answer> Ghent"): StopReason.NO_ACTION,
-    ("graph", "<Answer>Ghent</Answer>"): StopReason.NO_ACTION,
+    ("graph", "<answer> <action>Who?</action> </answer>"): StopReason.NO_ACTION,
     ("graph", "</answer>Ghent<answer>"): StopReason.NO_ACTION,
     ("graph", '<action>Search([0], "Who?")'): StopReason.NO_ACTION,
     ("graph", 'Search([0], "Who?")'): StopReason.NO_ACTION,
@@ -90,8 +141,9 @@ MALFORMED = {
     ("graph", '<action>Search([0], "  ")</action>'): StopReason.NO_ACTION,
     ("graph", '<action>Search("Who?")</action>'): StopReason.NO_ACTION,
     ("graph", "<search> Who? </search>"): StopReason.NO_ACTION,
-    ("graph", '<action>Search([3], "Who?")</action>'): StopReason.UNKNOWN_CANDIDATE,
-    ("graph", '<action>Search([0], "Who?")\nSearch([999999], "Who?")</action>'): StopReason.UNKNOWN_CANDIDATE,
+    ("graph", '<action>Search([0, 1], "Who?")</action>'): StopReason.NO_ACTION,
+    ("graph", '<action>Search([Amber Tide], "Who?")</action>'): StopReason.NO_ACTION,
+    ("graph", "<action>Search([0], \u201cWho?)</action>"): StopReason.NO_ACTION,
     ("graph", "<action>" + "".join(f'Search([0], "Who {n}?")\n' for n in range(4)) + "</action>"): (
         StopReason.TOO_MANY_SEARCHES
     ),
@@ -117,6 +169,9 @@ THOUGHTS = [
     '<think> or <action>Search([9], "Who?")</action> </think>',
     "<think> <search> Who? </search>\n\n </think>",
     "<think> twice </think> <think> <answer> Rome </answer> </think>",
+    "<Think> <answer> Rome </answer> </THINK>",
+    "the template opened it: <answer> Rome </answer> </think>",
+    "<think> I begin with <think> and write <answer> Rome </answer> </think>",
 ]
 
 
@@ -142,7 +197,12 @@ WORKER_FORMS = {
     "<select>[1][1][1]</select><sentence>Once.</sentence>": ((1,), "Once."),
     "<select> [-1] </select><sentence>No relevant information found.</sentence>": ((), NOTHING_FOUND),
     "<select>[-1][0]</select><sentence>Odd.</sentence>": ((0,), "Odd."),
-    "<select>[3][1][17]</select><sentence>One is shown.</sentence>": ((1,), "One is shown."),
+    "<select>[0, 2]</select><sentence>Both.</sentence>": ((0, 2), "Both."),
+    "<select> 0, 2 </select><sentence>Both.</sentence>": ((0, 2), "Both."),
+    "<select> [[0],[2]] </select><sentence>Both.</sentence>": ((0, 2), "Both."),
+    "<select>Passages [0] and [2].</select><sentence>Both.</sentence>": ((0, 2), "Both."),
+    "<SELECT>[0;2]</Select><Sentence>Both.</SENTENCE>": ((0, 2), "Both."),
+    "<sentence>It is Ghent.</sentence>": ((), "It is Ghent."),
     "<select></select><sentence>\nTwo\nlines. </sentence>": ((), "Two lines."),
     "<sentence>First.</sentence><select>[0]</select>": ((0,), "First."),
     "<think> <select>[2]</select> <sentence>Thought.</sentence> "
@@ -163,15 +223,31 @@ def test_well_formed_worker_turns(text):
     [
         "",
         "<select>[0]</select>",
-        "<sentence>It is Ghent.</sentence>",
         "<select>[0]</select><sentence> \n </sentence>",
-        "<select>[0]<sentence>It is Ghent.</sentence>",
+        "<select>[0]</select><sentence>It is Ghent.",
         "<think> <select>[0]</select><sentence>A.</sentence> </think>",
     ],
 )
-def test_a_worker_turn_without_a_field_says_that_nothing_was_found(text):
+def test_a_worker_turn_without_a_sentence_says_that_nothing_was_found(text):
     reply = parse_worker(text, materials=3)
     assert (reply.selected, reply.sentence, reply.well_formed, reply.found) == ((), NOTHING_FOUND, False, False)
+
+
+@pytest.mark.parametrize(
+    ("select", "selected"),
+    [
+        ("<select>[3][1][17]</select>", (1,)),  # materials that were not shown
+        ("<select>[first][1]</select>", (1,)),
+        ("<select>the first</select>", ()),
+        ("<select>[0]-[2]</select>", (0, 2)),
+        ("<select>[0-2]</select>", ()),
+        ("<select>[0], 2</select>", (0,)),
+        ("<select>[0]", ()),
+    ],
+)
+def test_a_selection_that_is_not_read_whole_is_not_well_formed_and_its_sentence_counts(select, selected):
+    reply = parse_worker(f"{select}<sentence>It is Ghent.</sentence>", materials=3)
+    assert (reply.selected, reply.sentence, reply.well_formed) == (selected, "It is Ghent.", False)
 
 
 # --- any text ---
@@ -193,7 +269,8 @@ def test_any_text_is_a_search_an_answer_or_a_refusal(text, kind, candidates, mos
     assert len(action.searches) <= most and len(set(action.searches)) == len(action.searches)
     for call in action.searches:
         assert call.query == one_line(call.query) != ""
-        assert (call.candidate is None) if kind == "text" else (0 <= call.candidate < candidates)
+        assert (call.candidate is None) if kind == "text" else (call.candidate >= 0)
+        assert bool(call.refusal) == (kind == "graph" and call.candidate >= candidates)
 
 
 @given(text=any_text, materials=st.integers(0, 8))

@@ -152,6 +152,55 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string():
     assert list(completion.logprobs) == reply["choices"][0]["logprobs"]["token_logprobs"][:end]
 
 
+def parts_of_a_reply(*parts: list[int], ends: str = "</answer>"):
+    """A server that stops wherever its stop string comes: the parts in their order, each asked for with what came
+    before."""
+
+    def answer(request, before) -> Answer:
+        last = before == len(parts) - 1
+        reply = vllm(parts[before], stop_reason=None if last else ends, prompt_token_ids=request.body["prompt"])
+        return Answer(content=reply)
+
+    return answer
+
+
+def test_a_server_that_stops_inside_of_a_thought_is_asked_to_go_on():
+    thought = TOKENIZER.encode_model("<think> put it into <answer>Ann</answer>")
+    more = TOKENIZER.encode_model(" and close </answer>")
+    rest = [*TOKENIZER.encode_model("</think>"), *WORDS]
+    wanted = {"stop_strings": ("</answer>",), "max_new_tokens": 90}
+    with serving(parts_of_a_reply(thought, more, rest)) as endpoint:
+        remote = generator(endpoint)
+        completion = asyncio.run(remote.generate(PROMPT, params(**wanted)))
+    assert completion.token_ids == (*thought, *more, *rest)
+    assert (completion.finish_reason, completion.stop_string) == ("stop_string", "</answer>")
+    assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
+    first, second, third = (request.body for request in endpoint.requests)
+    assert second["prompt"] == [*PROMPT, *thought] and third["prompt"] == [*PROMPT, *thought, *more]
+    room = [90, 90 - len(thought), 90 - len(thought) - len(more)]
+    assert [first["max_tokens"], second["max_tokens"], third["max_tokens"]] == room
+    assert first["stop"] == second["stop"] == ["</answer>"]
+    assert len({first["seed"], second["seed"], third["seed"]}) == 3
+    counts = remote.statistics
+    assert (counts.requests, counts.generated_tokens) == (1, len(thought) + len(more) + len(rest))
+
+
+def test_a_thought_that_the_prompt_left_open_hides_stop_strings_of_a_server():
+    thought, rest = TOKENIZER.encode_model("put it into </answer>"), TOKENIZER.encode_model(" </think> x</answer>")
+    wanted = params(stop_strings=("</answer>",), max_new_tokens=90, thought_open=True)
+    with serving(parts_of_a_reply(thought, rest)) as endpoint:
+        completion = asyncio.run(generator(endpoint).generate(PROMPT, wanted))
+    assert completion.token_ids == (*thought, *rest) and completion.finish_reason == "stop_string"
+
+
+def test_a_thought_that_a_server_cuts_at_the_last_token_is_cut_by_its_length():
+    thought = TOKENIZER.encode_model("<think> </answer>")
+    completion = answered(
+        vllm(thought, stop_reason="</answer>"), stop_strings=("</answer>",), max_new_tokens=len(thought)
+    )
+    assert (completion.token_ids, completion.finish_reason) == (tuple(thought), "length")
+
+
 @pytest.mark.parametrize(
     ("reply", "sentence"),
     [
@@ -250,6 +299,51 @@ def test_a_stop_string_ends_a_chat_reply():
     completion = answered(openai("Ann Lee. Then"), "chat", stop_strings=("Th", ". "))
     assert (completion.finish_reason, completion.stop_string) == ("stop_string", ". ")
     assert completion.token_ids == tuple(TOKENIZER.encode_model("Ann Lee. "))
+
+
+THOUGHTFUL = {
+    "<think> into <answer> </answer>. </think><answer>Ann</answer> and": "<think> into <answer> </answer>. </think>"
+    "<answer>Ann</answer>",
+    "into <answer> </answer>. </think><answer>Ann</answer> and": "into <answer> </answer>. </think>"
+    "<answer>Ann</answer>",
+    "<answer>Ann</answer> and": "<answer>Ann</answer>",
+    "<THINK> </answer> </THINK> <answer>Ann</answer>": "<THINK> </answer> </THINK> <answer>Ann</answer>",
+    "<think> </answer> and no end": "<think> </answer> and no end",
+    "<answer>Ann</answer><think> </answer>": "<answer>Ann</answer>",
+}
+
+
+@pytest.mark.parametrize("text", THOUGHTFUL)
+def test_a_chat_reply_is_cut_outside_of_its_thoughts(text):
+    with serving(lambda request, before: Answer(content=openai(text))) as endpoint:
+        completion = asyncio.run(
+            generator(endpoint, "chat").generate(PROMPT, params(stop_strings=("</answer>",), max_new_tokens=99))
+        )
+    (request,) = endpoint.requests
+    assert "stop" not in request.body, "the server would stop inside of a thought"
+    stopped = completion.finish_reason == "stop_string"
+    assert TOKENIZER.decode(completion.token_ids if stopped else completion.token_ids[:-1]) == THOUGHTFUL[text]
+    assert stopped == THOUGHTFUL[text].endswith("</answer>")
+
+
+def test_reasoning_that_a_server_keeps_apart_is_no_part_of_the_reply():
+    reply = openai("<answer>Ann</answer>")
+    reply["choices"][0]["message"]["reasoning_content"] = "into <answer> Rome </answer>"
+    completion = answered(reply, "chat", stop_strings=("</answer>",))
+    assert TOKENIZER.decode(completion.token_ids) == "<answer>Ann</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("<answer>Ann</answer>", "</think>\n\n<answer>Ann</answer>"),  # the server took the thought out
+        ("I know. </think><answer>Ann</answer>", "I know. </think><answer>Ann</answer>"),
+        ("<think> I know. </think><answer>Ann</answer>", " I know. </think><answer>Ann</answer>"),
+    ],
+)
+def test_a_reply_to_a_prompt_that_left_a_thought_open_goes_on_inside_of_it(text, written):
+    completion = answered(openai(text), "chat", stop_strings=("</answer>",), thought_open=True, max_new_tokens=90)
+    assert TOKENIZER.decode(completion.token_ids) == written
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,30 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(first, de
     assert_nothing_is_held(generator)
 
 
+@pytest.mark.parametrize("decode_steps", [1, 5])
+@pytest.mark.parametrize(
+    ("said", "thought_open", "end"),
+    [
+        (["<thi", "nk>", "</answer>", "</th", "ink>", " a ", "</answer>", " b"], False, 7),
+        (["</ans", "wer>", "</th", "ink>", " a ", "</ans", "wer>b", " b"], True, 7),
+        (["</ans", "wer>", "</th", "ink>", " a ", "</ans", "wer>b", " b"], False, 2),
+        (["<think>", "</answer>", "<stop>"], False, 20),
+    ],
+)
+def test_stop_strings_sleep_in_thoughts(decode_steps, said, thought_open, end):
+    engine = CountableEngine(decode_steps=decode_steps, vocabulary=5000)
+    prompt, tokens = long_completion(engine)
+    assert len(set(tokens)) == len(tokens), "each token says what it is given to say"
+    pieces = dict(zip(tokens, (piece.encode() for piece in said), strict=False))
+    generator = BatchedGenerator(
+        engine, prefix_reuse=True, queue_size=4, token_bytes=lambda token: pieces.get(token, b"")
+    )
+    wanted = params(20, stop_strings=("</answer>",), thought_open=thought_open)
+    (completion,) = complete_all(generator, [(prompt, wanted)])
+    assert list(completion.token_ids) == tokens[:end]
+    assert completion.finish_reason == ("stop_string" if end < 20 else "length")
+
+
 def test_a_stop_token_a_stop_string_and_a_length_limit_are_told_apart():
     engine = CountableEngine(decode_steps=4)
     prompt, tokens = long_completion(engine)

@@ -28,10 +28,11 @@ from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.agents.episode import Episode, Written
-from mujica_jax.agents.single import INFORMATION, information
+from mujica_jax.agents.single import INFORMATION, INFORMATION_TAG, information
 from mujica_jax.agents.single import parse as parse_search
 from mujica_jax.config.agents import BaselineConfig
 from mujica_jax.errors import UserError
+from mujica_jax.models.thoughts import THOUGHT_TAG_BYTES, outside_thoughts
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
@@ -73,8 +74,11 @@ READ_DOCUMENTS = (
     f"sentence is: {protocol.NOTHING_FOUND}"
 )
 _ANSWERED = ("</answer>",)
-_REACT = re.compile(r"Action:\s*(Search|Finish)\[(.*?)\]", re.DOTALL)
+# The content may hold brackets of its own: "Finish[Amber Tide [film]]".
+_REACT = re.compile(r"Action\s*\d*\s*:\W*(Search|Finish)\s*\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", re.IGNORECASE)
+_BEGINS_LINE = re.compile(r"(?:^|\n)\W*\Z")
 OBSERVATION = "Observation:"
+OBSERVATION_LINE = f"\n{OBSERVATION}"  # a thought may name the word
 
 
 class Baseline:
@@ -139,7 +143,7 @@ class _Playing(Episode):
         for iteration in range(1, self._config.max_searches + 1):
             written = await self._ask("ircot", self._opening(passages, sentences))
             sentence = _sentence(written.text)
-            if "<answer>" in sentence or iteration == self._config.max_searches:
+            if protocol.opens("answer", sentence) or iteration == self._config.max_searches:
                 return _outcome(written)
             if not sentence:
                 return "", StopReason.NO_ACTION
@@ -159,7 +163,7 @@ class _Playing(Episode):
                 passages = list(await self.search_passages(query, iteration))
                 written = await self._ask("flare", self._opening(passages, sentences))
             sentence = _sentence(written.text)
-            if "<answer>" in sentence:
+            if protocol.opens("answer", sentence):
                 return _outcome(written)
             if not sentence:
                 return "", StopReason.NO_ACTION
@@ -180,17 +184,17 @@ class _Playing(Episode):
                 if answer is not None or query is None:
                     return _outcome(written)
                 if turn < self._config.max_searches:
-                    dialogue.add_user(f"Found:\n{await self._reduced(dialogue, query, turn)}")
+                    dialogue.add_user(await self._reduced(dialogue, query, turn), inside=INFORMATION_TAG)
         return "", StopReason.ITERATION_LIMIT
 
     async def react(self) -> Outcome:
         with self._conversation(ANSWERS, PROMPTS["react"], self._opening()) as dialogue:
             for turn in range(self._config.max_searches + 1):
-                written = await self._written(dialogue, ("]\n", OBSERVATION), OBSERVATION)
-                action = _REACT.search(protocol.without_thoughts(written.text))
+                written = await self._written(dialogue, (OBSERVATION_LINE,), OBSERVATION_LINE)
+                action = _react_action(written.text)
                 if action is None or not (said := protocol.one_line(action[2])):
                     return "", StopReason.NO_ACTION
-                if action[1] == "Finish":
+                if action[1].casefold() == "finish":
                     return said, StopReason.ANSWERED
                 if turn < self._config.max_searches:
                     dialogue.add_user(f"{OBSERVATION} {information(await self.search_passages(said, turn))}")
@@ -246,7 +250,12 @@ class _Playing(Episode):
             raise UserError("agent.kind is flare, which reads log-probabilities, and the endpoint gives none")
         pieces = [self.tokenizer.token_bytes(id) for id in ids]
         sentence = _sentence(written.text).encode()
-        begin = b"".join(pieces).find(sentence)
+        sampled = b"".join(pieces)
+        thoughts_end = max((tag.end() for tag in THOUGHT_TAG_BYTES.finditer(sampled)), default=0)
+        begin = sampled.find(sentence, thoughts_end)  # a thought may say the same
+        begin = sampled.find(sentence) if begin < 0 else begin
+        if begin < 0:  # an answer over several lines
+            return ""
         ends = [0, *itertools.accumulate(map(len, pieces))]
         inside = [at for at in range(len(ids)) if ends[at + 1] > begin and ends[at] < begin + len(sentence)]
         least = math.log(self._config.min_probability)
@@ -257,9 +266,21 @@ class _Playing(Episode):
 
 
 def _sentence(text: str) -> str:
-    """The first line outside of thoughts that says something. A turn is not cut there: it may begin with a thought."""
-    lines = (line.strip() for line in protocol.without_thoughts(text).splitlines())
+    """The first line outside of thoughts that says something; an answer over several lines is one. A turn is not cut
+    there: it may begin with a thought."""
+    lines = (line.strip() for line in protocol.on_one_line("answer", outside_thoughts(text)).splitlines())
     return next((line for line in lines if _untagged(line).strip()), "")
+
+
+def _react_action(text: str) -> re.Match[str] | None:
+    """The first action that begins a line outside of thoughts. Where none does, the last one: a line may think before
+    it acts."""
+    said = outside_thoughts(text)
+    actions = list(_REACT.finditer(said))
+    beginning_lines = [action for action in actions if _BEGINS_LINE.search(said[: action.start()])]
+    if beginning_lines:
+        return beginning_lines[0]
+    return actions[-1] if actions else None
 
 
 def _outcome(written: Written) -> Outcome:
@@ -267,7 +288,7 @@ def _outcome(written: Written) -> Outcome:
     return ("", StopReason.NO_ACTION) if answer is None else (answer, StopReason.ANSWERED)
 
 
-_TAG = re.compile(r"</?[a-z]+>|<\|[a-z_]+\|>")
+_TAG = re.compile(r"</?[a-z]+>|<\|[a-z_]+\|>", re.IGNORECASE)
 
 
 def _untagged(text: str) -> str:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from mujica_jax.inference.requests import Completion
+from mujica_jax.inference.stops import first_stop
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Turn
 
@@ -20,16 +21,23 @@ class Dialogue:
         self._stopped = False
         self.token_ids: list[int] = []
 
-    def add_user(self, text: str) -> None:
-        """Append a user message and the beginning of the model's turn. `text` is untrusted."""
+    @property
+    def thought_open(self) -> bool:
+        """Whether the model's turn begins inside of a thought, which the chat template opens."""
+        return bool(self._tokenizer.opened_thought)
+
+    def add_user(self, text: str, *, inside: str | None = None) -> None:
+        """Append a user message and the beginning of the model's turn. `text` is untrusted; `inside` is the tag that we
+        put around it. The first message has none."""
         if self._turns:
-            ids = self._tokenizer.continue_conversation(text, stopped=self._stopped)
+            ids = self._tokenizer.continue_conversation(text, stopped=self._stopped, inside=inside)
         else:
             ids = self._tokenizer.open_conversation(self._system, text)
         self._append(Turn(role="context", token_ids=tuple(ids), text=text))
 
     def add_model(self, completion: Completion, *, cut_at: str | None = None) -> str:
-        """Append what the model generated and return its text, without the stop token.
+        """Append what the model generated and return its text, without the stop token. The text begins with the thought
+        that the chat template opened, if it did.
 
         A turn that was cut off by a length limit carries no loss: it would teach the policy to be cut off. Where the
         stop string `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write."""
@@ -41,13 +49,17 @@ class Dialogue:
         text = self._tokenizer.decode(ids[:-1] if self._stopped else ids)
         trained = completion.finish_reason != "length" and bool(ids)
         self._append(Turn(role="model", token_ids=ids, text=text, logprobs=logprobs, trained=trained))
-        return text
+        return self._tokenizer.opened_thought + text
 
-    def _tokens_before(self, ids: Sequence[int], text: str) -> int:
-        """How many tokens end before `text` begins."""
+    def _tokens_before(self, ids: Sequence[int], stop_string: str) -> int:
+        """How many tokens end before the stop string begins that ended the turn."""
         pieces = [self._tokenizer.token_bytes(token) for token in ids]
-        begins = b"".join(pieces).find(text.encode())
-        return len(ids) if begins < 0 else sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
+        stop = stop_string.encode()
+        ending = first_stop(b"".join(pieces), [stop], thought_open=self.thought_open)
+        if ending is None:
+            return len(ids)
+        begins = ending[0] - len(stop)
+        return sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
 
     def fork(self) -> "Dialogue":
         """The same so far; what is appended to either does not reach the other."""

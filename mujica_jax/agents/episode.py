@@ -56,6 +56,7 @@ class Episode:
             temperature=self.attempt.temperature,
             seed=self.attempt.turn_seed(place),
             stop_strings=stop_strings,
+            thought_open=dialogue.thought_open,
         )
         try:
             completion = await self.policy.generate(dialogue.token_ids, params, state=state, continues=continues)

@@ -72,6 +72,7 @@ class _Episode(Episode):
         self._candidates = list(attempt.question.candidates) if environment.kind == "graph" else []
         self._workers: list[Conversation] = []
         self._malformed_workers = 0
+        self._malformed_searches = 0  # could not be read, or named an unknown candidate
 
     async def play(self) -> Trajectory:
         question = self.attempt.question
@@ -86,12 +87,16 @@ class _Episode(Episode):
                 reason = action.refused
                 break
             try:
+                self._malformed_searches += action.malformed
                 asked = action.searches if self._config.parallel else action.searches[:1]
-                await self._search_all(asked, iteration)
+                await self._search_all(asked, iteration, unreadable=action.unreadable)
             except RetrievalError:
                 reason = StopReason.RETRIEVER_FAILED
                 break
-        counts = {"malformed_workers": float(self._malformed_workers)}
+        counts = {
+            "malformed_workers": float(self._malformed_workers),
+            "malformed_searches": float(self._malformed_searches),
+        }
         return self.trajectory((self._planner.record(), *self._workers), answer, reason, counts)
 
     async def _plan(self, iteration: int) -> protocol.PlannerAction:
@@ -109,17 +114,28 @@ class _Episode(Episode):
         kind, candidates, limit = self.environment.kind, len(self._candidates), self._config.max_searches_per_turn
         return protocol.parse_planner(written.text, kind, candidates=candidates, max_searches=limit)
 
-    async def _search_all(self, calls: Sequence[protocol.SearchCall], iteration: int) -> None:
-        """All searches of a turn at once; their answers reach the planner as one message."""
-        tasks = [asyncio.ensure_future(self._search(call, iteration, n)) for n, call in enumerate(calls)]
+    async def _search_all(self, calls: Sequence[protocol.SearchCall], iteration: int, *, unreadable: int) -> None:
+        """All searches of a turn at once; their answers reach the planner as one message, in the order of the searches.
+        One that is refused is answered by the reason."""
+        tasks = {
+            number: asyncio.ensure_future(self._search(call, iteration, number))
+            for number, call in enumerate(calls)
+            if not call.refusal
+        }
         try:
-            found = await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks.values())
         finally:
-            for task in tasks:  # if one fails the episode is over, and the others are not needed
+            for task in tasks.values():  # if one fails the episode is over, and the others are not needed
                 task.cancel()
         first_new = len(self._candidates)
         known = {entity.id for entity in self._candidates}
-        for search, conversation, entities in found:
+        sentences: list[str] = []
+        for number, call in enumerate(calls):
+            if call.refusal:
+                sentences.append(call.refusal)
+                continue
+            search, conversation, entities = tasks[number].result()
+            sentences.append(search.sentence)
             self.searches.append(search)
             if conversation is not None:
                 self._workers.append(conversation)
@@ -127,7 +143,8 @@ class _Episode(Episode):
                 if entity.id not in known:
                     known.add(entity.id)
                     self._candidates.append(entity)
-        sentences = [search.sentence for search, _, _ in found]
+        if unreadable:
+            sentences.append(protocol.UNREADABLE)
         self._planner.add_user(protocol.planner_observation(sentences, self._candidates[first_new:], first_new))
 
     async def _search(

@@ -7,22 +7,29 @@ ours.
     planner, text    <think> ... </think> <search> ... </search> <search> ... </search> or  <answer> ... </answer>
     worker           <think> ... </think> <select> [i][j] </select> <sentence> ... </sentence>
 
-Everything here reads only text that the model generated. What environments, users and the other agent say reaches a
-prompt through `Tokenizer.encode_plain`, which neutralises these tags, and on one line, so that it can neither end a
-field nor number a material.
+Everything here reads only text that the model generated, outside of its thoughts (`models/thoughts.py`). Tags are read
+in capital and small letters, and the innermost of nested ones. What cannot be read is counted: see
+`PlannerAction.unreadable` and `WorkerReply.well_formed`.
+
+What environments, users and the other agent say reaches a prompt through `Tokenizer.encode_plain`, which neutralises
+these tags, and on one line, so that it can neither end a field nor number a material.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Literal
 
+from mujica_jax.models.thoughts import outside_thoughts
+from mujica_jax.models.tokenizer import TAG_PATTERN
 from mujica_jax.records import Entity, StopReason
 from mujica_jax.tasks.task import EnvironmentKind
 
 PromptMode = Literal["brief", "zero_shot", "few_shot"]
 
 NOTHING_FOUND = "No relevant information found."
+UNREADABLE = "A search of this turn could not be read."  # stands behind the answers to the others
 OBSERVATION = "Obs:"  # begins a message to the planner; a model that writes it itself is cut there
 
 
@@ -30,20 +37,29 @@ OBSERVATION = "Obs:"  # begins a message to the planner; a model that writes it 
 class SearchCall:
     query: str
     candidate: int | None  # number of the candidate searched; None in text environments
+    refusal: str = ""  # what the planner is told instead of an answer, where the search cannot be made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannerAction:
-    """One parsed planner turn: searches, or an answer, or neither with the reason."""
+    """One parsed planner turn: searches, or an answer, or neither with the reason.
+
+    `unreadable` counts searches beside them that could not be read."""
 
     searches: tuple[SearchCall, ...] = ()
     answer: str | None = None
     refused: StopReason | None = None
+    unreadable: int = 0
+
+    @property
+    def malformed(self) -> int:
+        """Searches that could not be read or made."""
+        return self.unreadable + sum(bool(call.refusal) for call in self.searches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerReply:
-    """One parsed worker turn. If a field is missing, `well_formed` is False and the sentence says nothing was found."""
+    """One parsed worker turn. Without a sentence it says that nothing was found, and is not well-formed."""
 
     selected: tuple[int, ...]
     sentence: str
@@ -65,62 +81,135 @@ def stop_strings(role: Literal["planner", "worker"], kind: EnvironmentKind) -> t
 
 # --- parsing what the model wrote ---
 
-_THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)  # a thought that never ends hides all that follows
-_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_SEARCH_TAG = re.compile(r"<search>(.*?)</search>", re.DOTALL)
-# A query ends at the first quotation mark before a bracket: names such as "Weird Al" Yankovic hold quotation marks
-# themselves.
-_SEARCH_CALL = re.compile(r"Search\(\s*\[?\s*(\d{1,6})\s*\]?\s*,\s*\"([^\n]*?)\"\s*\)")
-_INDEX = re.compile(r"\[\s*(-?\d{1,6})\s*\]")
+_FLAGS = re.DOTALL | re.IGNORECASE | re.ASCII
+_DOUBLE_QUOTES, _SINGLE_QUOTES = '"\u201c\u201d\u201e\u00ab\u00bb\uff02', "'`\u2018\u2019"
+_NAME = rf"(?:[^\n,\[\]{_DOUBLE_QUOTES}](?:(?!\bSearch\s*\()[^\n\[\]{_DOUBLE_QUOTES}]){{0,200}}?)?"
+_CALL_BEGINS = re.compile(r"\bSearch\s*\(", re.IGNORECASE)
+# The number may be followed by the candidate's name, as the list of candidates has it. A query ends at the first
+# quotation mark before a bracket: names such as "Weird Al" Yankovic hold quotation marks themselves.
+_SEARCH_CALL = re.compile(
+    rf"""\bSearch\s*\(\s*
+    (?: \[\s*(?P<bracketed>[0-9]{{1,6}})\s*\] {_NAME} | (?P<bare>[0-9]{{1,6}}) )
+    \s*,\s*
+    (?: [{_DOUBLE_QUOTES}](?P<double>[^\n]*?)[{_DOUBLE_QUOTES}]
+      | [{_SINGLE_QUOTES}](?P<single>[^\n]*?)[{_SINGLE_QUOTES}] )
+    \s*,?\s*\)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_INDEXES = re.compile(r"\s*-?[0-9]{1,6}(?:[\s,;]+-?[0-9]{1,6})*\s*")
 
 
-def without_thoughts(text: str) -> str:
-    return _THINK.sub("", text)
+@functools.cache
+def _field_pattern(tag: str) -> re.Pattern[str]:
+    """A field between two tags, with no tag of the same name inside."""
+    return re.compile(rf"<\s*{tag}\s*>((?:(?!<\s*/?\s*{tag}\s*>).)*)<\s*/\s*{tag}\s*>", _FLAGS)
 
 
 def field(tag: str, text: str) -> str | None:
     """What a turn says first between these tags, outside of its thoughts, on one line."""
-    found = re.search(f"<{tag}>(.*?)</{tag}>", without_thoughts(text), re.DOTALL)
+    found = _field_pattern(tag).search(outside_thoughts(text))
     return None if found is None else one_line(found[1])
 
 
+def on_one_line(tag: str, said: str) -> str:
+    """What a turn says, with each field between these tags on one line."""
+    return _field_pattern(tag).sub(lambda field: re.sub(r"\s*\n\s*", " ", field[0]), said)
+
+
+def opens(tag: str, said: str) -> int:
+    """How often this tag is opened in what a turn says."""
+    return len(re.findall(rf"<\s*{tag}\s*>", said, _FLAGS))
+
+
 def parse_answer(text: str) -> str | None:
-    return field("answer", text)
+    """The first answer outside of thoughts. One that holds another tag of ours is none."""
+    for answer in _field_pattern("answer").findall(outside_thoughts(text)):
+        if not TAG_PATTERN.search(answer):
+            return one_line(answer)
+    return None
 
 
 def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int) -> PlannerAction:
     """Read one planner turn. `candidates` is how many are numbered so far; thoughts are not read.
 
-    An answer ends the episode even where the turn also searches: searching on after an answer has no meaning."""
-    said = without_thoughts(text)
+    An answer ends the episode even where the turn also searches: searching on after an answer has no meaning. A search
+    of a candidate that is not numbered is refused, and the others of the turn are not."""
+    said = outside_thoughts(text)
     if (answer := parse_answer(text)) is not None:
         return PlannerAction(answer=answer)
-    if kind == "graph":
-        calls = [
-            SearchCall(query=one_line(query), candidate=int(number))
-            for action in _ACTION.findall(said)
-            for number, query in _SEARCH_CALL.findall(action)
-        ]
-        if any(call.candidate >= candidates for call in calls if call.candidate is not None):
-            return PlannerAction(refused=StopReason.UNKNOWN_CANDIDATE)
-    else:
-        calls = [SearchCall(query=one_line(query), candidate=None) for query in _SEARCH_TAG.findall(said)]
-    calls = [call for call in dict.fromkeys(calls) if call.query]
+    calls, unreadable = _graph_calls(said, candidates) if kind == "graph" else _text_calls(said)
+    calls = list(dict.fromkeys(calls))
     if not calls:
         return PlannerAction(refused=StopReason.NO_ACTION)
     if len(calls) > max_searches:
         return PlannerAction(refused=StopReason.TOO_MANY_SEARCHES)
-    return PlannerAction(searches=tuple(calls))
+    return PlannerAction(searches=tuple(calls), unreadable=unreadable)
+
+
+def _graph_calls(said: str, candidates: int) -> tuple[list[SearchCall], int]:
+    """The calls of all actions in their order, and how many searches could not be read."""
+    calls: list[SearchCall] = []
+    actions = _field_pattern("action").findall(said)
+    beside_actions = _field_pattern("action").sub(" ", said)
+    unreadable = opens("action", said) - len(actions) + len(_field_pattern("search").findall(beside_actions))
+    for action in actions:
+        position = 0
+        while begin := _CALL_BEGINS.search(action, position):
+            match = _SEARCH_CALL.match(action, begin.start())
+            call = None if match is None else _call(match, candidates)
+            if call is None:
+                unreadable += 1
+            else:
+                calls.append(call)
+            position = begin.end() if match is None else match.end()
+        unreadable += position == 0 and bool(action.strip())
+    return calls, unreadable
+
+
+def _call(match: re.Match[str], candidates: int) -> SearchCall | None:
+    """The call that was matched; None where its query is empty."""
+    number = int(match["bracketed"] or match["bare"])
+    quoted = match["single"] if match["double"] is None else match["double"]
+    query = one_line(quoted.replace('\\"', '"'))
+    if not query:
+        return None
+    refusal = "" if number < candidates else f'"{query}" was not searched: candidate number {number} is unknown.'
+    return SearchCall(query=query, candidate=number, refusal=refusal)
+
+
+def _text_calls(said: str) -> tuple[list[SearchCall], int]:
+    """The queries in their order, and how many searches could not be read."""
+    queries = [one_line(query) for query in _field_pattern("search").findall(said)]
+    calls = [SearchCall(query=query, candidate=None) for query in queries if query]
+    beside_searches = _field_pattern("search").sub(" ", said)
+    return calls, opens("search", said) - len(calls) + len(_field_pattern("action").findall(beside_searches))
 
 
 def parse_worker(text: str, *, materials: int) -> WorkerReply:
-    """Read one worker turn. Indexes of materials that were not shown are dropped; [-1] selects nothing."""
+    """Read one worker turn. [-1] selects nothing, and so does a sentence without a selection.
+
+    What is no index of a material that was shown is left out, and the turn then is not well-formed."""
     select, sentence = field("select", text), field("sentence", text)
-    if select is None or not sentence:
+    if not sentence:
         return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=False)
-    indexes = dict.fromkeys(int(index) for index in _INDEX.findall(select))
+    if select is None:
+        is_cut = opens("select", outside_thoughts(text)) > 0
+        return WorkerReply(selected=(), sentence=sentence, well_formed=not is_cut)
+    indexes, is_readable = _selection(select)
     selected = tuple(index for index in indexes if 0 <= index < materials)
-    return WorkerReply(selected=selected, sentence=sentence, well_formed=True)
+    are_shown = all(-1 <= index < materials for index in indexes)
+    return WorkerReply(selected=selected, sentence=sentence, well_formed=is_readable and are_shown)
+
+
+def _selection(select: str) -> tuple[list[int], bool]:
+    """The indexes of a selection such as "[0][2]", "[0, 2]" or "0, 2", each once, and whether all of it was read."""
+    groups = _BRACKETS.findall(select) or ([select] if select else [])
+    readable = [group for group in groups if _INDEXES.fullmatch(group)]
+    indexes = [int(index) for group in readable for index in re.findall(r"-?[0-9]+", group)]
+    # A number or a dash between brackets, as in "[0]-[3]", means something that is not read.
+    is_whole = len(readable) == len(groups) and not ("[" in select and re.search(r"[0-9-]", _BRACKETS.sub("", select)))
+    return list(dict.fromkeys(indexes)), is_whole
 
 
 def one_line(text: str) -> str:

@@ -55,7 +55,7 @@ class ScriptedPolicy:
             text = self._plan(state) if state.candidates else self._plan_on_text(state)
         else:
             text = self._read(state) if state.entity is not None else self._text.read(state)
-        ids = (*self._tokenizer.encode_model(text), self._tokenizer.stop_token_ids[0])
+        ids = (*self._tokenizer.encode_turn(text), self._tokenizer.stop_token_ids[0])
         reason = "stop" if len(ids) <= params.max_new_tokens else "length"
         return Completion(token_ids=ids[: params.max_new_tokens], logprobs=None, finish_reason=reason)
 

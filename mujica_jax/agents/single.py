@@ -2,10 +2,15 @@
 
     reflect     "Learning When to Search": <think> <search> [<information>] <reflect> ... <answer>; a question that the
                 model can answer itself goes from <think> over <reflect> to <answer>
-    search_r1   Search-R1: the same without <reflect>
+    search_r1   Search-R1: the same without <reflect>, and with a <think> whenever something new came
 
-The papers put the information into the model's own turn; here it is the next message, so that only what the model wrote
-is its turn. The wording of the prompts is ours.
+The papers put <information> ... </information> into the model's own turn. Here it is the next message, so that only
+what the model wrote is its turn. The wording of the prompts is ours.
+
+The format is strict (equation 6 of "Learning When to Search": "fully match"): one field after the other, with nothing
+but white space between them (`is_well_formed`). The paper lists "multiple iterations of think, search, information,
+reflect, answer" and lets its prompt go from <reflect> to the next <search>. Both are accepted: after <reflect> the
+model may think again before it searches or answers.
 """
 
 import dataclasses
@@ -17,22 +22,30 @@ from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.agents.episode import Episode
 from mujica_jax.config.agents import SingleConfig
-from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.models.thoughts import OPEN_THOUGHT
+from mujica_jax.models.tokenizer import TAG_PATTERN, Tokenizer
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 SINGLE = "single"  # role of the conversation
-INFORMATION = "<information>"  # begins a message to the model; a model that writes it itself is cut there
+INFORMATION_TAG = "information"  # around what was found, in a message to the model
+INFORMATION = f"<{INFORMATION_TAG}>"  # a model that writes it itself is cut there
 STOPS = ("</search>", "</answer>", INFORMATION)
+NOTHING = "none"  # was found
 
-_SHAPE = {
-    "search_r1": re.compile(r"\s*<think>.+</think>\s*<(search|answer)>.+</\1>\s*", re.DOTALL),
-    # before the first search a thought, after one a reflection, and always a reflection before the answer
-    "reflect": re.compile(
-        r"\s*(<think>.+</think>\s*)?(<reflect>.+</reflect>\s*<answer>.+</answer>|(<reflect>.+</reflect>\s*)?<search>.+</search>)\s*",
-        re.DOTALL,
-    ),
+_FIELD = re.compile(r"\s*<(think|search|reflect|answer)>(.*?)</\1>\s*", re.DOTALL)
+_FOREIGN_TAG = re.compile(r"<\s*/?\s*observation\s*>", re.IGNORECASE)
+_SEARCH_R1 = {("think", "search"), ("think", "answer")}
+_FIRST_TURNS = {"search_r1": _SEARCH_R1, "reflect": {("think", "search"), ("think", "reflect", "answer")}}
+_LATER_TURNS = {
+    "search_r1": _SEARCH_R1,
+    "reflect": {
+        ("reflect", "search"),
+        ("reflect", "think", "search"),
+        ("reflect", "answer"),
+        ("reflect", "think", "answer"),
+    },
 }
 _RULES = {
     "reflect": (
@@ -111,16 +124,51 @@ def parse(text: str) -> tuple[str | None, str | None]:
 
 
 def information(materials: tuple[Material, ...]) -> str:
+    """What other agents of one conversation are told after a search."""
     lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
-    return "\n".join(["Passages found:", *(lines or ["none"])])
+    return "\n".join(["Passages found:", *(lines or [NOTHING])])
 
 
-def is_well_formed(conversation: Conversation, style: Style) -> bool:
-    """Whether every turn of the model has one of the shapes that its prompt permits."""
+def found_lines(materials: tuple[Material, ...]) -> str:
+    """What stands inside <information> ... </information>."""
+    lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
+    return "\n".join(lines or [NOTHING])
+
+
+def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bool = False) -> bool:
+    """Whether every turn of the model has one of the shapes that its prompt permits.
+
+    With `thought_open` the chat template begins every turn with a thought. It then is the first field of the first
+    turn, and in later turns it is the template's and not asked for."""
     turns = [turn.text for turn in conversation.turns if turn.role == "model"]
-    shaped = all(_SHAPE[style].fullmatch(text) for text in turns)
-    judged = style != "reflect" or all("<reflect>" in text for text in turns[1:])  # what each search brought
-    return bool(turns) and shaped and judged and turns[0].lstrip().startswith("<think>") and "<answer>" in turns[-1]
+    if thought_open:
+        turns = [f"{OPEN_THOUGHT}{text}" for text in turns]
+    shapes = [_shape(text) for text in turns]
+    for place, shape in enumerate(shapes):
+        if thought_open and place > 0 and style == "reflect" and shape[:1] == ("think",):
+            shape = shape[1:]
+        permitted = _FIRST_TURNS[style] if place == 0 else _LATER_TURNS[style]
+        is_last = place == len(shapes) - 1
+        if shape not in permitted or (shape[-1] == "answer") != is_last:
+            return False
+    return bool(shapes)
+
+
+def _shape(text: str) -> tuple[str, ...]:
+    """The tags of a turn that is fields alone, in their order; nothing for any other turn.
+
+    A thought may say anything. Every other field holds words and no tag."""
+    tags: list[str] = []
+    position = 0
+    while position < len(text):
+        match = _FIELD.match(text, position)
+        if match is None or not match[2].strip():
+            return ()
+        if match[1] != "think" and (TAG_PATTERN.search(match[2]) or _FOREIGN_TAG.search(match[2])):
+            return ()
+        tags.append(match[1])
+        position = match.end()
+    return tuple(tags)
 
 
 class Single:
@@ -163,7 +211,8 @@ class Single:
             except RetrievalError:
                 reason = StopReason.RETRIEVER_FAILED
                 break
-            dialogue.add_user(information(materials))
+            dialogue.add_user(found_lines(materials), inside=INFORMATION_TAG)
         record = dialogue.record()
-        counts = {"malformed_shape": float(not is_well_formed(record, config.style))}
+        is_formed = is_well_formed(record, config.style, thought_open=dialogue.thought_open)
+        counts = {"malformed_shape": float(not is_formed)}
         return episode.trajectory([record], answer, reason, counts)

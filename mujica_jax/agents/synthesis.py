@@ -38,6 +38,7 @@ from mujica_jax.agents.teacher import Lesson, Refused, Teacher, as_completion
 from mujica_jax.config.methods import EviPathConfig
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
+from mujica_jax.inference.stops import before_stop
 from mujica_jax.metrics import Rule
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import StopReason, Trajectory
@@ -167,7 +168,7 @@ class _Writer:
 
     def _checked(self, reply: str, state: PlannerState, params: SamplingParams) -> str:
         """One planner turn, written again."""
-        reply = reply.partition(protocol.OBSERVATION)[0]
+        reply = before_stop(reply, protocol.OBSERVATION)
         thought = neutralise(synthesis_prompts.parse_thought(reply))
         if not thought:
             raise Refused("no_thought")
@@ -175,6 +176,10 @@ class _Writer:
         action = protocol.parse_planner(reply, self._kind, candidates=len(state.candidates), max_searches=limit)
         if action.refused is not None:
             raise Refused(action.refused.value)
+        if any(call.refusal for call in action.searches):
+            raise Refused(StopReason.UNKNOWN_CANDIDATE.value)
+        if action.unreadable:
+            raise Refused(StopReason.NO_ACTION.value)
         if action.answer is not None:
             if self._mode != "deductive":
                 if not state.searches:
@@ -244,7 +249,8 @@ class _Writer:
         """One worker turn, written again. `places`: what it must select, where that is known."""
         read = protocol.parse_worker(reply, materials=len(state.materials))
         thought = neutralise(synthesis_prompts.parse_thought(reply))
-        if not read.well_formed or not thought:
+        has_selection = protocol.field("select", reply) is not None
+        if not read.well_formed or not has_selection or not thought:
             raise Refused("malformed_worker")
         if places is not None and set(read.selected) != set(places):
             raise Refused("wrong_selection")

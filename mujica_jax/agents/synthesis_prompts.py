@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from mujica_jax.agents import protocol
+from mujica_jax.models.thoughts import first_thought, outside_thoughts
 
 SENTENCE_STOPS = ("</sentence>",)
 
@@ -51,7 +52,6 @@ You write a model solution. You are told the answer and which indexes state it: 
 select exactly these, and write the answer as the sentence. Do not mention that you were told."""
 
 _PLANNED = re.compile(r"^\s*\d{1,2}[.)]\s*(\S.*)$", re.MULTILINE)
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 def plan_request(question: str, answer: str, evidence: Sequence[str]) -> str:
@@ -78,13 +78,12 @@ def plan_in_thought(plan: Sequence[str]) -> str:
 
 
 def parse_plan(text: str) -> list[str]:
-    return [protocol.one_line(line) for line in _PLANNED.findall(text)]
+    return [protocol.one_line(line) for line in _PLANNED.findall(outside_thoughts(text))]
 
 
 def parse_thought(text: str) -> str:
     """The first one; empty where there is none."""
-    found = _THOUGHT.search(text)
-    return "" if found is None else found[1].strip()
+    return first_thought(text)
 
 
 def numbered(plan: Sequence[str]) -> list[str]:

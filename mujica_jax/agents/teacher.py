@@ -51,6 +51,7 @@ class Lesson:
         """What `read` makes of the reply, once it accepts one; each try has a seed of its own. Raises Refused with the
         last reason."""
         limit, reason = self._teacher.max_tokens, ""
+        params = dataclasses.replace(params, thought_open=dialogue.thought_open)
         if limit is not None and len(dialogue.token_ids) + params.max_new_tokens > limit:
             raise Refused("teacher_prompt_length")
         for number in range(self._max_tries):
@@ -63,7 +64,7 @@ class Lesson:
                 if completion.finish_reason == "length":
                     raise Refused(StopReason.TURN_LENGTH.value)
                 ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
-                return read(self._teacher.tokenizer.decode(ids))
+                return read(self._teacher.tokenizer.opened_thought + self._teacher.tokenizer.decode(ids))
             except ReplyError:
                 reason = "no_reply"
             except Refused as refused:
@@ -74,5 +75,5 @@ class Lesson:
 
 def as_completion(tokenizer: Tokenizer, text: str) -> Completion:
     """A text as a model would have generated it, to its stop token."""
-    ids = (*tokenizer.encode_model(text), tokenizer.stop_token_ids[0])
+    ids = (*tokenizer.encode_turn(text), tokenizer.stop_token_ids[0])
     return Completion(token_ids=ids, logprobs=None, finish_reason="stop")

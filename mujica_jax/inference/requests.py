@@ -59,6 +59,7 @@ class SamplingParams:
     min_p: float = 0.0  # draw from tokens at least this likely, as a share of the most likely one's probability [0, 1]
     stop_token_ids: tuple[int, ...] = ()  # end the completion, besides those of the model
     stop_strings: tuple[str, ...] = ()  # end the completion with the token that completes one (`stops.py`)
+    thought_open: bool = False  # the prompt ends inside of a thought: stop strings sleep until it is closed
     deadline_seconds: float | None = None  # from submission; None means no limit
 
 

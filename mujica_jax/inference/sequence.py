@@ -33,7 +33,9 @@ class SequenceState:
     _surplus: bool = False  # the engine went on beyond the end
 
     def __post_init__(self) -> None:
-        self._matcher = StopMatcher(self.params.stop_strings) if self.params.stop_strings else None
+        self._matcher = None
+        if self.params.stop_strings:
+            self._matcher = StopMatcher(self.params.stop_strings, thought_open=self.params.thought_open)
 
     @property
     def watched(self) -> bool:

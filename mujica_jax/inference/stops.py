@@ -8,6 +8,9 @@ stop `"</a>"` may be completed by a token `">\\n"`, and `text.partition(stop_str
 stop token in the same place counts first. Of two stop strings that one token completes, the one that ends first counts,
 and the longer of two that end together. A stop string never begins in the prompt.
 
+Stop strings sleep while a thought is open (`models/thoughts.py`): one that ends inside of a thought ends nothing.
+`SamplingParams.thought_open` says that the prompt ends inside of a thought, where the chat template opens one.
+
 The turn has no end-of-turn token: the conversation goes on with `Tokenizer.continue_conversation(text, stopped=False)`,
 and its prompt is found in the prefix cache up to and including that last token, although the engine decodes a few
 tokens further in the same call. Those are thrown away. What is found depends on the sampled tokens alone, not on
@@ -16,27 +19,89 @@ tokens further in the same call. Those are thrown away. What is found depends on
 
 from collections.abc import Sequence
 
+from mujica_jax.models.thoughts import LONGEST_TAG_BYTES, THOUGHT_TAG_BYTES, end_of_unopened_thought
 
-def first_stop(text: bytes, stops: Sequence[bytes]) -> tuple[int, bytes] | None:
-    """(where it ends, the stop string) of the stop string that is complete first."""
-    found = [(place + len(stop), -len(stop), stop) for stop in stops if (place := text.find(stop)) >= 0]
-    if not found:
+
+def first_stop(text: bytes, stops: Sequence[bytes], *, thought_open: bool = False) -> tuple[int, bytes] | None:
+    """Return where the stop string ends that is complete first outside of thoughts, and that stop string.
+
+    The same as a `StopMatcher` finds while the text grows."""
+    ending, _ = _scan(text, stops, 0, thought_open)
+    return ending
+
+
+def first_stop_of_turn(text: str, stops: Sequence[str]) -> tuple[str, str] | None:
+    """Return a whole turn up to the end of its first stop string, and that stop string.
+
+    The turn may begin in a thought that is not told of: one that it closes before it opens any."""
+    begin = end_of_unopened_thought(text)
+    encoded = text[begin:].encode()
+    ending = first_stop(encoded, [stop.encode() for stop in stops])
+    if ending is None:
         return None
-    end, _, stop = min(found)
-    return end, stop
+    end, stop = ending
+    return text[:begin] + encoded[:end].decode(), stop.decode()
+
+
+def before_stop(text: str, stop: str) -> str:
+    """Return a whole turn up to where this string begins outside of thoughts; all of it where it does not."""
+    ending = first_stop_of_turn(text, [stop])
+    return text if ending is None else ending[0].removesuffix(stop)
 
 
 class StopMatcher:
     """Watches one completion for its stop strings."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, thought_open: bool = False) -> None:
         self._stops = [stop.encode() for stop in stops]
-        self._kept_bytes = max(map(len, self._stops), default=1) - 1  # what is not a whole stop string yet
+        # What may be the beginning of a stop string or of a thought's tag.
+        self._kept_bytes = max([LONGEST_TAG_BYTES, *map(len, self._stops)]) - 1
         self._tail = b""
+        self._thought_open = thought_open
+
+    @property
+    def thought_open(self) -> bool:
+        """Whether the text so far ends inside of a thought."""
+        return self._thought_open
 
     def push(self, piece: bytes) -> str | None:
         """Add a token's bytes; returns the stop string that is complete now."""
         text = self._tail + piece
-        found = first_stop(text, self._stops)
+        ending, self._thought_open = _scan(text, self._stops, len(self._tail), self._thought_open)
         self._tail = text[max(0, len(text) - self._kept_bytes) :]
-        return found[1].decode() if found else None
+        return None if ending is None else ending[1].decode()
+
+
+def _scan(text: bytes, stops: Sequence[bytes], seen: int, thought_open: bool) -> tuple[tuple[int, bytes] | None, bool]:
+    """Look at what comes after the first `seen` bytes.
+
+    Returns the first ending there, as `first_stop` does, and whether a thought is open at the end of the text.
+    """
+    awake_from = seen + 1
+    for tag in THOUGHT_TAG_BYTES.finditer(text):
+        if tag.end() <= seen:
+            continue
+        closes = tag[1] is not None
+        if closes and thought_open:
+            awake_from = tag.end()
+        elif not closes and not thought_open:
+            ending = _first_ending(text, stops, awake_from, tag.end() - 1)
+            if ending is not None:
+                return ending, False
+        thought_open = not closes
+    if thought_open:
+        return None, True
+    return _first_ending(text, stops, awake_from, len(text)), False
+
+
+def _first_ending(text: bytes, stops: Sequence[bytes], earliest: int, latest: int) -> tuple[int, bytes] | None:
+    """Return the first stop string that ends between these two positions, and of two that end together the longer."""
+    endings = []
+    for stop in stops:
+        place = text.find(stop, max(0, earliest - len(stop)), latest)
+        if place >= 0:
+            endings.append((place + len(stop), -len(stop), stop))
+    if not endings:
+        return None
+    end, _, stop = min(endings)
+    return end, stop

@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable, Sequence
 
 from mujica_jax.errors import UserError
+from mujica_jax.models.thoughts import opened_thought
 
 # Stand-ins for message contents while the template is taken apart: letters only, so that no template filter changes
 # them.
 SYSTEM, USER, MODEL, NEXT_USER = "SystemStandIn", "UserStandIn", "ModelStandIn", "FollowUpStandIn"
 # Added tokens are written as surrogates from here on, which no text holds.
 FIRST_SURROGATE = 0xD800
+# A thought that the template itself begins, or writes empty, before the model's words.
+_TEMPLATE_THOUGHT = re.compile(r"\s*<think>\s*(</think>\s*)?$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,13 +27,18 @@ class ChatPieces:
 
     before_system: str | None  # None where the template has no system role: the system text then opens the user message
     before_user: str
-    before_model: str  # closes the user message and opens the model's
+    before_model: str  # closes the user message and opens the model's, and its thought where the template does that
     after_model: str  # closes the model's message and opens the next user's
     strips_contents: bool  # the template removes white space around contents
+    opened_thought: str = ""  # the end of `before_model` that opens a thought; empty where the template opens none
 
 
 def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
-    """Renders the template with stand-ins for the contents and cuts the text at them."""
+    """Renders the template with stand-ins for the contents and cuts the text at them.
+
+    Templates of thinking models may open a thought in the generation prompt and leave it out of earlier turns. A
+    conversation here only grows, so every turn keeps the prompt that it was generated after, and its thought.
+    """
     import jinja2
 
     system, user = {"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}
@@ -47,7 +55,8 @@ def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
     before_user, _, before_model = text.partition(SYSTEM)[2 if SYSTEM in text else 0].partition(USER)
     after_opening = render([*opening, model, next_user])
     after_model, _, generation_prompt = after_opening.partition(MODEL)[2].partition(NEXT_USER)
-    if not after_opening.startswith(text + MODEL) or generation_prompt != before_model:
+    earlier_turn = after_opening.partition(MODEL)[0]
+    if not _differ_by_thought_alone(earlier_turn, text) or generation_prompt != before_model:
         raise UserError(
             "the chat template writes earlier turns differently once later ones follow, so a conversation cannot grow "
             f"by appending tokens: {after_opening!r} does not begin with {text + MODEL!r}; use another template"
@@ -59,7 +68,18 @@ def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
         before_model=before_model,
         after_model=after_model,
         strips_contents=f" {USER} " not in padded,
+        opened_thought=opened_thought(before_model),
     )
+
+
+def _differ_by_thought_alone(earlier_turn: str, generation_prompt: str) -> bool:
+    """Return whether two prompts are one, but for a thought that the template begins or writes empty at their end."""
+    if earlier_turn == generation_prompt:
+        return True
+    ends = [_TEMPLATE_THOUGHT.search(prompt) for prompt in (earlier_turn, generation_prompt)]
+    if not any(ends):
+        return False
+    return _TEMPLATE_THOUGHT.sub("", earlier_turn).rstrip() == _TEMPLATE_THOUGHT.sub("", generation_prompt).rstrip()
 
 
 def read_messages(
@@ -101,5 +121,7 @@ def read_messages(
     read("user", [pieces.before_model])
     while rest:
         read("assistant", [pieces.after_model, *(end + pieces.after_model[1:] for end in turn_ends)])
+        # The template opened the model's thought: the message has to hold its beginning.
+        messages[-1]["content"] = spell(pieces.opened_thought) + messages[-1]["content"]
         read("user", [pieces.before_model])
     return messages

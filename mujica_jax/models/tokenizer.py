@@ -20,6 +20,7 @@ import tokenizers
 from mujica_jax.errors import UserError
 from mujica_jax.models.chat_template import FIRST_SURROGATE, ChatPieces, read_messages, take_apart
 from mujica_jax.models.companions import read_json, refuse_pointer, stop_tokens
+from mujica_jax.models.thoughts import within_opened_thought
 
 PROTOCOL_TAGS = ("think", "search", "action", "answer", "select", "sentence", "information")
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -164,6 +165,10 @@ class Tokenizer:
         """What a model would have written: protocol tags become their tokens where the vocabulary has such tokens."""
         return self._encode(self._tags.split(text))
 
+    def encode_turn(self, text: str) -> list[int]:
+        """A model's whole turn: where the template opens its thought, the text goes on inside of it."""
+        return self.encode_model(within_opened_thought(text) if self.opened_thought else text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text with special tokens visible and no white space changed."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
@@ -189,13 +194,17 @@ class Tokenizer:
             opening = [*head, *self._added.split(pieces.before_user), user]
         return self._encode([*opening, *self._added.split(pieces.before_model)])
 
-    def continue_conversation(self, user: str, stopped: bool) -> list[int]:
+    def continue_conversation(self, user: str, stopped: bool, *, inside: str | None = None) -> list[int]:
         """Ids after a model turn: end of turn (unless the model `stopped` by writing it), user message, generation
-        prompt."""
+        prompt.
+
+        `inside` is the protocol tag that we put around the message."""
         after_model = self._added.split(self._pieces.after_model)
         scaffold = after_model[1:] if stopped else after_model
-        content = self._content(neutralise(user))
-        return self._encode([*scaffold, content, *self._added.split(self._pieces.before_model)])
+        content: list[int | str] = [self._content(neutralise(user))]
+        if inside is not None:
+            content = [*self._tags.split(f"<{inside}>\n"), *content, *self._tags.split(f"\n</{inside}>")]
+        return self._encode([*scaffold, *content, *self._added.split(self._pieces.before_model)])
 
     def messages(self, ids: Sequence[int]) -> list[dict[str, str]]:
         """The inverse of the two above: the messages of a conversation that ends where the model writes next, for a
@@ -220,6 +229,11 @@ class Tokenizer:
         turn_ends = [written([id]) for id in self.stop_token_ids]
         spelled = {ord(symbol): self.decode([id]) for id, symbol in symbols.items()}
         return read_messages(conversation, ChatPieces(**pieces), turn_ends, spell=lambda text: text.translate(spelled))
+
+    @property
+    def opened_thought(self) -> str:
+        """How the template's generation prompt opens a thought; empty where the model opens its own."""
+        return self._pieces.opened_thought if self._wrapped.chat_template else ""
 
     @property
     def end_of_turn_id(self) -> int:

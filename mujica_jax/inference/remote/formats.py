@@ -4,6 +4,10 @@
 log-probabilities. `chat` is for every other one, such as GPT-4.1: the conversation goes there as messages, and the
 reply's text is encoded here.
 
+Stop strings count outside of thoughts only (`inference/stops.py`), which no server knows. A completions server that
+stops inside of a thought is asked to go on from there. A chat server is sent none: its reply is cut here. What a chat
+server keeps apart from its reply as reasoning is no part of the conversation.
+
 Fields that vLLM adds to the OpenAI interface (`top_k`, `min_p`, `stop_token_ids`, `return_token_ids`, ...) are sent in
 completions only.
 """
@@ -20,7 +24,8 @@ from mujica_jax.inference.requests import (
     SamplingParams,
     UnusableReplyError,
 )
-from mujica_jax.inference.stops import StopMatcher, first_stop
+from mujica_jax.inference.stops import StopMatcher, first_stop_of_turn
+from mujica_jax.models.thoughts import within_opened_thought
 from mujica_jax.models.tokenizer import Tokenizer
 
 TOKEN_PREFIX = "token_id:"  # how vLLM writes a token under return_tokens_as_token_ids
@@ -52,6 +57,7 @@ class Reply:
     stop_string: str | None
     cut: bool  # longer than max_new_tokens in our tokens, so its end was left out
     usage: tuple[int, int] | None  # prompt tokens and generated tokens as the endpoint counts them
+    is_unfinished: bool = False  # the server stopped at a stop string inside of a thought
 
 
 class CompletionsFormat:
@@ -62,11 +68,12 @@ class CompletionsFormat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def body(self, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+    def body(self, prompt: Sequence[int], params: SamplingParams, sampled: Sequence[int] = ()) -> dict[str, Any]:
+        """`sampled` is what an unfinished reply already holds."""
         return {
-            "prompt": [int(id) for id in prompt],
-            "max_tokens": params.max_new_tokens,
-            "seed": params.seed,
+            "prompt": [int(id) for id in (*prompt, *sampled)],
+            "max_tokens": params.max_new_tokens - len(sampled),
+            "seed": params.seed + len(sampled),  # the rest of a reply does not repeat the draws of its beginning
             # All that shapes the distribution is said: what is left out, vLLM takes from the model's
             # generation_config.json.
             "temperature": params.temperature,
@@ -86,23 +93,28 @@ class CompletionsFormat:
             "return_tokens_as_token_ids": True,
         }
 
-    def read(self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams) -> Reply:
+    def read(
+        self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams, before: Reply | None = None
+    ) -> Reply:
+        """`before` is the unfinished reply that this answer goes on from; what is returned holds both."""
         choice = _choice(answer)
         finish = _finish_reason(choice)
         ids, logprobs = _token_ids(choice), _logprobs(choice)
+        sent = list(prompt) if before is None else [*prompt, *before.token_ids]
         read_prompt = choice.get("prompt_token_ids")
-        if read_prompt is not None and read_prompt != list(prompt):
+        if read_prompt is not None and read_prompt != sent:
             count = len(read_prompt) if isinstance(read_prompt, list) else "no list of"
             raise ReplyError(
-                f"the endpoint read {count} prompt tokens that are not the {len(prompt)} sent: it must take ids as "
+                f"the endpoint read {count} prompt tokens that are not the {len(sent)} sent: it must take ids as "
                 "they are"
             )
         if not ids:
             raise UnusableReplyError(
                 f"the endpoint generated 0 tokens of {params.max_new_tokens} and says it ended by {finish!r}"
             )
-        if len(ids) > params.max_new_tokens:
-            raise ReplyError(f"the endpoint generated {len(ids)} tokens and max_new_tokens is {params.max_new_tokens}")
+        room = params.max_new_tokens - (0 if before is None else len(before.token_ids))
+        if len(ids) > room:
+            raise ReplyError(f"the endpoint generated {len(ids)} tokens and max_new_tokens is {room}")
         if logprobs is not None and len(logprobs) != len(ids):
             raise ReplyError(f"the endpoint gave {len(logprobs)} log-probabilities for {len(ids)} tokens")
         if not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
@@ -110,8 +122,16 @@ class CompletionsFormat:
                 f"the endpoint's token ids {min(ids)}..{max(ids)} leave the vocabulary of "
                 f"{self._tokenizer.vocab_size}: give the tokenizer of the model that it serves"
             )
-        kept, finish, stop_string = self._ending(ids, params, finish)
-        if not kept:
+        if before is not None:
+            ids = [*before.token_ids, *ids]
+            known = before.logprobs is not None and logprobs is not None
+            logprobs = [*before.logprobs, *logprobs] if known else None  # pyright: ignore[reportOptionalIterable]
+        ending, thought_open = self._ending(ids, params)
+        kept, finish, stop_string = ending or (len(ids), finish, None)
+        is_unfinished = ending is None and finish == "stop" and thought_open
+        if is_unfinished and len(ids) == params.max_new_tokens:
+            is_unfinished, finish = False, "length"
+        if ending is None and finish == "stop" and not is_unfinished:
             raise ReplyError(
                 f"the endpoint ended a completion by {_brief(choice.get('stop_reason') or 'stop')} and its last token "
                 f"{ids[-1]} is none of the stop tokens {sorted(self._stops(params))}: serve the model of this "
@@ -123,25 +143,29 @@ class CompletionsFormat:
             finish_reason=finish,
             stop_string=stop_string,
             cut=False,
-            usage=_usage(answer),
+            usage=_sum(None if before is None else before.usage, _usage(answer)),
+            is_unfinished=is_unfinished,
         )
 
     def _stops(self, params: SamplingParams) -> set[int]:
         return {*params.stop_token_ids, *self._tokenizer.stop_token_ids}
 
     def _ending(
-        self, ids: Sequence[int], params: SamplingParams, finish: FinishReason
-    ) -> tuple[int, FinishReason, str | None]:
-        """(tokens, why, stop string) of the completion, read from its ids as our own engine does; 0 tokens if nothing
-        in them ends it.
+        self, ids: Sequence[int], params: SamplingParams
+    ) -> tuple[tuple[int, FinishReason, str | None] | None, bool]:
+        """Read the ids as our own engine does.
+
+        Returns (tokens, why, stop string) of what ends the completion, None where nothing in the ids ends it, and
+        whether they end inside of a thought.
         """
-        matcher, stops = StopMatcher(params.stop_strings), self._stops(params)
+        matcher = StopMatcher(params.stop_strings, thought_open=params.thought_open)
+        stops = self._stops(params)
         for count, id in enumerate(ids, start=1):
             if id in stops:
-                return count, "stop", None
+                return (count, "stop", None), matcher.thought_open
             if stop_string := matcher.push(self._tokenizer.token_bytes(id)):
-                return count, "stop_string", stop_string
-        return (len(ids), "length", None) if finish == "length" else (0, finish, None)
+                return (count, "stop_string", stop_string), False
+        return None, matcher.thought_open
 
 
 class ChatFormat:
@@ -155,7 +179,8 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def body(self, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+    def body(self, prompt: Sequence[int], params: SamplingParams, sampled: Sequence[int] = ()) -> dict[str, Any]:
+        assert not sampled, "no reply of a chat endpoint is unfinished"
         for name in ("top_k", "min_p", "stop_token_ids"):
             if value := getattr(params, name):
                 raise RequestError(
@@ -165,7 +190,8 @@ class ChatFormat:
             messages = self._tokenizer.messages(prompt)
         except UserError as error:
             raise RequestError(str(error)) from error
-        # Stop strings are not sent: the reply would not say whether one of them or the model itself ended it.
+        # Stop strings are not sent: the server would stop inside of thoughts too, and its reply would not say whether
+        # one of them or the model itself ended it.
         return {
             "messages": messages,
             "max_completion_tokens": params.max_new_tokens,
@@ -174,14 +200,20 @@ class ChatFormat:
             "seed": params.seed,
         }
 
-    def read(self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams) -> Reply:
+    def read(
+        self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams, before: Reply | None = None
+    ) -> Reply:
+        """Where a reply closes a thought that it does not open, the server's template opened it."""
+        assert before is None, "no reply of a chat endpoint is unfinished"
         choice = _choice(answer)
         finish: FinishReason = _finish_reason(choice)
         text = _text(choice.get("message"), finish)
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may hold halves of characters
-        found = first_stop(text.encode(), [stop.encode() for stop in params.stop_strings])
-        if found is not None:
-            text, finish = text.encode()[: found[0]].decode(), "stop_string"
+        ending = first_stop_of_turn(text, params.stop_strings)
+        if ending is not None:
+            text, finish = ending[0], "stop_string"
+        if params.thought_open:
+            text = within_opened_thought(text)
         ids = self._tokenizer.encode_model(text)
         if finish == "stop":
             ids.append(self._tokenizer.end_of_turn_id)
@@ -190,7 +222,7 @@ class ChatFormat:
             token_ids=tuple(ids[: params.max_new_tokens]),
             logprobs=None,
             finish_reason="length" if cut else finish,
-            stop_string=found[1].decode() if found is not None and not cut else None,
+            stop_string=ending[1] if ending is not None and not cut else None,
             cut=cut,
             usage=_usage(answer),
         )
@@ -294,3 +326,9 @@ def _usage(answer: Mapping[str, Any]) -> tuple[int, int] | None:
     if not all(type(count) is int and count >= 0 for count in counts):
         return None
     return counts  # pyright: ignore[reportReturnType]
+
+
+def _sum(before: tuple[int, int] | None, usage: tuple[int, int] | None) -> tuple[int, int] | None:
+    if before is None or usage is None:
+        return usage
+    return before[0] + usage[0], before[1] + usage[1]

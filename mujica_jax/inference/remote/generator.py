@@ -103,13 +103,11 @@ class RemoteGenerator:
     async def generate(self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False) -> Completion:
         check_params(params)
         check_prompt(prompt, self._vocabulary)
-        body = {"model": self._model, **self._format.body(prompt, params)}
         limit = self._policy.deadline_seconds if params.deadline_seconds is None else params.deadline_seconds
         policy = dataclasses.replace(self._policy, deadline_seconds=limit)
         self._counts["requests"] += 1
         try:
-            answer = await self._answer(body, policy, random.Random(params.seed))
-            reply = self._format.read(answer, prompt, params)
+            reply = await self._reply(prompt, params, policy)
         except NoChoiceError as error:
             self._counts["failed"] += 1
             raise self._refused(error) from error
@@ -146,6 +144,18 @@ class RemoteGenerator:
         count = self._refusals_in_a_row
         return RequestError(f"the endpoint refused {count} requests in a row, the last one so: {error}")
 
+    async def _reply(self, prompt: Sequence[int], params: SamplingParams, policy: RetryPolicy) -> Reply:
+        """Ask, and ask for the rest while the server stopped inside of a thought. Raises RequestError and HttpError."""
+        reply: Reply | None = None
+        came = time.monotonic()
+        while reply is None or reply.is_unfinished:
+            sampled = () if reply is None else reply.token_ids
+            body = {"model": self._model, **self._format.body(prompt, params, sampled)}
+            draw = random.Random(params.seed + len(sampled))
+            answer = await self._answer(body, policy, draw, came=came)
+            reply = self._format.read(answer, prompt, params, reply)
+        return reply
+
     def _completion(self, reply: Reply, prompt: Sequence[int], params: SamplingParams) -> Completion:
         prompt_tokens, generated_tokens = reply.usage or (len(prompt), len(reply.token_ids))
         self._counts["prompt_tokens"] += prompt_tokens
@@ -161,11 +171,14 @@ class RemoteGenerator:
             stop_string=reply.stop_string,
         )
 
-    async def _answer(self, body: dict[str, Any], policy: RetryPolicy, draw: random.Random) -> dict[str, Any]:
-        """Waits for a place, then tries until there is an answer. Raises HttpError."""
-        came, began = time.monotonic(), None
+    async def _answer(
+        self, body: dict[str, Any], policy: RetryPolicy, draw: random.Random, *, came: float
+    ) -> dict[str, Any]:
+        """Waits for a place, then tries until there is an answer. The deadline counts from `came`. Raises HttpError."""
+        asked, began = time.monotonic(), None
+        remaining_seconds = max(0.001, came + policy.deadline_seconds - asked)
         try:
-            async with asyncio.timeout(policy.deadline_seconds) as waiting, self._place():
+            async with asyncio.timeout(remaining_seconds) as waiting, self._place():
                 waiting.reschedule(None)
                 began = time.monotonic()
                 async with self._client.connected():
@@ -183,7 +196,7 @@ class RemoteGenerator:
         finally:
             ended = time.monotonic()
             began = ended if began is None else began
-            self._counts["waiting_seconds"] += began - came
+            self._counts["waiting_seconds"] += began - asked
             self._counts["serving_seconds"] += ended - began
 
     def _place(self) -> asyncio.Semaphore:

@@ -1,0 +1,79 @@
+"""What a model thinks and what it says: only what stands outside of its thoughts counts.
+
+A thought begins at `<think>` and ends at the next `</think>`, in capital or small letters. Nothing in it is read: no
+tag, no stop string, no action. Three more rules:
+
+- A chat template may open the thought at the end of the prompt (Qwen3-Thinking, R1 distils). The model's turn then
+  begins inside it, and has no `<think>` of its own.
+- A `</think>` before the turn's first `<think>` closes a thought that nobody saw open. Everything before it is thought.
+  A later one that closes nothing is left out.
+- A thought without an end hides everything behind it.
+
+Engines look for stop strings while a text grows, so they can follow the first rule and not the second:
+`inference/stops.py` uses the same tags and is told whether the prompt left a thought open.
+"""
+
+import re
+
+OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
+_TAG = r"<(\s?/)?\s?think\s?>"
+# ASCII: a character that merely looks like one of these letters in another case makes no tag, as in bytes.
+THOUGHT_TAG = re.compile(_TAG, re.IGNORECASE | re.ASCII)
+THOUGHT_TAG_BYTES = re.compile(_TAG.encode(), re.IGNORECASE)
+LONGEST_TAG_BYTES = len("< / think >")
+
+
+def outside_thoughts(text: str) -> str:
+    """Return what a turn says, without its thoughts and their tags."""
+    said: list[str] = []
+    is_open = False
+    position = end_of_unopened_thought(text)
+    for tag in THOUGHT_TAG.finditer(text, position):
+        closes = tag[1] is not None
+        if not is_open:
+            said.append(text[position : tag.start()])
+        if closes or not is_open:
+            position = tag.end()
+        is_open = not closes
+    if not is_open:
+        said.append(text[position:])
+    return "".join(said)
+
+
+def end_of_unopened_thought(text: str) -> int:
+    """Return where the thought ends that was opened before a turn's beginning; 0 where there is none."""
+    end = 0
+    for tag in THOUGHT_TAG.finditer(text):
+        closes = tag[1] is not None
+        if not closes:
+            break
+        end = tag.end()
+    return end
+
+
+def first_thought(text: str) -> str:
+    """Return what stands in the first thought of a turn, empty where no thought is closed."""
+    tags = list(THOUGHT_TAG.finditer(text))
+    closing = next((tag for tag in tags if tag[1] is not None), None)
+    if closing is None:
+        return ""
+    start = 0 if closing is tags[0] else tags[0].end()
+    return text[start : closing.start()].strip()
+
+
+def opened_thought(generation_prompt: str) -> str:
+    """Return the end of a generation prompt that opens a thought, from its tag on; empty where it opens none."""
+    tags = list(THOUGHT_TAG.finditer(generation_prompt))
+    if not tags or tags[-1][1] is not None:
+        return ""
+    return generation_prompt[tags[-1].start() :]
+
+
+def within_opened_thought(text: str) -> str:
+    """Write a whole turn as it goes on after a prompt that opened its thought."""
+    if end_of_unopened_thought(text):
+        return text
+    tag = THOUGHT_TAG.search(text)
+    if tag is not None and not text[: tag.start()].strip():
+        return text[tag.end() :]
+    return f"{CLOSE_THOUGHT}\n\n{text}"
