@@ -376,7 +376,11 @@ def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_pat
     few_shot = ("--warmup.source", "few_shot")
     message = refused(train, SMOKE, "--run", "run", *PRETRAINED, *few_shot)
     assert "warmup.source is few_shot and init is None" in message
-    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
+    started = ("--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
+    message = refused(train, SMOKE, *started)
+    assert "agent.prompt is brief, which numbers materials in another way than worked examples do" in message
+    assert "warmup.source is few_shot: add --agent.prompt zero_shot" in message
+    message = refused(train, SMOKE, *started, "--agent.prompt", "zero_shot")
     assert re.search(
         r"the planner's prompt \(few_shot\) has \d+ tokens, needs \d+ .*: raise it to \d+ or more", message
     )

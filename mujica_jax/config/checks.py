@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mujica_jax.config.agents import PromptedAgent
+from mujica_jax.config.agents import MujicaConfig, PromptedAgent
 from mujica_jax.config.fields import check_least, check_types, field_value, require
 from mujica_jax.config.method_checks import check_method, has_script
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TaskConfig, TrainerConfig
@@ -132,6 +132,12 @@ def check_demonstrations(config: Config) -> None:
         raise UserError(
             f"agent.kind is {kind}, which has no worked examples, and warmup.source is few_shot: choose "
             "mujica or single"
+        )
+    brief = isinstance(config.agent, MujicaConfig) and config.agent.prompt == "brief"
+    if warmup.steps and warmup.source == "few_shot" and config.init and brief:
+        raise UserError(
+            "agent.prompt is brief, which numbers materials in another way than worked examples do, and "
+            "warmup.source is few_shot: add --agent.prompt zero_shot"
         )
 
 

@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
-from mujica_jax.agents.dialogue import with_system
+from mujica_jax.agents.dialogue import with_opening
 from mujica_jax.agents.scripted import ScriptedPolicy
+from mujica_jax.agents.scripted_text import without_silent_workers
 from mujica_jax.config.method_checks import has_script
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState
@@ -174,6 +175,9 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
             if isinstance(environment, WrittenPassages):
                 planned = tuple(c for c in trajectory.conversations if c.role == "planner")
                 trajectory = dataclasses.replace(trajectory, conversations=planned)
+            elif environment.kind == "text":
+                spoken = without_silent_workers(trajectory.conversations)
+                trajectory = dataclasses.replace(trajectory, conversations=spoken)
             trajectories.append(trajectory)
             right.append(metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0)
 
@@ -238,11 +242,12 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
 
 def _zero_shot(run: Run, trajectory: Trajectory) -> Trajectory:
     """The same trajectory under the prompt that is trained."""
-    prompted = (
-        with_system(one, run.tokenizer, run.agent.system_prompt(one.role, run.task.environment_kind))
-        for one in trajectory.conversations
-    )
-    return dataclasses.replace(trajectory, conversations=tuple(prompted))
+    kind = run.task.environment_kind
+    conversations = [
+        with_opening(conversation, run.tokenizer, run.agent.opening(conversation.role, kind))
+        for conversation in trajectory.conversations
+    ]
+    return dataclasses.replace(trajectory, conversations=tuple(conversations))
 
 
 def _pretrain(run: Run) -> TrainState:

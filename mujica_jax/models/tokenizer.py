@@ -160,8 +160,22 @@ class Tokenizer:
         byte_level = '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
         return [_bytes_of(token, byte_level and id not in self._added_ids) for id, token in enumerate(tokens)]
 
-    def open_conversation(self, system: str, user: str) -> list[int]:
-        """Ids from the first token to the generation prompt. `user` is untrusted, `system` is ours."""
+    def open_conversation(self, system: str, user: str, examples: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """Return the ids from the first token to the generation prompt.
+
+        `examples` are worked examples, (user message, model's reply) in their order. They stand between `system` and
+        `user` as turns of the chat template. `user` is untrusted; `system` and `examples` are ours."""
+        if not examples:
+            return self._open(system, user)
+        ids = self._open(system, examples[0][0])
+        following = [*(message for message, _ in examples[1:]), user]
+        for (_, reply), message in zip(examples, following, strict=True):
+            ids += self.encode_model(reply)
+            ids += self.continue_conversation(message, stopped=False)
+        return ids
+
+    def _open(self, system: str, user: str) -> list[int]:
+        """Return the ids of the system prompt, the first user message and the generation prompt."""
         pieces = self._pieces
         user = self._content(neutralise(user))
         if pieces.before_system is None:
