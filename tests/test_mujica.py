@@ -501,6 +501,25 @@ def test_without_split_the_planner_reads_what_was_found():
     assert all(of.selected == () and of.found for of in found.searches)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sentence", "found"),
+    [
+        ("text", "Ilse Vand was born in Ghent.", True),  # from its own knowledge, as its prompt asks
+        ("text", NOTHING_FOUND, False),
+        ("graph", "Ilse Vand was born in Ghent.", False),  # its prompt asks for materials alone
+    ],
+)
+def test_what_a_worker_says_with_nothing_selected_reaches_the_planner(kind, sentence, found):
+    asks = search((0, "Where?")) if kind == "graph" else "<search> Where? </search>"
+    policy = ToldPolicy([asks, answer("Ghent")], {"Where?": read("[-1]", sentence)})
+    materials = GRAPH if kind == "graph" else {"Where?": (Material(text="Tin Orchard: A film."),)}
+    played = play(policy, LittleWorld(materials, kind=kind))
+    (asked,) = played.searches
+    assert (asked.selected, asked.sentence, asked.found) == ((), sentence, found)
+    shown = [turn.text for turn in played.conversations[0].turns if turn.role == "context"]
+    assert shown[1] == f"Obs: {sentence}"
+
+
 def test_without_parallel_one_search_a_turn_is_answered():
     reads = {"Who?": read("[1]", "Ilse Vand made it.")}
     policy = ToldPolicy([search((0, "Who?"), (1, "When?")), answer("Ghent")], reads)
