@@ -54,7 +54,7 @@ EXPERIMENTS = {
     "mygo": Experiment("tiny_world", "", "start"),
     "mygo-asynchronous": Experiment("tiny_world", "--method.schedule asynchronous", "start"),
     "mygo-offline": Experiment("tiny_world", "--method.schedule offline", "start"),
-    "mygo-fixed": Experiment("tiny_world", "--method.threshold fixed --method.fixed-threshold 1.0", "start"),
+    "mygo-fixed": Experiment("tiny_world", "--method.threshold fixed --method.initial-threshold 1.0", "start"),
     "mygo-none": Experiment("tiny_world", "--method.threshold fixed", "start"),
     "grpo": Experiment("tiny_world_grpo", GRPO, "start"),
     "dapo": Experiment("tiny_world_grpo", f"--method.kind dapo {GRPO}", "start"),

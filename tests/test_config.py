@@ -521,11 +521,11 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
 
     values = {"rounds": 3, "max_attempts": 4, "keep_per_question": 2, "epochs": 1, "replay": 2.0}
     values |= {"learning_rate": 1e-3, "end_learning_rate": 1e-4, "schedule": "offline", "threshold": "fixed"}
-    others = {"kind", "fixed_threshold"}
-    assert set(values) | others == {field.name for field in dataclasses.fields(MygoConfig)}
+    values |= {"initial_threshold": 0.9}
+    assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MygoConfig)}
     assert_each_changes(changed(smoke, "method", max_attempts=3), "method", values, rounds)
-    fixed = changed(smoke, "method", max_attempts=3, threshold="fixed", fixed_threshold=0.0)
-    assert_each_changes(fixed, "method", {"fixed_threshold": 1.0}, rounds)
+    fixed = changed(smoke, "method", max_attempts=3, threshold="fixed")
+    assert_each_changes(fixed, "method", {"initial_threshold": 1.0}, rounds)
     sampling = {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}
     assert set(sampling) | {"workers"} == {field.name for field in dataclasses.fields(SamplingConfig)}
     assert_each_changes(smoke, "sampling", sampling, rounds)
