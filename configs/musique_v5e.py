@@ -2,7 +2,7 @@
 
     python -m mujica_jax.train configs/hotpotqa_v5e.py --init CHECKPOINT --run RUN --task.data-dir HOTPOTQA \\
         --task.index HOTPOTQA_INDEX
-    python -m mujica_jax.index build --corpus MUSIQUE/corpus.json --kind exact --out INDEX
+    python -m mujica_jax.index build --corpus MUSIQUE/corpus.json --kind scann --out INDEX
     python -m mujica_jax.eval configs/musique_v5e.py --checkpoint RUN --task.data-dir MUSIQUE --task.index INDEX
 
 Mujica-MyGO, table 5: EM 26.11 and F1 35.92; few-shot 5.34 and 17.81 (--init CHECKPOINT --agent.prompt few_shot).

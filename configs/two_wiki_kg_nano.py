@@ -3,7 +3,8 @@
     python -m mujica_jax.train configs/two_wiki_kg_nano.py --task.data-dir DIR
 
 DIR holds the official records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). Questions are held out by a hash of
-their id.
+their id. What is searched is the graph of DIR: its triples or, without such a file, the gold evidences of its
+questions. The paper searched Wikidata, which is harder.
 """
 
 from mujica_jax.config.schema import (

@@ -586,7 +586,7 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
     assert set(pretraining) == {field.name for field in dataclasses.fields(PretrainingConfig)}
     assert_each_changes(few, "pretraining", pretraining, warm_up)
     from_scratch = {"steps": 60, "learning_rate": 1e-2, "end_learning_rate": 1e-4}
-    from_scratch |= {"pretraining_share": 0.5, "miss_rate": 0.5}
+    from_scratch |= {"pretraining_share": 0.5, "miss_rate": 0.5, "epochs": 1, "rise_steps": 0}
     assert_each_changes(few, "warmup", from_scratch, warm_up)
     few_shot = {"source": "scripted", "few_shot_trajectories": 40, "few_shot_attempts": 1}
     assert set(from_scratch | few_shot) == {field.name for field in dataclasses.fields(WarmupConfig)}

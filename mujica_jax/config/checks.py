@@ -19,7 +19,8 @@ from mujica_jax.errors import UserError
 LEAST: Mapping[int, str] = {  # values of fields at least, where the section has them
     0: """
         engine.cache_gigabytes trainer.weight_decay trainer.spike_deviations trainer.z_loss trainer.save_seconds
-        trainer.lora_rank pretraining.documents pretraining.steps warmup.steps warmup.pretraining_share
+        trainer.lora_rank pretraining.documents pretraining.steps warmup.steps warmup.epochs
+        warmup.rise_steps warmup.pretraining_share
         method.rounds method.replay method.rows_per_update method.clip_low method.clip_high method.importance_cap
         method.overlong_tokens method.overlong_cache_tokens method.kl_coefficient method.skip_above
         method.budget_tokens method.min_reward staged.stage_two_round staged.beta distributed.process
