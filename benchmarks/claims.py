@@ -136,7 +136,7 @@ SECTIONS = {  # of each table: its heading, and what stands before it
     "mygo": (
         MYGO,
         "The paper: MyGO beats its warm-up, offline as well as online, and the threshold matters. Of two rounds the\n"
-        "asynchronous and the offline schedule sample the second by the same policy: their scores are the same.",
+        "asynchronous and the offline schedule sample the second by the same policy; offline keeps K at 0.",
     ),
     "workers": (MYGO, "One core learns and evaluates, another one samples: four rounds of 200 questions."),
     "grpo": (
