@@ -27,6 +27,11 @@ SMOLLM2_TEMPLATE = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+THINKING_TEMPLATE = (  # opens the thought of every turn of the model
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{{ '<think>' }}{% endif %}{{ message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+)
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 GEMMA_TOKENS = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
 CHECKPOINTS = {
@@ -245,6 +250,18 @@ def test_examples_are_rendered_as_the_checkpoint_s_template_renders_a_chat(name)
         assert [(message["role"], message["content"]) for message in messages] == [*pairs, ("user", question)]
         rendered = CHECKPOINTS[name].apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert tokenizer.decode(ids) == rendered
+
+
+def test_an_example_does_not_open_a_thought_that_the_template_has_opened():
+    tags = ["<think>", "</think>"]
+    tokenizer = Tokenizer(_wrapped(THINKING_TEMPLATE, CHATML_TOKENS, tags, QWEN_SPLIT, None, "<|im_end|>", False))
+    examples = (("Question: Where?", "<think> hm </think>\n<answer> Rome </answer>"),)
+    text = tokenizer.decode(tokenizer.open_conversation("Plan.", "Question: Who?", examples))
+    assert text == (
+        "<|im_start|>system\nPlan.<|im_end|>\n<|im_start|>user\nQuestion: Where?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>hm </think>\n<answer> Rome </answer><|im_end|>\n"
+        "<|im_start|>user\nQuestion: Who?<|im_end|>\n<|im_start|>assistant\n<think>"
+    )
 
 
 def played_in(prompt: protocol.PromptMode, tokenizer: Tokenizer) -> list[tuple[object, Trajectory, str]]:

@@ -1,11 +1,14 @@
 """The contract between planner, worker and environment: the prompts, and the parser of what comes back.
 
-The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables 7-10); the wording is
-ours.
+The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables 7-10), and worked
+examples are chat turns as there. The wording and the examples are ours.
 
     planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>     or  <answer> ... </answer>
     planner, text    <think> ... </think> <search> ... </search> <search> ... </search> or  <answer> ... </answer>
     worker           <think> ... </think> <select> [i][j] </select> <sentence> ... </sentence>
+
+Differences from the paper: a planner over a graph is told the number of every new candidate; a worker over a graph does
+not write the number of its source before the sentence; the prompt without workers is ours, for the paper prints none.
 
 Everything here reads only text that the model generated. What environments, users and the other agent say reaches a
 prompt through `Tokenizer.encode_plain`, which neutralises these tags, and on one line, so that it can neither end a

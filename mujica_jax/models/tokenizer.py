@@ -22,6 +22,7 @@ from mujica_jax.models.chat_template import FIRST_SURROGATE, ChatPieces, read_me
 from mujica_jax.models.families import token_ids
 
 PROTOCOL_TAGS = ("think", "search", "action", "answer", "select", "sentence", "information")
+OPEN_THOUGHT = "<think>"
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -164,13 +165,15 @@ class Tokenizer:
         """Return the ids from the first token to the generation prompt.
 
         `examples` are worked examples, (user message, model's reply) in their order. They stand between `system` and
-        `user` as turns of the chat template. `user` is untrusted; `system` and `examples` are ours."""
+        `user` as turns of the chat template. Where the template itself opens the thought of a turn, a reply does not
+        open it again. `user` is untrusted; `system` and `examples` are ours."""
         if not examples:
             return self._open(system, user)
         ids = self._open(system, examples[0][0])
         following = [*(message for message, _ in examples[1:]), user]
+        opens_thought = self._pieces.before_model.rstrip().endswith(OPEN_THOUGHT)
         for (_, reply), message in zip(examples, following, strict=True):
-            ids += self.encode_model(reply)
+            ids += self.encode_model(reply.removeprefix(OPEN_THOUGHT).lstrip() if opens_thought else reply)
             ids += self.continue_conversation(message, stopped=False)
         return ids
 
