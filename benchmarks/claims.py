@@ -54,7 +54,7 @@ EXPERIMENTS = {
     "mygo": Experiment("tiny_world", "", "start"),
     "mygo-asynchronous": Experiment("tiny_world", "--method.schedule asynchronous", "start"),
     "mygo-offline": Experiment("tiny_world", "--method.schedule offline", "start"),
-    "mygo-fixed": Experiment("tiny_world", "--method.threshold fixed --method.fixed-threshold 1.0", "start"),
+    "mygo-fixed": Experiment("tiny_world", "--method.threshold fixed --method.initial-threshold 1.0", "start"),
     "mygo-none": Experiment("tiny_world", "--method.threshold fixed", "start"),
     "grpo": Experiment("tiny_world_grpo", GRPO, "start"),
     "dapo": Experiment("tiny_world_grpo", f"--method.kind dapo {GRPO}", "start"),
@@ -136,7 +136,7 @@ SECTIONS = {  # of each table: its heading, and what stands before it
     "mygo": (
         MYGO,
         "The paper: MyGO beats its warm-up, offline as well as online, and the threshold matters. Of two rounds the\n"
-        "asynchronous and the offline schedule sample the second by the same policy: their scores are the same.",
+        "asynchronous and the offline schedule sample the second by the same policy; offline keeps K at 0.",
     ),
     "workers": (MYGO, "One core learns and evaluates, another one samples: four rounds of 200 questions."),
     "grpo": (

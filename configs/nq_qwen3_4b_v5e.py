@@ -1,6 +1,6 @@
 """Natural Questions over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips (v5e:2x2).
 
-    python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind exact --embedder intfloat/e5-base-v2 --out INDEX
+    python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind scann --embedder intfloat/e5-base-v2 --out INDEX
     python -m mujica_jax.eval configs/nq_qwen3_4b_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX \\
         --agents direct rag
 
@@ -11,7 +11,7 @@ of --init, whose engine fits too; the prompt-based rows of DecEx-RAG, table 1, a
 chain_of_thought rag iter_retgen ircot flare search_o1, and Search-R1 is --agent.style search_r1.
 
 Not run. It is for evaluation: a training step does not fit four chips. Limits are those of the paper's table 5, the
-embedder that of DecEx-RAG; its 21 million embeddings take half of each chip's memory.
+embedder that of DecEx-RAG; its 21 million embeddings are searched by ScaNN in the host's memory.
 """
 
 import dataclasses

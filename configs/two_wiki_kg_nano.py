@@ -4,7 +4,8 @@
 
 DIR holds a sample of the official dev records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). A hash splits it into
 training and held-out questions (`split_dev_files`), so its scores are not those of the official dev set. With a file
-train* in DIR nothing of dev* is trained on.
+train* in DIR nothing of dev* is trained on. What is searched is the graph of DIR: its triples or, without such a file,
+the gold evidences of its questions. The paper searched Wikidata, which is harder.
 """
 
 from mujica_jax.config.schema import (

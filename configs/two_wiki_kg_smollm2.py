@@ -4,6 +4,9 @@ so a longer warm-up pays more (docs/benchmarks.md); its length was not chosen on
 
     python -m mujica_jax.train configs/two_wiki_kg_smollm2.py --task.data-dir DIR --init smollm2
 
+What is searched is the graph of DIR: its triples or, without such a file, the gold evidences of its questions. The
+paper searched Wikidata, which is harder.
+
 The warm-up learns demonstrations that a script plays over the graph. Its rounds are sampled at the temperature at which
 policies are evaluated, so that what is learnt is what goes wrong there.
 """

@@ -1,6 +1,6 @@
 """2WikiMultihopQA over passages by DecEx-RAG, with Qwen2.5-7B-Instruct on 32 chips (v5e:4x8).
 
-    python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind exact --out INDEX
+    python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind scann --out INDEX
     python -m mujica_jax.train configs/two_wiki_text_decex_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX
 

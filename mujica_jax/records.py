@@ -142,7 +142,7 @@ class Search:
     materials: tuple[str, ...] = ()  # what the retriever returned, in the order shown to the worker
     selected: tuple[int, ...] = ()  # indexes into materials that the worker chose
     sentence: str = ""  # the worker's answer as the planner saw it
-    found: bool = False
+    found: bool = False  # whether it brought an answer, from materials or from the worker's own knowledge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

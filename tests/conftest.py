@@ -25,7 +25,16 @@ OUTCOMES = ("rerun", "failed", "error")
 PATIENCE_SECONDS = 120.0  # for a test that is a coroutine
 # Files that take ten seconds and more: begun last, one of them would go on alone.
 LONG = {
-    f"test_{name}.py" for name in ("extending", "graph_index", "tiny_world", "two_wiki", "serve", "what_a_run_keeps")
+    f"test_{name}.py"
+    for name in (
+        "extending",
+        "few_shot_warmup",
+        "graph_index",
+        "tiny_world",
+        "two_wiki",
+        "serve",
+        "what_a_run_keeps",
+    )
 }
 
 

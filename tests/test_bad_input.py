@@ -176,10 +176,11 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--method.max-attempts 0": "method.max_attempts is 0 and must be at least 1",
     "--method.keep-per-question 0": "method.keep_per_question is 0",
     "--method.keep-per-question 9": "method.keep_per_question is 9 and method.max_attempts 2: no question has more",
-    "--method.fixed-threshold 0.5": "method.fixed_threshold is 0.5 and method.threshold is rising",
+    "--method.initial-threshold 2": "method.initial_threshold is 2.0 and the best reward is 1: give a K from 0 to 1",
+    "--method.initial-threshold -0.1": "method.initial_threshold is -0.1 and the best reward is 1: give a K from 0",
+    "--method.initial-threshold nan": "method.initial_threshold is nan and the best reward is 1: give a K from 0 to 1",
     "--method.schedule offline --keep-policies 1": "keep_policies is 1 and method.schedule offline",
-    "--method.fixed-threshold 1.5": "method.fixed_threshold is 1.5 and the best reward is 1: give a K from 0 to it",
-    "--reward staged --staged.format False --method.fixed-threshold 1.5": "1.5 and the best reward is 1: give a K",
+    "--reward staged --staged.format False --method.initial-threshold 1.5": "1.5 and the best reward is 1: give a K",
     "--sampling.shard-questions 0": "sampling.shard_questions is 0",
     "--method.epochs 0": "method.epochs is 0",
     "--method.replay -0.5": "method.replay is -0.5",
@@ -376,7 +377,11 @@ def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_pat
     few_shot = ("--warmup.source", "few_shot")
     message = refused(train, SMOKE, "--run", "run", *PRETRAINED, *few_shot)
     assert "warmup.source is few_shot and init is None" in message
-    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
+    started = ("--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
+    message = refused(train, SMOKE, *started)
+    assert "agent.prompt is brief, which numbers materials in another way than worked examples do" in message
+    assert "warmup.source is few_shot: add --agent.prompt zero_shot" in message
+    message = refused(train, SMOKE, *started, "--agent.prompt", "zero_shot")
     assert re.search(
         r"the planner's prompt \(few_shot\) has \d+ tokens, needs \d+ .*: raise it to \d+ or more", message
     )

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -161,6 +162,22 @@ def test_a_section_of_another_kind_keeps_what_was_chosen_and_no_default():
     found = of_kind(dataclasses.replace(load_config("tiny_world"), method=grpo), "method", "dapo").method
     assert found == DapoConfig(**chosen)
     assert isinstance(found, DapoConfig) and found.dynamic_sampling and found.clip_high > grpo.clip_high
+
+
+@pytest.mark.parametrize("flag", ["--method.fixed-threshold", "--method.fixed_threshold", "--method.initial-threshold"])
+def test_the_first_threshold_is_set_by_its_flag_and_by_that_of_the_last_release(flag):
+    for words in ([flag, "0.5"], [f"{flag}=0.5"]):
+        method = command_line([str(SMOKE), *words], default="tiny_world").method
+        assert isinstance(method, MygoConfig) and method.initial_threshold == 0.5
+
+
+def test_a_run_of_the_last_release_is_read_with_its_threshold():
+    stored = json.loads(json.dumps(dataclasses.asdict(load_config(str(SMOKE)))))
+    del stored["method"]["initial_threshold"]
+    stored["method"] |= {"threshold": "fixed", "fixed_threshold": 0.25}
+    method = from_dict(Config, stored).method
+    assert isinstance(method, MygoConfig)
+    assert (method.keeps_threshold, method.initial_threshold) == (True, 0.25)
 
 
 def test_a_file_may_stand_behind_flags():
@@ -521,11 +538,11 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
 
     values = {"rounds": 3, "max_attempts": 4, "keep_per_question": 2, "epochs": 1, "replay": 2.0}
     values |= {"learning_rate": 1e-3, "end_learning_rate": 1e-4, "schedule": "offline", "threshold": "fixed"}
-    others = {"kind", "fixed_threshold"}
-    assert set(values) | others == {field.name for field in dataclasses.fields(MygoConfig)}
+    values |= {"initial_threshold": 0.9}
+    assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MygoConfig)}
     assert_each_changes(changed(smoke, "method", max_attempts=3), "method", values, rounds)
-    fixed = changed(smoke, "method", max_attempts=3, threshold="fixed", fixed_threshold=0.0)
-    assert_each_changes(fixed, "method", {"fixed_threshold": 1.0}, rounds)
+    fixed = changed(smoke, "method", max_attempts=3, threshold="fixed")
+    assert_each_changes(fixed, "method", {"initial_threshold": 1.0}, rounds)
     sampling = {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}
     assert set(sampling) | {"workers"} == {field.name for field in dataclasses.fields(SamplingConfig)}
     assert_each_changes(smoke, "sampling", sampling, rounds)
@@ -586,7 +603,7 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
     assert set(pretraining) == {field.name for field in dataclasses.fields(PretrainingConfig)}
     assert_each_changes(few, "pretraining", pretraining, warm_up)
     from_scratch = {"steps": 60, "learning_rate": 1e-2, "end_learning_rate": 1e-4}
-    from_scratch |= {"pretraining_share": 0.5, "miss_rate": 0.5}
+    from_scratch |= {"pretraining_share": 0.5, "miss_rate": 0.5, "epochs": 1, "rise_steps": 0}
     assert_each_changes(few, "warmup", from_scratch, warm_up)
     few_shot = {"source": "scripted", "few_shot_trajectories": 40, "few_shot_attempts": 1}
     assert set(from_scratch | few_shot) == {field.name for field in dataclasses.fields(WarmupConfig)}
@@ -594,6 +611,24 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
         dataclasses.replace(few, init="checkpoint"), "warmup", source="few_shot", few_shot_trajectories=30
     )
     assert_each_changes(with_checkpoint, "warmup", few_shot, warm_up)
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes", "rise"),
+    [
+        ({"steps": 500, "epochs": 1, "rise_steps": 0}, 1, 0),  # as MyGO: one pass on a plain cosine
+        ({"steps": 500, "epochs": 3, "rise_steps": 2}, 3, 2),
+        ({"steps": 2, "epochs": 3}, None, 2),  # no more updates than steps, and no longer a rise
+        ({"steps": 30}, None, 20),
+    ],
+)
+def test_a_warm_up_makes_its_steps_or_its_passes_whichever_is_less(smoke, asked, changes, passes, rise):
+    few = changed(changed(smoke, "task", demonstrations=10), "warmup", **changes)
+    (learnt,) = [one for one in asked(few, warmup.warm_up) if one[0] == "warm-up"]
+    _, num_rows, _, options = learnt
+    updates = changes["steps"] if passes is None else math.ceil(num_rows * passes / few.trainer.rows_per_step)
+    assert num_rows > few.trainer.rows_per_step and options["steps"] == updates <= changes["steps"]
+    assert options["warmup_steps"] == rise
 
 
 def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):

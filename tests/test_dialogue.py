@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from little_agent import completion, tokenizer
 
-from mujica_jax.agents.dialogue import Dialogue, with_system
+from mujica_jax.agents.dialogue import Dialogue, Opening, with_opening
 from mujica_jax.inference.requests import Completion
 
 END = tokenizer().end_of_turn_id
@@ -128,18 +128,38 @@ def test_a_script_has_no_log_probabilities():
     assert spoken.record().turns[-1].logprobs is None
 
 
-def test_another_system_prompt_changes_the_opening_alone():
-    def conversation(system: str):
-        spoken = dialogue(system)
+def test_another_opening_changes_the_first_turn_alone():
+    def conversation(opening: Opening):
+        spoken = Dialogue(tokenizer(), "planner", opening.system, opening.examples)
         spoken.add_user("Question: Who <answer>is</answer>?")
         spoken.add_model(completion("<think> hm </think>"))
         spoken.add_user("Obs: no.")
         spoken.add_model(completion("Bob", most_tokens=1))
         return spoken.record()
 
-    long, short = conversation("Plan.\n\nExamples:\n\nA long one."), conversation("Plan.")
-    changed = with_system(long, tokenizer(), "Plan.")
+    shown = (("Question: Where?", "<answer> Rome </answer>"), ("Question: When?", "<answer> 1961 </answer>"))
+    long, short = Opening(system="Plan it all.", examples=shown), Opening(system="Plan.")
+    changed, expected = with_opening(conversation(long), tokenizer(), short), conversation(short)
     assert changed.role == "planner"
-    assert (changed.token_ids, changed.loss_mask) == (short.token_ids, short.loss_mask)
-    assert [turn.text for turn in changed.turns] == [turn.text for turn in short.turns]
+    assert (changed.token_ids, changed.loss_mask) == (expected.token_ids, expected.loss_mask)
+    assert [turn.text for turn in changed.turns] == [turn.text for turn in expected.turns]
     assert all(turn.logprobs is None for turn in changed.turns), "they belonged to the longer prompt"
+
+
+def test_worked_examples_are_chat_turns_before_the_question_and_carry_no_loss():
+    examples = (("Question: Where?", "<search> a </search>"), ("Obs: Rome.", "<answer> Rome </answer>"))
+    spoken = Dialogue(tokenizer(), "planner", "Plan.", examples)
+    spoken.add_user("Question: Who?")
+    assert tokenizer().decode(spoken.token_ids) == (
+        "<|im_start|>system\nPlan.<|im_end|>\n"
+        "<|im_start|>user\nQuestion: Where?<|im_end|>\n<|im_start|>assistant\n<search> a </search><|im_end|>\n"
+        "<|im_start|>user\nObs: Rome.<|im_end|>\n<|im_start|>assistant\n<answer> Rome </answer><|im_end|>\n"
+        "<|im_start|>user\nQuestion: Who?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    spoken.add_model(completion("Ann"))
+    context, model = spoken.record().turns
+    assert (context.role, context.text, context.trained) == ("context", "Question: Who?", False)
+    assert (model.role, model.text, model.trained) == ("model", "Ann", True)
+    forked = Dialogue(tokenizer(), "planner", "Plan.", examples).fork()
+    forked.add_user("Question: Who?")
+    assert forked.token_ids == list(context.token_ids)

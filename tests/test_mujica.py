@@ -529,7 +529,7 @@ def test_candidates_of_a_question_are_not_shown_where_texts_are_searched():
 
 def test_without_split_the_planner_reads_what_was_found():
     policy = ToldPolicy([search((0, "Who made it?")), search((1, "a"), (2, "Where was she born?")), answer("Ghent")])
-    found = play(policy, split=False, prompt="zero_shot")
+    found = play(policy, split=False, prompt="zero_shot", max_trajectory_tokens=2000)
     assert (found.answer, len(found.conversations), found.counts["malformed_workers"]) == ("Ghent", 1, 0)
     shown = [turn.text for turn in found.conversations[0].turns if turn.role == "context"]
     assert shown[1] == (
@@ -539,18 +539,37 @@ def test_without_split_the_planner_reads_what_was_found():
     assert all(of.selected == () and of.found for of in found.searches)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sentence", "found"),
+    [
+        ("text", "Ilse Vand was born in Ghent.", True),  # from its own knowledge, as its prompt asks
+        ("text", NOTHING_FOUND, False),
+        ("graph", "Ilse Vand was born in Ghent.", False),  # its prompt asks for materials alone
+    ],
+)
+def test_what_a_worker_says_with_nothing_selected_reaches_the_planner(kind, sentence, found):
+    asks = search((0, "Where?")) if kind == "graph" else "<search> Where? </search>"
+    policy = ToldPolicy([asks, answer("Ghent")], {"Where?": read("[-1]", sentence)})
+    materials = GRAPH if kind == "graph" else {"Where?": (Material(text="Tin Orchard: A film."),)}
+    played = play(policy, LittleWorld(materials, kind=kind))
+    (asked,) = played.searches
+    assert (asked.selected, asked.sentence, asked.found) == ((), sentence, found)
+    shown = [turn.text for turn in played.conversations[0].turns if turn.role == "context"]
+    assert shown[1] == f"Obs: {sentence}"
+
+
 def test_without_parallel_one_search_a_turn_is_answered():
     reads = {"Who?": read("[1]", "Ilse Vand made it.")}
     policy = ToldPolicy([search((0, "Who?"), (1, "When?")), answer("Ghent")], reads)
     found = play(policy, parallel=False)
     assert [of.query for of in found.searches] == ["Who?"] and found.answer == "Ghent"
-    prompts = [
-        agent(prompt="few_shot", parallel=parallel).system_prompt("planner", kind)
-        for kind in ("graph", "text")
-        for parallel in (True, False)
-    ]
-    assert [prompt.count("Which film came out first") for prompt in prompts] == [1, 0, 1, 0]
-    assert ["one search a turn" in prompt for prompt in prompts] == [False, True] * 2
+    for kind in ("graph", "text"):
+        together, alone = (
+            agent(prompt="few_shot", parallel=parallel).opening("planner", kind) for parallel in (True, False)
+        )
+        assert "one search a turn" not in together.system and "one search a turn" in alone.system
+        assert alone.examples == together.examples[2:], "without the example that searches twice in a turn"
+        assert "Which film came out first" in together.examples[0][0]
 
 
 def test_two_models_write_as_planner_and_worker():

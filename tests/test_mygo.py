@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ def trajectory(attempt: Attempt, reward: float, said: int) -> Trajectory:
 class Played:
     """In the place of a `Run`: episodes come from `rewards[question][attempt]`; what was asked is kept."""
 
-    def __init__(self, rewards: dict[str, Sequence[float]], said: Callable[[Attempt], int]) -> None:
+    def __init__(self, rewards: Mapping[str, Sequence[float]], said: Callable[[Attempt], int]) -> None:
         self.rewards, self.said = rewards, said
         self.asked: list[tuple[str, int]] = []
         self.done: dict[int, Any] = {}
@@ -128,7 +128,7 @@ def test_a_repetition_does_not_count_towards_m():
 
 
 def test_a_fixed_threshold_does_not_follow_the_policy():
-    fixed = dataclasses.replace(METHOD, threshold="fixed", fixed_threshold=0.25)
+    fixed = dataclasses.replace(METHOD, threshold="fixed", initial_threshold=0.25)
     run, _, k = sampled({"easy": [0.3] * 6, "hard": [0.25] * 6}, k=0.0, method=fixed)
     assert k == 0.25 and attempts_of(run, "easy") == [0, 1] and attempts_of(run, "hard") == [0, 1, 2, 3, 4, 5]
 
@@ -168,6 +168,69 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
     mygo._run_rounds(run, state, [])
     assert happened == order
     assert (", sampled by policy 1, 1 behind" in lines[2]) == (schedule == "asynchronous")
+
+
+def play_rounds(
+    monkeypatch, rewards: Mapping[str, Sequence[float]], *, row_tokens: int = 8, **changes: Any
+) -> tuple[list[float], list[str]]:
+    """All rounds over the table of rewards: K of each round, and the lines that were printed."""
+    lines: list[str] = []
+    written: list[dict[str, Any]] = []
+    run: Any = Played(rewards, lambda attempt: attempt.number)
+    run.config.method = dataclasses.replace(METHOD, **changes)
+    run.config.trainer = types.SimpleNamespace(row_tokens=row_tokens, rows_per_step=1)
+
+    def ignore(*values: Any, **named: Any) -> None: ...
+
+    def fitting(rows: Sequence[Conversation]) -> list[Conversation]:
+        return [row for row in rows if len(row.token_ids) <= row_tokens]
+
+    run.learn, run.fitting = (lambda name, state, rows, **rates: state), fitting
+    run.progress.line = lines.append
+    run.compare = run.commit_policy = run.finish_phase = ignore
+    run.metrics.write = lambda phase, step, values: written.append(values)
+    run.clock = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
+    state: Any = 0
+    mygo._run_rounds(run, state, [])
+    return [values["k"] for values in written], lines
+
+
+HALF_RIGHT = {"easy": [0.75] * 6, "hard": [0.25] * 6}  # r_mean 0.5: the midpoint is 0.75
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [0.75, 0.75, 0.75]),
+        ({"initial_threshold": 0.5}, [0.75, 0.75, 0.75]),
+        ({"initial_threshold": 0.875}, [0.875, 0.875, 0.875]),
+        ({"threshold": "fixed", "initial_threshold": 0.5}, [0.5, 0.5, 0.5]),
+        ({"schedule": "offline"}, [0.0, 0.0, 0.0]),
+        ({"schedule": "offline", "initial_threshold": 0.5}, [0.5, 0.5, 0.5]),
+        ({"schedule": "offline", "threshold": "rising"}, [0.75, 0.75, 0.75]),
+        ({"schedule": "offline", "threshold": "rising", "initial_threshold": 0.875}, [0.875, 0.875, 0.875]),
+        ({"schedule": "asynchronous"}, [0.75, 0.75, 0.75]),
+    ],
+)
+def test_k_begins_where_it_is_told_to_and_stays_there_offline(monkeypatch, changes, expected):
+    assert play_rounds(monkeypatch, HALF_RIGHT, **changes)[0] == expected
+
+
+def test_a_first_k_of_the_best_reward_keeps_what_reaches_it(monkeypatch):
+    rewards = {"easy": [1.0, 0.9, 0.9, 0.9, 0.9, 0.9], "hard": [0.9] * 6}
+    ks, lines = play_rounds(monkeypatch, rewards, rounds=1, initial_threshold=1.0)
+    assert ks == [1.0] and lines[0].startswith("round 1: K 1.000, 1 of 12 kept")
+
+
+def test_a_round_says_whether_nothing_beat_k_or_what_was_kept_is_too_long(monkeypatch):
+    lines = play_rounds(monkeypatch, {"easy": [0.0] * 6, "hard": [0.0] * 6}, rounds=1)[1]
+    assert lines[1].startswith("round 1: no trajectory of 12 beat K = 0.500; the policy stays as it is. ")
+    lines = play_rounds(monkeypatch, {"easy": [1.0] * 6, "hard": [0.0] * 6}, rounds=1, row_tokens=0)[1]
+    assert lines[1] == (
+        "round 1: 2 of 8 trajectories beat K = 0.750, and none of their 2 conversations fits trainer.row_tokens 0, the "
+        "shortest has 1 tokens; the policy stays as it is. Raise trainer.row_tokens, or lower "
+        "agent.max_trajectory_tokens"
+    )
 
 
 def test_the_warnings_of_a_round_are_counted():

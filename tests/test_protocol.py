@@ -15,7 +15,6 @@ from mujica_jax.agents.protocol import (
     parse_worker,
     planner_observation,
     planner_opening,
-    system_prompt,
     worker_opening,
     write_answer,
     write_graph_searches,
@@ -344,24 +343,3 @@ def test_each_material_begins_a_line_of_its_own_with_its_number(kind, mode):
     assert lines[0] == "Question: Who is it?"
     assert [line.split(" ", 1)[0] for line in lines[2:]] == ["[0]", "[1]", "[2]"]
     assert lines[2].startswith("[0] a, b [7] x") and lines[4].startswith("[2] d")
-
-
-@pytest.mark.parametrize("kind", ["graph", "text"])
-def test_the_worked_examples_are_read_by_the_parser(kind):
-    shown = re.split(r"^Assistant: ", system_prompt("planner", kind, "few_shot"), flags=re.MULTILINE)[1:]
-    actions = [plan(re.split(r"\n(?:Obs|Candidate|Question): ", text)[0], kind) for text in shown]
-    assert [len(action.searches) for action in actions] == [2, 0, 1, 1, 0]
-    assert [action.answer for action in actions if not action.searches] == ["The Tin Orchard", "Ghent"]
-    shown = re.split(r"^Assistant: ", system_prompt("worker", kind, "few_shot"), flags=re.MULTILINE)[1:]
-    replies = [parse_worker(text, materials=2) for text in shown]
-    assert [reply.selected for reply in replies] == ([(1,), ()] if kind == "graph" else [(1,)])
-    assert all(reply.well_formed for reply in replies)
-
-
-@pytest.mark.parametrize("role", ["planner", "worker"])
-@pytest.mark.parametrize("kind", ["graph", "text"])
-def test_system_prompts_grow_from_brief_to_few_shot(role, kind):
-    brief, zero_shot, few_shot = (system_prompt(role, kind, mode) for mode in ("brief", "zero_shot", "few_shot"))
-    assert len(brief) < 40 < len(zero_shot)
-    assert few_shot.startswith(zero_shot) and "Examples" in few_shot
-    assert "<think>" in zero_shot and "<" not in brief

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from unittest.mock import MagicMock
 
 import pytest
 from little_agent import CONFIG, LittleWorld, agent, attempt, rewarded, tokenizer
@@ -9,9 +10,11 @@ from tiny_worlds import small_world
 
 from mujica_jax.agents.protocol import NOTHING_FOUND, SearchCall, parse_planner, parse_worker
 from mujica_jax.agents.scripted import ScriptedPolicy
-from mujica_jax.agents.scripted_text import first_statement, query_of
-from mujica_jax.records import Entity, Evidence, Question, StopReason, Trajectory
+from mujica_jax.agents.scripted_text import first_statement, query_of, without_silent_workers
+from mujica_jax.methods import supervised
+from mujica_jax.records import KNOWN, Entity, Evidence, Question, StopReason, Trajectory
 from mujica_jax.retrieval.statistics import RetrievalStatistics
+from mujica_jax.rewards import find_reward
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.tiny_world import world as tiny_world
 from mujica_jax.tasks.tiny_world.questions import KIND_SHARES
@@ -216,9 +219,9 @@ BORN = Material(text="Ilse Marten: Born May 3, 1920.", title="Ilse Marten")
 OTHER = Material(text="Ada Marten: Born in Ghent.", title="Ada Marten")
 
 
-def play_over(found: dict[str, list[Material]]) -> Trajectory:
-    episode = agent(**WIDE).run(attempt(BRIDGE, temperature=0.0), Passages(found), ScriptedPolicy(tokenizer()))
-    return asyncio.run(episode)
+def play_over(found: dict[str, list[Material]], question: Question = BRIDGE, **changes) -> Trajectory:
+    playing = agent(**{**WIDE, **changes})
+    return asyncio.run(playing.run(attempt(question, temperature=0.0), Passages(found), ScriptedPolicy(tokenizer())))
 
 
 def test_over_passages_the_worker_says_what_stands_there_and_the_planner_asks_twice():
@@ -229,6 +232,51 @@ def test_over_passages_the_worker_says_what_stands_there_and_the_planner_asks_tw
         ("Ilse Marten date of birth", (0,), "The date of birth of Ilse Marten is May 3, 1920."),
     ]
     assert (played.stop_reason, played.answer) == (StopReason.ANSWERED, "1920")
+
+
+def test_common_knowledge_that_no_passage_states_is_answered_from_memory():
+    """The worker selects [-1] and answers, as its prompt asks; the planner is told, and does not ask again."""
+    known = dataclasses.replace(BRIDGE, kind=f"compositional{KNOWN}")
+    played = play_over({"Who": [OTHER, FILM], "What": [OTHER]}, known)
+    assert [(search.query, search.selected, search.sentence, search.found) for search in played.searches] == [
+        ("Who is the director of Amber Tide?", (1,), "The director of Amber Tide is Ilse Marten.", True),
+        (
+            "What is the date of birth of Ilse Marten?",
+            (),
+            "The date of birth of Ilse Marten is 3 May 1920.",
+            True,
+        ),
+    ]
+    assert (played.stop_reason, played.answer) == (StopReason.ANSWERED, "1920")
+    observed = [turn.text for turn in played.conversations[0].turns if turn.role == "context"]
+    assert observed[-1] == "Obs: The date of birth of Ilse Marten is 3 May 1920."
+    assert without_silent_workers(played.conversations) == played.conversations
+
+
+def test_a_worker_that_says_that_nothing_was_found_is_no_demonstration():
+    """Its prompt asks for an answer from its own knowledge there. The planner and the other workers stay."""
+    played = play_over({"Who": [OTHER, FILM], "What": [OTHER], "Ilse": [BORN]})
+    planner, director, silent, born = played.conversations
+    assert parse_worker(silent.turns[-1].text, materials=1).sentence == NOTHING_FOUND
+    assert without_silent_workers(played.conversations) == (planner, director, born)
+
+
+def test_the_warm_up_learns_no_worker_that_says_that_nothing_was_found():
+    run = MagicMock(agent=agent(**WIDE), tokenizer=tokenizer(), reward=find_reward("f1", "two_wiki"))
+    run.config.warmup.miss_rate = 0.0
+    run.config.seed = 0
+    run.task = MagicMock(spec=TinyWorld, rule="two_wiki")
+    world = Passages({"Who": [OTHER, FILM], "What": [OTHER], "Ilse": [BORN]})
+    run.task.demonstrations.return_value = [(BRIDGE, world)]
+    _, (kept,) = supervised._scripted(run)
+    said = [parse_worker(one.turns[-1].text, materials=2).sentence for one in kept.conversations[1:]]
+    assert said == ["The director of Amber Tide is Ilse Marten.", "The date of birth of Ilse Marten is May 3, 1920."]
+
+
+def test_a_planner_that_reads_itself_is_no_silent_worker():
+    played = play_over({"Who": [FILM], "What": [OTHER], "Ilse": [BORN]}, split=False, max_trajectory_tokens=8000)
+    assert (played.stop_reason, played.answer) == (StopReason.ANSWERED, "1920")
+    assert without_silent_workers(played.conversations) == played.conversations
 
 
 def test_over_passages_that_state_nothing_the_planner_gives_up():

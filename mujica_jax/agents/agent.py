@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
+from mujica_jax.agents.dialogue import Opening
 from mujica_jax.inference.requests import Completion, Generator, SamplingParams, TokenIds
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.rewards import RewardFunction
@@ -87,8 +88,8 @@ class Agent(Protocol):
         """One episode, without its reward. A malformed turn ends it with a `StopReason`, never with an exception."""
         ...
 
-    def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
-        """What conversations of this role begin with, so that trajectories can be moved under another prompt."""
+    def opening(self, role: str, kind: EnvironmentKind) -> Opening:
+        """Return what conversations of this role begin with, so that trajectories can be moved to another prompt."""
         ...
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
-from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import Episode, Written
 from mujica_jax.agents.single import INFORMATION, INFORMATION_TAG, information
 from mujica_jax.agents.single import parse as parse_search
@@ -87,9 +87,9 @@ class Baseline:
     def __init__(self, tokenizer: Tokenizer, config: BaselineConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
 
-    def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
+    def opening(self, role: str, kind: EnvironmentKind) -> Opening:
         del kind
-        return READ_DOCUMENTS if role == READER else PROMPTS[self._config.kind]
+        return Opening(system=READ_DOCUMENTS if role == READER else PROMPTS[self._config.kind])
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         playing = _Playing(self._tokenizer, self._config, attempt, environment, policy)

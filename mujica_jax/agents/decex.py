@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
-from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import Episode
 from mujica_jax.agents.single import information
 from mujica_jax.config.agents import DecexConfig
@@ -95,26 +95,30 @@ _RULES = (
     "When a sub-question was not solved, ask it again in other words. When you know enough, write only the final "
     "answer, as short as possible, inside <answer> ... </answer>."
 )
-_EXAMPLES = f"""Question: Where was the director of film Amber Tide born?
-Assistant: <think> I need the director of Amber Tide. </think>
-<question> Who directed the film Amber Tide? </question>
-{SOLVE}
-Assistant: <search> Amber Tide 1961 film director </search>
-Passages found:
-[0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.
-Assistant: <think> Ilse Vandermark directed it. I need her place of birth. </think>
-<question> Where was Ilse Vandermark born? </question>
-{SOLVE}
-Assistant: <recall> Ilse Vandermark was born in Ghent. </recall>
-{GO_ON}
-Assistant: <think> She was born in Ghent. </think>
-<answer> Ghent </answer>"""
+# A worked example as chat turns: (user message, model's reply). People and works are invented.
+_EXAMPLES = (
+    (
+        "Question: Where was the director of film Amber Tide born?",
+        write_decision("I need the director of Amber Tide.", Decision(question="Who directed the film Amber Tide?")),
+    ),
+    (SOLVE, write_solution(Solution(query="Amber Tide 1961 film director"))),
+    (
+        information((Material(text="Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark."),)),
+        write_decision(
+            "Ilse Vandermark directed it. I need her place of birth.",
+            Decision(question="Where was Ilse Vandermark born?"),
+        ),
+    ),
+    (SOLVE, write_solution(Solution(recalled="Ilse Vandermark was born in Ghent."))),
+    (GO_ON, write_decision("She was born in Ghent.", Decision(answer="Ghent"))),
+)
 
 
-def system_prompt(mode: protocol.PromptMode) -> str:
+def opening(mode: protocol.PromptMode) -> Opening:
+    """Return the prompt of a mode: one line (`brief`), the rules, or the rules and a worked example (`few_shot`)."""
     if mode == "brief":
-        return _BRIEF
-    return _RULES + (f"\n\nExample:\n\n{_EXAMPLES}" if mode == "few_shot" else "")
+        return Opening(system=_BRIEF)
+    return Opening(system=_RULES, examples=_EXAMPLES if mode == "few_shot" else ())
 
 
 # --- the agent ---
@@ -145,9 +149,9 @@ class Decex:
     def __init__(self, tokenizer: Tokenizer, config: DecexConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
 
-    def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
+    def opening(self, role: str, kind: EnvironmentKind) -> Opening:
         del role, kind
-        return system_prompt(self._config.prompt)
+        return opening(self._config.prompt)
 
     def begin(self, attempt: Attempt, environment: Environment, policy: Policy) -> "Chain":
         return Chain(self._tokenizer, self._config, attempt, environment, policy)
@@ -164,7 +168,8 @@ class Chain(Episode):
     ) -> None:
         super().__init__(tokenizer, config, attempt, environment, policy)
         self._config = config
-        self._dialogue = Dialogue(tokenizer, DECEX, system_prompt(config.prompt))
+        begins = opening(config.prompt)
+        self._dialogue = Dialogue(tokenizer, DECEX, begins.system, begins.examples)
         self._dialogue.add_user(f"Question: {protocol.one_line(attempt.question.text)}")
         self._place = ""  # in a search tree
         self._turns = 0

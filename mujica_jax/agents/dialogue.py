@@ -14,9 +14,21 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Turn
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What the conversations of a role begin with."""
+
+    system: str  # the system prompt
+    # Worked examples as chat turns, (user message, model's reply) in their order. An example of several turns is
+    # several pairs; the first of them asks its question.
+    examples: tuple[tuple[str, str], ...] = ()
+
+
 class Dialogue:
-    def __init__(self, tokenizer: Tokenizer, role: str, system: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, role: str, system: str, examples: Sequence[tuple[str, str]] = ()) -> None:
+        """`examples` stand before the first user message (`Opening`). They are context, and carry no loss."""
         self._tokenizer, self._role, self._system = tokenizer, role, system
+        self._examples = tuple(examples)
         self._turns: list[Turn] = []
         self._stopped = False
         self.token_ids: list[int] = []
@@ -32,7 +44,7 @@ class Dialogue:
         if self._turns:
             ids = self._tokenizer.continue_conversation(text, stopped=self._stopped, inside=inside)
         else:
-            ids = self._tokenizer.open_conversation(self._system, text)
+            ids = self._tokenizer.open_conversation(self._system, text, self._examples)
         self._append(Turn(role="context", token_ids=tuple(ids), text=text))
 
     def add_model(self, completion: Completion, *, cut_at: str | None = None) -> str:
@@ -63,7 +75,7 @@ class Dialogue:
 
     def fork(self) -> "Dialogue":
         """The same so far; what is appended to either does not reach the other."""
-        other = Dialogue(self._tokenizer, self._role, self._system)
+        other = Dialogue(self._tokenizer, self._role, self._system, self._examples)
         other._turns, other.token_ids, other._stopped = list(self._turns), list(self.token_ids), self._stopped
         return other
 
@@ -75,13 +87,15 @@ class Dialogue:
         self.token_ids.extend(turn.token_ids)
 
 
-def with_system(conversation: Conversation, tokenizer: Tokenizer, system: str) -> Conversation:
-    """The same conversation under another system prompt: only the opening is rendered again, from the first message's
-    text.
+def with_opening(conversation: Conversation, tokenizer: Tokenizer, opening: Opening) -> Conversation:
+    """Return the same conversation after another opening.
 
-    Used for trajectories sampled with worked examples in the prompt, which are learnt without them (appendix D.3 of the
-    paper). Their log-probabilities belonged to the old prompt and are dropped."""
-    first, *rest = conversation.turns
-    opening = Turn(role="context", token_ids=tuple(tokenizer.open_conversation(system, first.text)), text=first.text)
-    turns = (dataclasses.replace(turn, logprobs=None) for turn in rest)
-    return Conversation(role=conversation.role, turns=(opening, *turns))
+    The first turn holds the system prompt, the worked examples and the first user message. It is rendered again from
+    the text of that message. All later turns keep their tokens. Trajectories that were sampled with worked examples are
+    learnt without them this way (appendix D.3 of the paper). Their log-probabilities belonged to the old opening and
+    are dropped."""
+    first, *later_turns = conversation.turns
+    ids = tokenizer.open_conversation(opening.system, first.text, opening.examples)
+    first = Turn(role="context", token_ids=tuple(ids), text=first.text)
+    later_turns = [dataclasses.replace(turn, logprobs=None) for turn in later_turns]
+    return Conversation(role=conversation.role, turns=(first, *later_turns))

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
-from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import Episode
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.models.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ class PlannerState:
     candidates: tuple[Entity, ...]
     searches: tuple[Search, ...]
     parallel: bool = True  # False: one search of a turn is answered
+    split: bool = True  # False: no worker reads, the planner is shown what was found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,15 @@ class Mujica:
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         return await _Episode(self, attempt, environment, policy).play()
 
-    def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
+    def opening(self, role: str, kind: EnvironmentKind) -> Opening:
         name = "planner" if role == PLANNER else "worker"
-        return protocol.system_prompt(name, kind, self._config.prompt, parallel=self._config.parallel)
+        config = self._config
+        return protocol.opening(name, kind, config.prompt, parallel=config.parallel, split=config.split)
+
+    def begin(self, role: str, kind: EnvironmentKind) -> Dialogue:
+        """Return a new conversation of this role."""
+        opening = self.opening(role, kind)
+        return Dialogue(self._tokenizer, role, opening.system, opening.examples)
 
 
 class _Episode(Episode):
@@ -68,7 +75,7 @@ class _Episode(Episode):
     def __init__(self, agent: Mujica, attempt: Attempt, environment: Environment, policy: Policy) -> None:
         super().__init__(agent._tokenizer, agent._config, attempt, environment, policy)
         self._agent, self._config = agent, agent._config
-        self._planner = Dialogue(self.tokenizer, PLANNER, agent.system_prompt(PLANNER, environment.kind))
+        self._planner = agent.begin(PLANNER, environment.kind)
         self._candidates = list(attempt.question.candidates) if environment.kind == "graph" else []
         self._workers: list[Conversation] = []
         self._malformed_workers = 0
@@ -105,6 +112,7 @@ class _Episode(Episode):
             candidates=tuple(self._candidates),
             searches=tuple(self.searches),
             parallel=self._config.parallel,
+            split=self._config.split,
         )
         stops = protocol.stop_strings(PLANNER, self.environment.kind)
         ends = {"stop_strings": stops, "cut_at": protocol.OBSERVATION}
@@ -158,10 +166,9 @@ class _Episode(Episode):
         texts = tuple(protocol.one_line(material.text) for material in materials)
         search = Search(iteration=iteration, query=call.query, entity=label, materials=texts)
         if not self._config.split:  # the planner reads itself
-            lines = protocol.numbered(shown, self._config.prompt)
-            read = dataclasses.replace(search, sentence=" ".join(lines) or protocol.NOTHING_FOUND, found=bool(lines))
-            return read, None, _entities(materials)
-        worker = Dialogue(self.tokenizer, WORKER, self._agent.system_prompt(WORKER, self.environment.kind))
+            line = protocol.found_line(shown, self._config.prompt)
+            return dataclasses.replace(search, sentence=line, found=bool(shown)), None, _entities(materials)
+        worker = self._agent.begin(WORKER, self.environment.kind)
         worker.add_user(protocol.worker_opening(call.query, shown, self.environment.kind, self._config.prompt))
         state = WorkerState(query=call.query, entity=entity, materials=materials)
         stops = protocol.stop_strings(WORKER, self.environment.kind)
@@ -169,7 +176,10 @@ class _Episode(Episode):
         written = await self.write(worker, f"{iteration}.{number}", state=state, **ends)
         reply = protocol.parse_worker(written.text if written.cut is None else "", materials=len(materials))
         self._malformed_workers += not reply.well_formed
-        search = dataclasses.replace(search, selected=reply.selected, sentence=reply.sentence, found=reply.found)
+        # Over texts a worker that selects nothing may answer from its own knowledge.
+        knows = self.environment.kind == "text" and reply.sentence != protocol.NOTHING_FOUND
+        found = reply.found or knows
+        search = dataclasses.replace(search, selected=reply.selected, sentence=reply.sentence, found=found)
         entities = _entities([materials[index] for index in reply.selected])
         conversation = worker.record()
         return search, conversation if conversation.turns[-1].role == "model" else None, entities

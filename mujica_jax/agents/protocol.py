@@ -1,11 +1,14 @@
 """The contract between planner, worker and environment: the prompts, and the parser of what comes back.
 
-The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables 7-10); the wording is
-ours.
+The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables 7-10), and worked
+examples are chat turns as there. The wording and the examples are ours.
 
     planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>     or  <answer> ... </answer>
     planner, text    <think> ... </think> <search> ... </search> <search> ... </search> or  <answer> ... </answer>
     worker           <think> ... </think> <select> [i][j] </select> <sentence> ... </sentence>
+
+Differences from the paper: a planner over a graph is told the number of every new candidate; a worker over a graph does
+not write the number of its source before the sentence; the prompt without workers is ours, for the paper prints none.
 
 Everything here reads only text that the model generated, outside of its thoughts (`models/thoughts.py`). Tags are read
 in capital and small letters, and the innermost of nested ones. What cannot be read is counted: see
@@ -21,6 +24,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from mujica_jax.agents.dialogue import Opening
 from mujica_jax.models.thoughts import outside_thoughts
 from mujica_jax.models.tokenizer import TAG_PATTERN
 from mujica_jax.records import Entity, StopReason
@@ -284,8 +288,12 @@ def write_worker(thought: str, selected: Sequence[int], sentence: str) -> str:
     return f"<think> {thought} </think>\n<select> {chosen} </select>\n<sentence> {sentence} </sentence>"
 
 
-# --- system prompts ---
+# --- prompts ---
 
+Role = Literal["planner", "worker"]
+Exchange = tuple[str, str]  # a user message and the model's reply
+
+# One line for models that were trained on the format.
 _BRIEF = {
     ("planner", "graph"): "Plan.",
     ("planner", "text"): "Plan searches.",
@@ -293,130 +301,283 @@ _BRIEF = {
     ("worker", "text"): "Read.",
 }
 
+_PLANNER_GRAPH_BEGINNING = """\
+You answer questions with the help of a knowledge graph. You are given a question and numbered candidate entities.
+First think inside <think> ... </think>: what is known, what is missing, which entity to ask about.
+Then either look facts up with Search([number], "one simple question") inside <action> ... </action>, or finish.
+Put searches that do not depend on each other into the same <action>, one a line; they are answered together.
+"""
+_PLANNER_TEXT_BEGINNING = """\
+You answer questions with the help of a search tool.
+First think inside <think> ... </think>: what is known, what is missing, how the question splits into simpler ones.
+Then either search, each query in its own <search> ... </search>, or finish.
+"""
+_QUERIES = (
+    "A query must be explicit and ask for one fact; it cannot refer to other queries. Queries that do not depend on "
+    "each other go into the same turn.\n"
+)
+_ANSWER = "When you know enough, write only the final answer, as short as possible, inside <answer> ... </answer>."
+
 _RULES = {
     ("planner", "graph"): (
-        "You answer questions with the help of a knowledge graph. You are given a question and numbered candidate "
-        "entities.\n"
-        "First think inside <think> ... </think>: what is known, what is missing, which entity to ask about.\n"
-        'Then either look facts up with Search([number], "one simple question") inside <action> ... </action>, or '
-        "finish.\n"
-        "Put searches that do not depend on each other into the same <action>, one a line; they are answered "
-        "together.\n"
+        f"{_PLANNER_GRAPH_BEGINNING}"
         "You then receive observations, and new candidates with their numbers. A search asks for one fact about one "
         "candidate.\n"
-        "When you know enough, write only the final answer, as short as possible, inside <answer> ... </answer>."
+        f"{_ANSWER}"
     ),
-    ("planner", "text"): (
-        "You answer questions with the help of a search tool.\n"
-        "First think inside <think> ... </think>: what is known, what is missing, how the question splits into simpler "
-        "ones.\n"
-        "Then either search, each query in its own <search> ... </search>, or finish.\n"
-        "A query must be explicit and ask for one fact; it cannot refer to other queries. Queries that do not depend "
-        "on each other go\n"
-        "into the same turn.\n"
-        "You then receive observations. When you know enough, write only the final answer, as short as possible, "
-        "inside\n"
-        "<answer> ... </answer>."
-    ),
+    ("planner", "text"): f"{_PLANNER_TEXT_BEGINNING}{_QUERIES}You then receive observations. {_ANSWER}",
     ("worker", "graph"): (
         "You extract one fact from numbered materials, each a triple: subject, relation, object.\n"
         "Think inside <think> ... </think> about which entity and which relation the question asks for.\n"
         "Put the index of every material that states the answer inside <select> ... </select>, like [0][2], or [-1] if "
         "none does.\n"
         "Then state the answer as one full sentence that mirrors the question inside <sentence> ... </sentence>. Use "
-        "only the\n"
-        f"materials. If none answers, the sentence is: {NOTHING_FOUND}"
+        f"only the materials. If none answers, the sentence is: {NOTHING_FOUND}"
     ),
     ("worker", "text"): (
         "You answer one question from numbered passages.\n"
         "Think inside <think> ... </think> about which passage answers it and why.\n"
         "Put the index of the passage you rely on inside <select> ... </select>, like [0], or [-1] if none helps.\n"
-        "Then state the answer as one full sentence that mirrors the question inside <sentence> ... </sentence>."
+        "Then state the answer as one full sentence that mirrors the question inside <sentence> ... </sentence>. If no "
+        "passage helps, try your best to answer the question from your own knowledge."
+    ),
+}
+# Without workers the planner is shown what a search found, and reads it itself.
+_RULES_WITHOUT_WORKERS = {
+    "graph": (
+        f"{_PLANNER_GRAPH_BEGINNING}"
+        "You then receive, for each search in its order, the triples about its candidate, numbered from [0]: subject, "
+        "relation, object. Read the facts off them yourself: some of them do not matter. You also receive new "
+        "candidates with their numbers. A search asks about one candidate.\n"
+        f"{_ANSWER}"
+    ),
+    "text": (
+        f"{_PLANNER_TEXT_BEGINNING}{_QUERIES}"
+        "You then receive, for each query in its order, the passages found, numbered from [0]. Read the facts off them "
+        "yourself: some of them do not matter.\n"
+        f"{_ANSWER}"
+    ),
+}
+_ONE_SEARCH = "\nWrite one search a turn: only the first one is answered."
+
+# --- worked examples: invented people and works, which give away no fact of a benchmark ---
+
+_FILM, _OTHER_FILM, _DIRECTOR, _OTHER_DIRECTOR, _CITY = (
+    Entity(id=label, label=label)
+    for label in ("Amber Tide", "The Tin Orchard", "Ilse Vandermark", "Anton Hale", "Ghent")
+)
+_WHICH_FIRST = "Which film came out first, Amber Tide or The Tin Orchard?"
+_WHERE_BORN = "Where was the director of film Amber Tide born?"
+_FILM_TRIPLES = (
+    ("Amber Tide", "publication date", "1961"),
+    ("Amber Tide", "director", "Ilse Vandermark"),
+)
+_OTHER_FILM_TRIPLES = (
+    ("The Tin Orchard", "publication date", "1948"),
+    ("The Tin Orchard", "director", "Anton Hale"),
+)
+_DIRECTOR_TRIPLES = (
+    ("Ilse Vandermark", "place of birth", "Ghent"),
+    ("Amber Tide", "director", "Ilse Vandermark"),
+)
+_FILM_PASSAGE = ("Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.",)
+_OTHER_FILM_PASSAGE = ("The Tin Orchard: The Tin Orchard is a comedy film of 1948 by Anton Hale.",)
+_DIRECTOR_PASSAGE = ("Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.",)
+
+
+def found_line(materials: Sequence[Sequence[str]], mode: PromptMode) -> str:
+    """Return what a search found as a planner without workers is shown it."""
+    return " ".join(numbered(materials, mode)) or NOTHING_FOUND
+
+
+def _planner_graph_examples(
+    dates: Sequence[str], director: str, birth: str, *, listed: Sequence[Entity]
+) -> tuple[tuple[Exchange, ...], ...]:
+    """Return two examples over a graph.
+
+    `dates`, `director` and `birth` are what the searches bring. `listed` are the candidates that the two searches for
+    dates add."""
+    return (
+        (
+            (
+                planner_opening(_WHICH_FIRST, [_FILM, _OTHER_FILM]),
+                write_graph_searches(
+                    "I need the publication dates of both films. They do not depend on each other.",
+                    [
+                        SearchCall(query="When did Amber Tide come out?", candidate=0),
+                        SearchCall(query="When did The Tin Orchard come out?", candidate=1),
+                    ],
+                ),
+            ),
+            (
+                planner_observation(dates, listed, 2),
+                write_answer(
+                    "Amber Tide came out in 1961 and The Tin Orchard in 1948. 1948 is earlier than 1961.",
+                    "The Tin Orchard",
+                ),
+            ),
+        ),
+        (
+            (
+                planner_opening(_WHERE_BORN, [_FILM]),
+                write_graph_searches(
+                    "First I need the director of Amber Tide.",
+                    [SearchCall(query="Who is the director of Amber Tide?", candidate=0)],
+                ),
+            ),
+            (
+                planner_observation([director], [_DIRECTOR], 1),
+                write_graph_searches(
+                    "The director is Ilse Vandermark. Now I need her place of birth.",
+                    [SearchCall(query="Where was Ilse Vandermark born?", candidate=1)],
+                ),
+            ),
+            (
+                planner_observation([birth], [_CITY], 2),
+                write_answer("The director was born in Ghent.", "Ghent"),
+            ),
+        ),
+    )
+
+
+def _planner_text_examples(dates: Sequence[str], director: str, birth: str) -> tuple[tuple[Exchange, ...], ...]:
+    """Return two examples over texts. `dates`, `director` and `birth` are what the searches bring."""
+    return (
+        (
+            (
+                planner_opening(_WHICH_FIRST, []),
+                write_text_searches(
+                    "I need the release dates of both films. They do not depend on each other.",
+                    [
+                        SearchCall(query="When was the film Amber Tide released?", candidate=None),
+                        SearchCall(query="When was the film The Tin Orchard released?", candidate=None),
+                    ],
+                ),
+            ),
+            (
+                planner_observation(dates, [], 0),
+                write_answer(
+                    "Amber Tide was released in 1961 and The Tin Orchard in 1948. 1948 is earlier than 1961.",
+                    "The Tin Orchard",
+                ),
+            ),
+        ),
+        (
+            (
+                planner_opening(_WHERE_BORN, []),
+                write_text_searches(
+                    "First I need the director of Amber Tide.",
+                    [SearchCall(query="Who directed the film Amber Tide?", candidate=None)],
+                ),
+            ),
+            (
+                planner_observation([director], [], 0),
+                write_text_searches(
+                    "The director is Ilse Vandermark. Now I need her place of birth.",
+                    [SearchCall(query="Where was Ilse Vandermark born?", candidate=None)],
+                ),
+            ),
+            (
+                planner_observation([birth], [], 0),
+                write_answer("The director was born in Ghent.", "Ghent"),
+            ),
+        ),
+    )
+
+
+# Each example is a chat of its own: its first message asks its question.
+_EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] = {
+    ("planner", "graph"): _planner_graph_examples(
+        ["Amber Tide came out in 1961.", "The Tin Orchard came out in 1948."],
+        "The director of Amber Tide is Ilse Vandermark.",
+        "Ilse Vandermark was born in Ghent.",
+        listed=[],
+    ),
+    ("planner", "text"): _planner_text_examples(
+        ["Amber Tide was released in 1961.", "The Tin Orchard was released in 1948."],
+        "The film Amber Tide was directed by Ilse Vandermark.",
+        "Ilse Vandermark was born in Ghent.",
+    ),
+    ("worker", "graph"): (
+        (
+            (
+                worker_opening("Who is the director of Amber Tide?", _FILM_TRIPLES, "graph", "few_shot"),
+                write_worker(
+                    "The question asks for the director of Amber Tide. Material [1] states it.",
+                    [1],
+                    "The director of Amber Tide is Ilse Vandermark.",
+                ),
+            ),
+        ),
+        (
+            (
+                worker_opening("Who is the mother of Ilse Vandermark?", _DIRECTOR_TRIPLES, "graph", "few_shot"),
+                write_worker(
+                    "The question asks for the mother of Ilse Vandermark. No material states it.", [], NOTHING_FOUND
+                ),
+            ),
+        ),
+    ),
+    ("worker", "text"): (
+        (
+            (
+                worker_opening(
+                    "Where was Ilse Vandermark born?", (_FILM_PASSAGE, _DIRECTOR_PASSAGE), "text", "few_shot"
+                ),
+                write_worker(
+                    "The question asks where Ilse Vandermark was born. Passage [1] says that she was born in Ghent.",
+                    [1],
+                    "Ilse Vandermark was born in Ghent.",
+                ),
+            ),
+        ),
+        (
+            (
+                worker_opening("How many days does a leap year have?", (_OTHER_FILM_PASSAGE,), "text", "few_shot"),
+                write_worker(
+                    "The question asks for the days of a leap year. No passage says it. I know that there are 366.",
+                    [],
+                    "A leap year has 366 days.",
+                ),
+            ),
+        ),
+    ),
+}
+_EXAMPLES_WITHOUT_WORKERS = {
+    "graph": _planner_graph_examples(
+        [found_line(_FILM_TRIPLES, "few_shot"), found_line(_OTHER_FILM_TRIPLES, "few_shot")],
+        found_line(_FILM_TRIPLES, "few_shot"),
+        found_line(_DIRECTOR_TRIPLES, "few_shot"),
+        listed=[_DIRECTOR, _OTHER_DIRECTOR],
+    ),
+    "text": _planner_text_examples(
+        [
+            found_line((_FILM_PASSAGE, _OTHER_FILM_PASSAGE), "few_shot"),
+            found_line((_OTHER_FILM_PASSAGE,), "few_shot"),
+        ],
+        found_line((_FILM_PASSAGE,), "few_shot"),
+        found_line((_FILM_PASSAGE, _DIRECTOR_PASSAGE), "few_shot"),
     ),
 }
 
-# Invented people and works: an example must not give away a fact of any benchmark.
-_EXAMPLES = {
-    ("planner", "graph"): """Question: Which film came out first, Amber Tide or The Tin Orchard?
-Candidate: [0] Amber Tide [1] The Tin Orchard
-Assistant: <think> I need the publication dates of both films. They do not depend on each other. </think>
-<action>
-Search([0], "When did Amber Tide come out?")
-Search([1], "When did The Tin Orchard come out?")
-</action>
-Obs: Amber Tide came out in 1961. The Tin Orchard came out in 1948.
-Assistant: <think> 1948 is earlier than 1961, so The Tin Orchard came out first. </think>
-<answer> The Tin Orchard </answer>
 
-Question: Where was the director of film Amber Tide born?
-Candidate: [0] Amber Tide
-Assistant: <think> First I need the director of Amber Tide. </think>
-<action>
-Search([0], "Who is the director of Amber Tide?")
-</action>
-Obs: The director of Amber Tide is Ilse Vandermark.
-Candidate: [1] Ilse Vandermark
-Assistant: <think> Now I need the place of birth of Ilse Vandermark. </think>
-<action>
-Search([1], "Where was Ilse Vandermark born?")
-</action>
-Obs: Ilse Vandermark was born in Ghent.
-Candidate: [2] Ghent
-Assistant: <think> The director was born in Ghent. </think>
-<answer> Ghent </answer>""",
-    ("planner", "text"): """Question: Which film came out first, Amber Tide or The Tin Orchard?
-Assistant: <think> I need the release dates of both films. They do not depend on each other. </think>
-<search> When was the film Amber Tide released? </search>
-<search> When was the film The Tin Orchard released? </search>
-Obs: Amber Tide was released in 1961. The Tin Orchard was released in 1948.
-Assistant: <think> 1948 is earlier than 1961, so The Tin Orchard came out first. </think>
-<answer> The Tin Orchard </answer>
+def opening(
+    role: Role, kind: EnvironmentKind, mode: PromptMode, *, parallel: bool = True, split: bool = True
+) -> Opening:
+    """Return what the conversations of a role begin with.
 
-Question: Where was the director of film Amber Tide born?
-Assistant: <think> First I need the director of Amber Tide. </think>
-<search> Who directed the film Amber Tide? </search>
-Obs: The film Amber Tide was directed by Ilse Vandermark.
-Assistant: <think> Now I need the place of birth of Ilse Vandermark. </think>
-<search> Where was Ilse Vandermark born? </search>
-Obs: Ilse Vandermark was born in Ghent.
-Assistant: <think> The director was born in Ghent. </think>
-<answer> Ghent </answer>""",
-    ("worker", "graph"): """Question: Who is the director of Amber Tide?
-Materials:
-[0] Amber Tide, publication date, 1961
-[1] Amber Tide, director, Ilse Vandermark
-Assistant: <think> The question asks for the director of Amber Tide. Material [1] states it. </think>
-<select> [1] </select>
-<sentence> The director of Amber Tide is Ilse Vandermark. </sentence>
-
-Question: Who is the mother of Ilse Vandermark?
-Materials:
-[0] Ilse Vandermark, place of birth, Ghent
-[1] Amber Tide, director, Ilse Vandermark
-Assistant: <think> The question asks for the mother of Ilse Vandermark. No material states it. </think>
-<select> [-1] </select>
-<sentence> No relevant information found. </sentence>""",
-    ("worker", "text"): """Question: Where was Ilse Vandermark born?
-Context:
-[0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.
-[1] Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.
-Assistant: <think> The question asks where Ilse Vandermark was born. Passage [1] says that she was \
-born in Ghent. </think>
-<select> [1] </select>
-<sentence> Ilse Vandermark was born in Ghent. </sentence>""",
-}
-
-
-def system_prompt(
-    role: Literal["planner", "worker"], kind: EnvironmentKind, mode: PromptMode, *, parallel: bool = True
-) -> str:
-    """`brief` is one line for models trained on the format, `zero_shot` the rules, `few_shot` worked examples too.
-    Without `parallel` the planner is told to search once a turn, and not shown the example that searches twice."""
-    key = (role, kind)
+    `brief` is one line for models that were trained on the format, `zero_shot` the rules, `few_shot` the rules and
+    worked examples as chat turns. Without `parallel` the planner is told to search once a turn, and is not shown the
+    example that searches twice. Without `split` it is told, and shown, that it reads what was found itself."""
     if mode == "brief":
-        return _BRIEF[key]
-    rules, examples = _RULES[key], _EXAMPLES[key]
+        return Opening(system=_BRIEF[role, kind])
+    rules, examples = _RULES[role, kind], _EXAMPLES[role, kind]
+    if role == "planner" and not split:
+        rules, examples = _RULES_WITHOUT_WORKERS[kind], _EXAMPLES_WITHOUT_WORKERS[kind]
     if role == "planner" and not parallel:
-        rules += "\nWrite one search a turn: only the first one is answered."
-        examples = "Question: " + examples.partition("\n\nQuestion: ")[2]
-    return rules if mode == "zero_shot" else f"{rules}\n\nExamples:\n\n{examples}"
+        rules += _ONE_SEARCH
+        examples = examples[1:]
+    if mode == "zero_shot":
+        return Opening(system=rules)
+    exchanges = [exchange for example in examples for exchange in example]
+    return Opening(system=rules, examples=tuple(exchanges))

@@ -134,9 +134,11 @@ def _words(relation: str, stating: Mapping[int, str]) -> str:
 
 
 def _unread(state: PlannerState) -> list[Search]:
-    """The last turn's searches that no worker read."""
+    """Return the last turn's searches that no worker read."""
+    if state.split:
+        return []
     last = [search for search in state.searches if search.iteration == state.searches[-1].iteration]
-    return [search for search in last if search.found and not search.selected]
+    return [search for search in last if search.found]
 
 
 def sample_text(agent: str = "mujica") -> Iterator[str]:
@@ -149,7 +151,7 @@ def sample_text(agent: str = "mujica") -> Iterator[str]:
     call = protocol.SearchCall(query="Who is the of", candidate=0)
     for kind in ("graph", "text"):
         for role in ("planner", "worker"):
-            yield protocol.system_prompt(role, kind, "brief")
+            yield protocol.opening(role, kind, "brief").system
     yield protocol.write_graph_searches("I need the and .", [call, call])
     yield protocol.write_text_searches("I need the and .", [call])
     yield protocol.write_answer("to and : same different earlier later longer more rather", "yes no")

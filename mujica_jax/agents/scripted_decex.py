@@ -24,7 +24,7 @@ def write(state: DecexState) -> str:
 
 def sample_text() -> Iterator[str]:
     """The words of prompts and scripts, for a from-scratch tokenizer."""
-    yield f"{decex.system_prompt('brief')}\n{decex.SOLVE}\n{decex.GO_ON}"
+    yield f"{decex.opening('brief').system}\n{decex.SOLVE}\n{decex.GO_ON}"
     yield decex.write_decision("The of is. I need the of .", Decision(question="Who is the of ?"))
     yield decex.write_decision("yes", Decision(answer="no"))
     yield decex.write_solution(Solution(recalled=f"The of is {UNKNOWN}."))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.scripted_text import conclusion, fact, stated
-from mujica_jax.agents.single import INFORMATION, INFORMATION_TAG, SingleState, found_lines, system_prompt
+from mujica_jax.agents.single import INFORMATION, INFORMATION_TAG, SingleState, found_lines, opening
 from mujica_jax.records import UNKNOWN, Question, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
@@ -42,7 +42,7 @@ def write(state: SingleState, *, recalls: bool = True) -> str:
 def sample_text() -> Iterator[str]:
     """The words of prompts and turns, for a from-scratch tokenizer."""
     for style in ("reflect", "search_r1"):
-        yield system_prompt(style, "brief")
+        yield opening(style, "brief").system
         state = SingleState(question=Question(id="", text="", answers=("",)), searches=(), style=style)
         later = dataclasses.replace(state, searches=(Search(iteration=0, query="", materials=()),))
         for each in (state, later):

@@ -2,15 +2,22 @@
 the passages that a search really found the words that state its object.
 
 The worker names the passage and repeats the object as it stands there, a date in the passage's own order of day and
-month. Where no passage states it, it says so, and the planner asks once more in other words, then gives up.
+month. Where no passage states the object, the worker selects [-1], and then:
+
+- If the question's kind says that its facts are common knowledge, the worker answers from its own knowledge, as its
+  prompt asks. A model can have learnt such a fact from the pre-training text.
+- Any other fact it cannot know, and a demonstration that states it would teach a model to invent facts. So the worker
+  says that nothing was found, and the planner asks once more in other words, then gives up. The prompt asks for an
+  answer here too, so the warm-up does not learn such a worker's reply (`without_silent_workers`).
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
 from mujica_jax.agents import protocol
-from mujica_jax.agents.mujica import PlannerState, WorkerState
-from mujica_jax.records import Evidence, Question, Search
+from mujica_jax.agents.mujica import WORKER, PlannerState, WorkerState
+from mujica_jax.records import Conversation, Evidence, Question, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki import chains
 
@@ -22,40 +29,69 @@ YEAR = re.compile(r"\b\d{3,4}\b")
 PARENTHESIS = re.compile(r"\s*\([^()]*\)\s*$")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What one of the script's questions asks for."""
+
+    evidence: Evidence
+    is_known: bool  # common knowledge, as the kind of the planner's question says
+
+
 class TextScript:
     """Remembers which triple each of its questions asks for: a worker is shown the question alone."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, Evidence] = {}
+        self._asked: dict[str, _Asked] = {}
 
     def open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]] | None:
         """The triples to ask for now, each in its next wording. None where one was asked in every wording in vain."""
-        found = [search for search in state.searches if search.found]
         asked = {search.query for search in state.searches}
         for evidences in chains.evidence_rounds(state.question.evidences):
             calls = []
             for evidence in evidences:
                 wordings = queries_of(evidence)
-                if any(one.query in wordings and (one.selected or stated(evidence, [one])) for one in found):
+                tried = [search for search in state.searches if search.query in wordings]
+                if any(_is_answered(search, evidence, state) for search in tried):
                     continue
                 query = next((wording for wording in wordings if wording not in asked), None)
                 if query is None:
                     return None
-                self._asked[query] = evidence
+                self._asked[query] = _Asked(evidence=evidence, is_known=state.question.is_known)
                 calls.append((evidence, protocol.SearchCall(query=query, candidate=None)))
             if calls:
                 return calls
         return []
 
     def read(self, state: WorkerState) -> str:
-        evidence = self._asked[state.query]
-        stated = first_statement(evidence, state.materials)
+        asked = self._asked[state.query]
+        evidence = asked.evidence
         what = f"{evidence.relation} of {evidence.subject}"
-        if stated is None:
-            return protocol.write_worker(f"No passage states the {what}.", [], protocol.NOTHING_FOUND)
-        number, value = stated
-        thought = f"Passage [{number}] states the {what}: {value}."
-        return protocol.write_worker(thought, [number], f"The {what} is {value}.")
+        statement = first_statement(evidence, state.materials)
+        if statement is not None:
+            number, value = statement
+            thought = f"Passage [{number}] states the {what}: {value}."
+            return protocol.write_worker(thought, [number], f"The {what} is {value}.")
+        sentence = fact(evidence, evidence.object) if asked.is_known else protocol.NOTHING_FOUND
+        return protocol.write_worker(f"No passage states the {what}.", [], sentence)
+
+
+def _is_answered(search: Search, evidence: Evidence, state: PlannerState) -> bool:
+    """Check that the search told the planner the object: in a worker's sentence, or in a passage that it reads."""
+    if not search.found:
+        return False
+    return state.split or stated(evidence, [search]) is not None
+
+
+def without_silent_workers(conversations: Sequence[Conversation]) -> tuple[Conversation, ...]:
+    """Return the conversations without those of workers that say that nothing was found.
+
+    The prompt of a worker over texts asks for an answer from its own knowledge instead."""
+    return tuple(one for one in conversations if one.role != WORKER or not _is_silent(one))
+
+
+def _is_silent(worker: Conversation) -> bool:
+    reply = worker.turns[-1].text
+    return protocol.field("sentence", reply) == protocol.NOTHING_FOUND
 
 
 def query_of(relation: str, label: str) -> str:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
-from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import Episode
 from mujica_jax.config.agents import SingleConfig
 from mujica_jax.models.thoughts import OPEN_THOUGHT
@@ -66,40 +66,6 @@ _RULES = {
     ),
 }
 _BRIEF = {"reflect": "Think, search if needed, reflect, answer.", "search_r1": "Think, search, answer."}
-_EXAMPLES = {
-    "reflect": """Question: Where was the director of film Amber Tide born?
-Assistant: <think> I do not know who directed Amber Tide. </think>
-<search> Amber Tide film director </search>
-<information>
-[0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.
-</information>
-Assistant: <reflect> The director is Ilse Vandermark. Her place of birth is missing. </reflect>
-<search> Ilse Vandermark place of birth </search>
-<information>
-[0] Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.
-</information>
-Assistant: <reflect> Ilse Vandermark was born in Ghent. </reflect>
-<answer> Ghent </answer>
-
-Question: Is 1948 earlier than 1961?
-Assistant: <think> 1948 is before 1961. </think>
-<reflect> 1948 is earlier than 1961. </reflect>
-<answer> yes </answer>""",
-    "search_r1": """Question: Where was the director of film Amber Tide born?
-Assistant: <think> I need the director of Amber Tide. </think>
-<search> Who directed the film Amber Tide? </search>
-<information>
-[0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.
-</information>
-Assistant: <think> Now I need where Ilse Vandermark was born. </think>
-<search> Where was Ilse Vandermark born? </search>
-<information>
-[0] Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.
-</information>
-Assistant: <think> She was born in Ghent. </think>
-<answer> Ghent </answer>""",
-}
-
 Style = Literal["reflect", "search_r1"]
 
 
@@ -110,12 +76,6 @@ class SingleState:
     question: Question
     searches: tuple[Search, ...]  # so far
     style: Style
-
-
-def system_prompt(style: Style, mode: protocol.PromptMode) -> str:
-    if mode == "brief":
-        return _BRIEF[style]
-    return _RULES[style] + (f"\n\nExamples:\n\n{_EXAMPLES[style]}" if mode == "few_shot" else "")
 
 
 def parse(text: str) -> tuple[str | None, str | None]:
@@ -133,6 +93,60 @@ def found_lines(materials: tuple[Material, ...]) -> str:
     """What stands inside <information> ... </information>."""
     lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
     return "\n".join(lines or [NOTHING])
+
+
+def _observation(*materials: Material) -> str:
+    """The message after a search, in a worked example."""
+    return f"{INFORMATION}\n{found_lines(materials)}\n</{INFORMATION_TAG}>"
+
+
+_FILM = Material(text="Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.")
+_DIRECTOR = Material(text="Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.")
+# Worked examples as chat turns: (user message, model's reply). People and works are invented.
+_EXAMPLES = {
+    "reflect": (
+        (
+            "Question: Where was the director of film Amber Tide born?",
+            "<think> I do not know who directed Amber Tide. </think>\n<search> Amber Tide film director </search>",
+        ),
+        (
+            _observation(_FILM),
+            "<reflect> The director is Ilse Vandermark. Her place of birth is missing. </reflect>\n"
+            "<search> Ilse Vandermark place of birth </search>",
+        ),
+        (
+            _observation(_DIRECTOR),
+            "<reflect> Ilse Vandermark was born in Ghent. </reflect>\n<answer> Ghent </answer>",
+        ),
+        (
+            "Question: Is 1948 earlier than 1961?",
+            "<think> 1948 is before 1961. </think>\n<reflect> 1948 is earlier than 1961. </reflect>\n"
+            "<answer> yes </answer>",
+        ),
+    ),
+    "search_r1": (
+        (
+            "Question: Where was the director of film Amber Tide born?",
+            "<think> I need the director of Amber Tide. </think>\n<search> Who directed the film Amber Tide? </search>",
+        ),
+        (
+            _observation(_FILM),
+            "<think> Now I need where Ilse Vandermark was born. </think>\n"
+            "<search> Where was Ilse Vandermark born? </search>",
+        ),
+        (
+            _observation(_FILM, _DIRECTOR),
+            "<think> She was born in Ghent. </think>\n<answer> Ghent </answer>",
+        ),
+    ),
+}
+
+
+def opening(style: Style, mode: protocol.PromptMode) -> Opening:
+    """Return the prompt of a mode: one line (`brief`), the rules, or the rules and worked examples (`few_shot`)."""
+    if mode == "brief":
+        return Opening(system=_BRIEF[style])
+    return Opening(system=_RULES[style], examples=_EXAMPLES[style] if mode == "few_shot" else ())
 
 
 def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bool = False) -> bool:
@@ -177,14 +191,15 @@ class Single:
     def __init__(self, tokenizer: Tokenizer, config: SingleConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
 
-    def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
+    def opening(self, role: str, kind: EnvironmentKind) -> Opening:
         del role, kind
-        return system_prompt(self._config.style, self._config.prompt)
+        return opening(self._config.style, self._config.prompt)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         config = self._config
         episode = Episode(self._tokenizer, config, attempt, environment, policy)
-        dialogue = Dialogue(self._tokenizer, SINGLE, system_prompt(config.style, config.prompt))
+        begins = opening(config.style, config.prompt)
+        dialogue = Dialogue(self._tokenizer, SINGLE, begins.system, begins.examples)
         dialogue.add_user(f"Question: {protocol.one_line(attempt.question.text)}")
         answer, reason = "", StopReason.ITERATION_LIMIT
         for turn in range(config.max_searches + 1):

@@ -30,7 +30,7 @@ from mujica_jax import metrics
 from mujica_jax.agents import protocol, synthesis_prompts
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.askable import is_askable, leaks, secrets
-from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import fit
 from mujica_jax.agents.evidence import chosen, is_faithful, pieces, place_in
 from mujica_jax.agents.mujica import PLANNER, WORKER, Mujica, PlannerState, WorkerState
@@ -69,8 +69,8 @@ class Synthesizer:
         self._synthesis = synthesis
         self._mujica = Mujica(synthesis.tokenizer, synthesis.agent)
 
-    def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
-        return self._mujica.system_prompt(role, kind)
+    def opening(self, role: str, kind: EnvironmentKind) -> Opening:
+        return self._mujica.opening(role, kind)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         """What it counts stands in docs/metrics.md. A failed trajectory keeps what was written so far."""
@@ -144,19 +144,19 @@ class _Writer:
         """The planner's conversation with the teacher, after the plan was made."""
         opening = protocol.planner_opening(self._question.text, state.candidates)
         if self._mode == "deductive":
-            return self._lesson.open(PLANNER, self._system(PLANNER), opening)
+            return self._lesson.open(PLANNER, self._prompt(PLANNER), opening)
         if self._mode == "abductive" and not self._gold:
             raise Refused("without_evidence")
         answer, evidence = self._question.answers[0], self._evidence_lines()
         if self._synthesis.teacher.plans:
             request = synthesis_prompts.plan_request(self._question.text, answer, evidence)
-            dialogue = self._lesson.open(PLANNER, synthesis_prompts.PLAN_RULES, request)
+            dialogue = self._lesson.open(PLANNER, Opening(system=synthesis_prompts.PLAN_RULES), request)
             params = dataclasses.replace(params, stop_strings=())
             planned = functools.partial(self._planned, state=state)
             self._plan = await self._lesson.ask("plan", dialogue, params, state, planned)
         hint = synthesis_prompts.planner_hint(answer, evidence, self._plan)
-        system = self._system(PLANNER) + synthesis_prompts.PLANNER_ADDITION
-        return self._lesson.open(PLANNER, system, f"{hint}\n\n{opening}")
+        prompt = self._prompt(PLANNER, synthesis_prompts.PLANNER_ADDITION)
+        return self._lesson.open(PLANNER, prompt, f"{hint}\n\n{opening}")
 
     def _planned(self, reply: str, state: PlannerState) -> list[str]:
         plan = [neutralise(line) for line in synthesis_prompts.parse_plan(reply)]
@@ -218,16 +218,16 @@ class _Writer:
     async def _read(self, state: WorkerState, params: SamplingParams) -> str:
         shown = [material.parts for material in state.materials]
         opening = protocol.worker_opening(state.query, shown, self._kind, self._synthesis.prompt)
-        system, places = self._system(WORKER), None
+        prompt, places = self._prompt(WORKER), None
         if self._mode == "abductive":
             request = synthesis_prompts.answer_request(state.query, [piece.text for piece in self._gold])
-            dialogue = self._lesson.open(WORKER, synthesis_prompts.ANSWER_RULES, request)
+            dialogue = self._lesson.open(WORKER, Opening(system=synthesis_prompts.ANSWER_RULES), request)
             stops = dataclasses.replace(params, stop_strings=synthesis_prompts.SENTENCE_STOPS)
             grounded = functools.partial(self._grounded, state=state)
             answer, places = await self._lesson.ask("answer", dialogue, stops, state, grounded)
-            system += synthesis_prompts.WORKER_ADDITION
+            prompt = self._prompt(WORKER, synthesis_prompts.WORKER_ADDITION)
             opening = f"{opening}\n{synthesis_prompts.worker_hint(answer, places)}"
-        dialogue = self._lesson.open(WORKER, system, opening)
+        dialogue = self._lesson.open(WORKER, prompt, opening)
         checked = functools.partial(self._checked_reading, state=state, params=params, places=places)
         return await self._lesson.ask("turn", dialogue, params, state, checked)
 
@@ -259,9 +259,11 @@ class _Writer:
             raise Refused("unfaithful")
         return self._fitting(protocol.write_worker(thought, read.selected, neutralise(read.sentence)), params)
 
-    def _system(self, role: str) -> str:
+    def _prompt(self, role: str, addition: str = "") -> Opening:
+        """Return the agent's own prompt as the teacher reads it, with `addition` behind the rules."""
         name, synthesis = "planner" if role == PLANNER else "worker", self._synthesis
-        return protocol.system_prompt(name, self._kind, synthesis.prompt, parallel=synthesis.agent.parallel)
+        prompt = protocol.opening(name, self._kind, synthesis.prompt, parallel=synthesis.agent.parallel)
+        return dataclasses.replace(prompt, system=prompt.system + addition)
 
     def _fitting(self, text: str, params: SamplingParams) -> str:
         if len(as_completion(self._synthesis.tokenizer, text).token_ids) > params.max_new_tokens:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mujica_jax.agents.agent import Attempt, Policy
-from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.inference.remote.formats import ReplyError
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
@@ -39,9 +39,9 @@ class Lesson:
         self._teacher, self._policy, self._attempt, self._max_tries = teacher, policy, attempt, max_tries
         self.counts: dict[str, float] = collections.defaultdict(float)
 
-    def open(self, role: str, system: str, message: str) -> Dialogue:
-        """A conversation with the teacher. `message` is untrusted, `system` is ours."""
-        dialogue = Dialogue(self._teacher.tokenizer, role, system)
+    def open(self, role: str, prompt: Opening, message: str) -> Dialogue:
+        """Open a conversation with the teacher. `message` is untrusted, `prompt` is ours."""
+        dialogue = Dialogue(self._teacher.tokenizer, role, prompt.system, prompt.examples)
         dialogue.add_user(message)
         return dialogue
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mujica_jax.config.agents import PromptedAgent
+from mujica_jax.config.agents import MujicaConfig, PromptedAgent
 from mujica_jax.config.fields import check_least, check_types, field_value, require
 from mujica_jax.config.method_checks import check_method, has_script
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TaskConfig, TrainerConfig
@@ -19,7 +19,8 @@ from mujica_jax.errors import UserError
 LEAST: Mapping[int, str] = {  # values of fields at least, where the section has them
     0: """
         engine.cache_gigabytes trainer.weight_decay trainer.spike_deviations trainer.z_loss trainer.save_seconds
-        trainer.lora_rank pretraining.documents pretraining.steps warmup.steps warmup.pretraining_share
+        trainer.lora_rank pretraining.documents pretraining.steps warmup.steps warmup.epochs
+        warmup.rise_steps warmup.pretraining_share
         method.rounds method.replay method.rows_per_update method.clip_low method.clip_high method.importance_cap
         method.overlong_tokens method.overlong_cache_tokens method.kl_coefficient method.skip_above
         method.budget_tokens method.min_reward staged.stage_two_round staged.beta distributed.process
@@ -139,6 +140,12 @@ def check_demonstrations(config: Config) -> None:
         raise UserError(
             f"agent.kind is {kind}, which has no worked examples, and warmup.source is few_shot: choose "
             "mujica or single"
+        )
+    brief = isinstance(config.agent, MujicaConfig) and config.agent.prompt == "brief"
+    if warmup.steps and warmup.source == "few_shot" and config.init and brief:
+        raise UserError(
+            "agent.prompt is brief, which numbers materials in another way than worked examples do, and "
+            "warmup.source is few_shot: add --agent.prompt zero_shot"
         )
 
 

@@ -14,13 +14,13 @@ import importlib.util
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import tyro
 
-from mujica_jax.config.fields import check_types
+from mujica_jax.config.fields import check_types, flag_of
 from mujica_jax.config.schema import Config
 from mujica_jax.config.tasks import STORED_WITHOUT
 from mujica_jax.errors import UserError, nearest
@@ -54,6 +54,7 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
     """The dataclass with the fields that flags name replaced."""
     words = list(arguments)
     for section, kinds in _sections_with_kinds(type(values)).items():
+        words = _with_new_names(words, section, kinds.values())
         values = _of_kind(values, section, kinds, words)
     words = _with_true(words, set(_true_or_false("", values)))
     return tyro.cli(
@@ -146,6 +147,8 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
     """
     hints = typing.get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    renamed = getattr(kind, "renamed", {})
+    values = {renamed.get(name, name): value for name, value in values.items()}
     for name in values:
         if name not in known:
             raise UserError(f"{kind.__name__} has no field {name}: {nearest(name, sorted(known))}")
@@ -204,6 +207,20 @@ def _sections_with_kinds(config: type) -> dict[str, dict[str, type]]:
         if members and "" not in members:
             found[name] = members
     return found
+
+
+def _with_new_names(words: Sequence[str], section: str, kinds: Iterable[type]) -> list[str]:
+    """Return the command line with flags of the last release under their new names (`renamed` of a section)."""
+    new_names: dict[str, str] = {}
+    for kind in kinds:
+        for old, new in getattr(kind, "renamed", {}).items():
+            new_names[flag_of(f"{section}.{old}")] = flag_of(f"{section}.{new}")
+            new_names[f"--{section}.{old}"] = flag_of(f"{section}.{new}")
+    renamed_words = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        renamed_words.append(f"{new_names.get(flag, flag)}{equals}{value}")
+    return renamed_words
 
 
 def _of_kind(values: Section, section: str, kinds: Mapping[str, type], words: list[str]) -> Section:

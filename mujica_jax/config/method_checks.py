@@ -73,14 +73,10 @@ def _check_mygo(config: Config, method: MygoConfig) -> None:
             "question has more trajectories than attempts, so lower the first or raise the second"
         )
     best = float(config.staged.answer) + float(config.staged.format) if config.reward == "staged" else 1.0  # rewards/
-    if not 0 <= method.fixed_threshold <= best:
+    if not 0 <= method.initial_threshold <= best:
         raise UserError(
-            f"method.fixed_threshold is {method.fixed_threshold} and the best reward is {best:g}: give a K from 0 to it"
-        )
-    if method.fixed_threshold and method.threshold == "rising":
-        raise UserError(
-            f"method.fixed_threshold is {method.fixed_threshold} and method.threshold is rising: add "
-            "--method.threshold fixed, or leave it out"
+            f"method.initial_threshold is {method.initial_threshold} and the best reward is {best:g}: give a K from 0 "
+            f"to {best:g}"
         )
 
 

@@ -1,6 +1,7 @@
 """Sections of methods; each joins the union in `schema.py`."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from mujica_jax.config.remote import RemoteConfig
@@ -23,9 +24,20 @@ class MygoConfig:
     # Which policy samples a round: the newest one, the one before it (so that sampling and learning can go on at once),
     # or the warm-up's for all rounds.
     schedule: Literal["online", "asynchronous", "offline"] = "online"
-    threshold: Literal["rising", "fixed"] = "rising"  # whether K follows the policy's mean reward
-    fixed_threshold: float = 0.0  # K where it is fixed; at 0 all that earns anything is kept
+    # rising: K follows the policy's mean reward. fixed: K stays at initial_threshold. auto: fixed offline, where one
+    # policy samples all rounds, and else rising.
+    threshold: Literal["auto", "rising", "fixed"] = "auto"
+    # K before the first round, from 0 to the best reward; where K is fixed, that of all rounds. At a fixed 0 everything
+    # that earns anything is kept, at the best reward only what reaches it.
+    initial_threshold: float = 0.0
     replay: float  # rows of earlier rounds and of the warm-up mixed in, as a share of the new rows
+
+    renamed: ClassVar[Mapping[str, str]] = {"fixed_threshold": "initial_threshold"}  # flags of the last release
+
+    @property
+    def keeps_threshold(self) -> bool:
+        """Whether K is the same in all rounds."""
+        return self.threshold == "fixed" or (self.threshold == "auto" and self.schedule == "offline")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

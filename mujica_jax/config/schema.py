@@ -187,9 +187,11 @@ class WarmupConfig:
     """
 
     source: Literal["scripted", "few_shot"] = "scripted"  # where demonstrations come from
-    steps: int  # updates; 0 leaves the warm-up out
-    learning_rate: float  # the highest, after a rise of up to 20 steps
+    steps: int  # updates, at most; 0 leaves the warm-up out
+    epochs: int = 0  # passes over the demonstrations, if these are fewer updates than steps; 0: as many as steps says
+    learning_rate: float  # the highest
     end_learning_rate: float  # where the cosine ends
+    rise_steps: int = 20  # updates in which the learning rate rises before the cosine; 0: a plain cosine
     pretraining_share: float  # pre-training documents mixed into the demonstrations, as a share of their tokens
     # The scripted demonstrator's one kind of noise (0 to 1): over graphs, the share of worker turns in which it misses
     # the fact before it; of the agent `single`, the share of questions about common knowledge that it searches for.

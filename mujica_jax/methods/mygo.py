@@ -12,12 +12,16 @@ kept planner conversation brings the conversations of its workers along as rows 
 `schedule` says which policy samples a round. Online: the newest one. Asynchronous: round n + 1 is sampled before round
 n is learnt, by the policy that round n - 1 left, so that both can go on at once. Offline: the warm-up's, all rounds
 before the first is learnt. The stages and the units of work are the same, in another order; each trajectory says which
-policy sampled it. With `threshold` fixed, K does not follow the policy: at 0 this is rejection-sampling fine-tuning.
+policy sampled it.
+
+K begins at `initial_threshold`, which the paper chooses for each data set. Offline K stays there in all rounds, as in
+appendix E of the paper's first version. `threshold` says otherwise: `rising` lets K follow the policy offline too,
+`fixed` keeps it in every schedule. A K that is fixed at 0 is rejection-sampling fine-tuning.
 
 Differences from the paper, all of them:
 
-- Its printed threshold lacks the factor one half and would accept nothing; a reward of r_sup passes where K = r_sup. K
-  begins at 0, not at a value chosen for the data set.
+- Its printed threshold lacks the factor one half and would accept nothing; a reward of r_sup passes where K = r_sup.
+- The paper does not print the values at which K begins. Ours is 0 unless `initial_threshold` says otherwise.
 - A trajectory whose planner conversation repeats one that is kept for its question is not kept, and does not count
   towards m.
 - Attempts after the first come in waves of 1, 2, 4, ... for all questions of a shard that lack kept ones, so that the
@@ -70,7 +74,7 @@ def _run_rounds(run: Run, state: PhaseState, rewarded: Sequence[Conversation]) -
     lag = LAG_ROUNDS.get(config.schedule, config.rounds)
     states = [state]  # by version of their policies
     waiting: collections.deque[tuple[list[Trajectory], float]] = collections.deque()  # sampled and not learnt
-    k = 0.0
+    k = config.initial_threshold
     replay = list(rewarded)
     results: list[PhaseResult] = []
     for number in range(1, config.rounds + 1):
@@ -106,10 +110,8 @@ def _run_rounds(run: Run, state: PhaseState, rewarded: Sequence[Conversation]) -
                 stretch=((number - 1) / config.rounds, number / config.rounds),
             )
         else:
-            run.progress.line(
-                f"{phase.name}: no trajectory of {len(trajectories)} beat K = {round_k:.3f}; the policy stays as it "
-                f"is. {advice(trajectories)}"
-            )
+            reason = why_nothing_is_learnt(trajectories, kept, k=round_k, row_tokens=run.config.trainer.row_tokens)
+            run.progress.line(f"{phase.name}: {reason}")
         replay += rows
         states.append(state)
         run.commit_policy(state, number)
@@ -120,6 +122,22 @@ def _run_rounds(run: Run, state: PhaseState, rewarded: Sequence[Conversation]) -
         of_rows = {"policy_lag": behind, "rows": len(rows), "too_long": left_out, "steps": steps}
         run.metrics.write("mygo", number, {"k": round_k, **found, **of_rows})
     return results
+
+
+def why_nothing_is_learnt(
+    trajectories: Sequence[Trajectory], kept: Sequence[Trajectory], *, k: float, row_tokens: int
+) -> str:
+    """Return the sentence for a round without a training row: nothing beat K, or all of what was kept is too long."""
+    if not kept:
+        return (
+            f"no trajectory of {len(trajectories)} beat K = {k:.3f}; the policy stays as it is. {advice(trajectories)}"
+        )
+    lengths = [len(row.token_ids) for row in training_rows(kept)]
+    return (
+        f"{len(kept)} of {len(trajectories)} trajectories beat K = {k:.3f}, and none of their {len(lengths)} "
+        f"conversations fits trainer.row_tokens {row_tokens}, the shortest has {min(lengths)} tokens; the policy stays "
+        "as it is. Raise trainer.row_tokens, or lower agent.max_trajectory_tokens"
+    )
 
 
 def _mixture(run: Run, rows: Sequence[Conversation], replay: Sequence[Conversation], number: int) -> PackedRows:

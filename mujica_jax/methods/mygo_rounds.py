@@ -120,8 +120,8 @@ def later_attempts(
 
 
 def next_threshold(config: MygoConfig, previous_k: float, mean_reward: float, best: float) -> float:
-    if config.threshold == "fixed":
-        return config.fixed_threshold
+    if config.keeps_threshold:
+        return config.initial_threshold
     return threshold(previous_k=previous_k, mean_first_attempt_reward=mean_reward, best_reward=best)
 
 

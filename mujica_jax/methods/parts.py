@@ -37,11 +37,14 @@ def check_prompts(agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKin
     """A conversation has room behind its prompt, in the agent's mode and in these, worked examples included."""
     if not isinstance(agent, PromptedAgent):  # baselines have prompts of their own
         return
-    roles = (PLANNER, WORKER) if isinstance(agent, MujicaConfig) else (agent.kind,)
+    roles, readers = (agent.kind,), (agent.kind,)
+    if isinstance(agent, MujicaConfig):
+        roles = (PLANNER, WORKER) if agent.split else (PLANNER,)
+        readers = (WORKER,) if agent.split else (PLANNER,)
     for mode, role in itertools.product(sorted({agent.prompt, *modes}), roles):
-        prompt = make_agent(dataclasses.replace(agent, prompt=mode), tokenizer).system_prompt(role, kind)
-        tokens = len(tokenizer.open_conversation(prompt, ""))
-        needed = tokens + agent.max_turn_tokens + (0 if role == PLANNER else agent.max_observation_tokens)
+        opening = make_agent(dataclasses.replace(agent, prompt=mode), tokenizer).opening(role, kind)
+        tokens = len(tokenizer.open_conversation(opening.system, "", opening.examples))
+        needed = tokens + agent.max_turn_tokens + (agent.max_observation_tokens if role in readers else 0)
         if needed > agent.max_trajectory_tokens:
             raise UserError(
                 f"the {role}'s prompt ({mode}) has {tokens} tokens, needs {needed} with what agent.max_turn_tokens and "

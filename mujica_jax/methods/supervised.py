@@ -20,11 +20,12 @@ from collections.abc import Iterator, Sequence
 
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
-from mujica_jax.agents.dialogue import with_system
+from mujica_jax.agents.dialogue import with_opening
 from mujica_jax.agents.scripted import ScriptedPolicy
+from mujica_jax.agents.scripted_text import without_silent_workers
 from mujica_jax.config.method_checks import has_script
 from mujica_jax.errors import UserError
-from mujica_jax.learning.trainer import TrainState
+from mujica_jax.learning.trainer import TrainState, steps_of_epochs
 from mujica_jax.methods.evaluation import right_ones
 from mujica_jax.methods.parts import make_agent
 from mujica_jax.methods.phases import WARM_UP, Phase, PhaseResult, PhaseState, tokens_of
@@ -35,7 +36,7 @@ from mujica_jax.records import Conversation, Question, Trajectory, Turn
 from mujica_jax.runtime import distributed
 from mujica_jax.tasks.environment import WrittenPassages
 from mujica_jax.tasks.task import FromScratchTask, Task
-from mujica_jax.trajectories.packing import pack
+from mujica_jax.trajectories.packing import PackedRows, pack
 from mujica_jax.trajectories.select import accepts, training_rows
 
 PRETRAINING = "pretraining"
@@ -60,29 +61,34 @@ def warm_up(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     conversations = run.fitting(training_rows(kept))
     if not conversations:
         raise UserError(_why_nothing_to_learn(run, len(trajectories), kept))
+
+    @functools.cache
+    def rows() -> PackedRows:
+        mixed = conversations + _mixed_documents(run, conversations)
+        return pack(mixed, row_tokens=run.config.trainer.row_tokens, seed=run.config.seed)
+
+    steps = config.steps
+    if steps and config.epochs:
+        steps = min(steps, steps_of_epochs(rows().num_rows, run.config.trainer.rows_per_step, config.epochs))
     state = run.learn(
         WARM_UP.name,
         run.initial_state if run.config.init else lambda: _pretrain(run),
-        lambda: pack(
-            conversations + _mixed_documents(run, conversations),
-            row_tokens=run.config.trainer.row_tokens,
-            seed=run.config.seed,
-        ),
-        steps=config.steps,
+        rows,
+        steps=steps,
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
-        warmup_steps=min(20, config.steps),
+        warmup_steps=min(config.rise_steps, steps),
     )
     run.commit_policy(state, WARM_UP.step)
-    steps = config.steps if run.config.init else config.steps + run.config.pretraining.steps
-    slots = steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens
+    trained_steps = steps if run.config.init else steps + run.config.pretraining.steps
+    slots = trained_steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens
     forward = tokens_of(trajectories) if few_shot else 0
     spent = {"accepted": len(kept), "forward_tokens": forward, "trained_slots": slots}
     result = run.finish_phase(WARM_UP, state, began=began, trajectories=len(trajectories), **spent)
     best = run.reward.best
     rewarded = {id(row) for row in training_rows([t for t in kept if accepts(t.reward, k=best, best_reward=best)])}
-    rows = [row for row in conversations if id(row) in rewarded]
-    return state, result, Demonstrations(rows=conversations, rewarded=rows)
+    rewarded_rows = [row for row in conversations if id(row) in rewarded]
+    return state, result, Demonstrations(rows=conversations, rewarded=rewarded_rows)
 
 
 def begin(run: Run, *, replayed: bool = False) -> tuple[PhaseState, PhaseResult, Demonstrations]:
@@ -174,6 +180,9 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
             if isinstance(environment, WrittenPassages):
                 planned = tuple(c for c in trajectory.conversations if c.role == "planner")
                 trajectory = dataclasses.replace(trajectory, conversations=planned)
+            elif environment.kind == "text":
+                spoken = without_silent_workers(trajectory.conversations)
+                trajectory = dataclasses.replace(trajectory, conversations=spoken)
             trajectories.append(trajectory)
             right.append(metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0)
 
@@ -238,11 +247,12 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
 
 def _zero_shot(run: Run, trajectory: Trajectory) -> Trajectory:
     """The same trajectory under the prompt that is trained."""
-    prompted = (
-        with_system(one, run.tokenizer, run.agent.system_prompt(one.role, run.task.environment_kind))
-        for one in trajectory.conversations
-    )
-    return dataclasses.replace(trajectory, conversations=tuple(prompted))
+    kind = run.task.environment_kind
+    conversations = [
+        with_opening(conversation, run.tokenizer, run.agent.opening(conversation.role, kind))
+        for conversation in trajectory.conversations
+    ]
+    return dataclasses.replace(trajectory, conversations=tuple(conversations))
 
 
 def _pretrain(run: Run) -> TrainState:

@@ -23,6 +23,7 @@ from mujica_jax.models.companions import read_json, refuse_pointer, stop_tokens
 from mujica_jax.models.thoughts import within_opened_thought
 
 PROTOCOL_TAGS = ("think", "search", "action", "answer", "select", "sentence", "information")
+OPEN_THOUGHT = "<think>"
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -183,8 +184,25 @@ class Tokenizer:
         byte_level = '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
         return [_bytes_of(token, byte_level and id not in self._added_ids) for id, token in enumerate(tokens)]
 
-    def open_conversation(self, system: str, user: str) -> list[int]:
-        """Ids from the first token to the generation prompt. `user` is untrusted, `system` is ours."""
+    def open_conversation(self, system: str, user: str, examples: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """Return the ids from the first token to the generation prompt.
+
+        `examples` are worked examples, (user message, model's reply) in their order. They stand between `system` and
+        `user` as turns of the chat template. Where the template itself opens the thought of a turn, a reply does not
+        open it again. `user` is untrusted; `system` and `examples` are ours."""
+        if not examples:
+            return self._open(system, user)
+        ids = self._open(system, examples[0][0])
+        # The messages of examples are ours, with the tags that we put into messages.
+        following = [self._tags.split(self._content(message)) for message, _ in examples[1:]]
+        following.append([self._content(neutralise(user))])
+        for (_, reply), content in zip(examples, following, strict=True):
+            ids += self.encode_model(reply.removeprefix(OPEN_THOUGHT).lstrip() if self.opened_thought else reply)
+            ids += self._continue(content, stopped=False)
+        return ids
+
+    def _open(self, system: str, user: str) -> list[int]:
+        """Return the ids of the system prompt, the first user message and the generation prompt."""
         pieces = self._pieces
         user = self._content(neutralise(user))
         if pieces.before_system is None:
@@ -199,11 +217,14 @@ class Tokenizer:
         prompt.
 
         `inside` is the protocol tag that we put around the message."""
-        after_model = self._added.split(self._pieces.after_model)
-        scaffold = after_model[1:] if stopped else after_model
         content: list[int | str] = [self._content(neutralise(user))]
         if inside is not None:
             content = [*self._tags.split(f"<{inside}>\n"), *content, *self._tags.split(f"\n</{inside}>")]
+        return self._continue(content, stopped)
+
+    def _continue(self, content: Sequence[int | str], stopped: bool) -> list[int]:
+        after_model = self._added.split(self._pieces.after_model)
+        scaffold = after_model[1:] if stopped else after_model
         return self._encode([*scaffold, *content, *self._added.split(self._pieces.before_model)])
 
     def messages(self, ids: Sequence[int]) -> list[dict[str, str]]:
