@@ -59,5 +59,10 @@ def select(
 
 
 def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
-    """The planner's conversation and every worker's, each an independent row."""
+    """The planner's conversation and every worker's, each an independent row of maximum likelihood."""
     return [conversation for trajectory in trajectories for conversation in trajectory.conversations]
+
+
+def policy_gradient_rows(trajectory: Trajectory) -> list[Conversation]:
+    """The same rows for a policy gradient: turns that a length limit cut are trained with the rest."""
+    return [conversation.with_cut_turns_trained() for conversation in trajectory.conversations]
