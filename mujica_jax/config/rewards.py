@@ -5,6 +5,8 @@ from typing import Literal
 
 from mujica_jax.config.remote import RemoteConfig
 
+STAGED, JUDGE = "staged", "judge"  # rewards with a section of their own
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagedRewardConfig:
@@ -33,3 +35,8 @@ class JudgeConfig(RemoteConfig):
 
     # Whether the judge reads the question. "Learning When to Search" shows it the prediction and the references alone.
     show_question: bool = False
+
+
+def needs_judge(reward: str, staged: StagedRewardConfig) -> bool:
+    """Whether a language model says what is right under the reward of this name."""
+    return reward == JUDGE or (reward == STAGED and staged.answer and staged.correctness == "judge")

@@ -268,7 +268,7 @@ class Config:
     method: MethodConfig
     eval: EvalConfig
     staged: StagedRewardConfig = dataclasses.field(default_factory=StagedRewardConfig)
-    judge: JudgeConfig = JudgeConfig()
+    judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     faults: FaultConfig = FaultConfig()
     distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()

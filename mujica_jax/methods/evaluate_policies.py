@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mujica_jax.agents.agent import Attempt, EnginePolicy, TwoPolicies, gather_polled
-from mujica_jax.config.schema import Config, SingleConfig, TaskConfig
+from mujica_jax.agents.faults import FaultGuard
+from mujica_jax.config.schema import Config, JudgeConfig, SingleConfig, TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.scheduler import BatchedGenerator
@@ -68,6 +69,12 @@ def evaluate(
         check_prompts(config.agent, tokenizer, tasks[config.task].environment_kind)
     reader = None if worker is None else _worker(worker, first, tokenizer)
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
+    faults = FaultGuard(first.faults)
+    asked_judge = None
+    if judge is not None:
+        asked_judge = Judge(
+            judge.generator, judge.tokenizer, first.judge, max_failures_in_a_row=first.faults.max_in_a_row
+        )
     if isinstance(policy, Checkpoint) and (otherwise := policy.trained_otherwise(first.agent)):
         progress.line(f"the policy was trained under other settings: {'; '.join(otherwise)}")
     if ask is not None:
@@ -85,7 +92,8 @@ def evaluate(
             tasks[config.task],
             policy=policy,
             worker=worker,
-            judge=judge,
+            judge=asked_judge,
+            faults=faults,
             tokenizer=tokenizer,
             generator=generator,
             reader=reader,
@@ -120,7 +128,8 @@ def _evaluate_one(
     *,
     policy: Checkpoint | Endpoint,
     worker: Checkpoint | None,
-    judge: Endpoint | None,
+    judge: Judge | None,
+    faults: FaultGuard,
     tokenizer: Tokenizer,
     generator: ScoredGenerator,
     reader: ScoredGenerator | None,
@@ -141,7 +150,8 @@ def _evaluate_one(
     scores = score_policy(
         policy.name,
         agent=make_agent(config.agent, tokenizer),
-        reward=make_reward(config, task.rule).at(generator.policy_version),
+        reward=make_reward(config, task.rule, judge).at(generator.policy_version),
+        faults=faults,
         generator=generator,
         task=task,
         config=config,
@@ -157,7 +167,7 @@ def _evaluate_one(
     )
     summary = scores.summary()
     if judge is not None and distributed.is_primary():
-        summary["greedy"] |= _judged(judge, scores, progress)
+        summary["greedy"] |= _judged(judge, config.judge, scores, progress)
     name, em = f"{task.name} {task.environment_kind}", scores.exact_matches()
     compared = Compared(task=name, agent=config.agent.kind, summary=summary["greedy"], em=em)
     if not distributed.is_primary():
@@ -175,16 +185,16 @@ def _evaluate_one(
     return compared
 
 
-def _judged(judge: Endpoint, scores: Scores, progress: Progress) -> dict[str, Any]:
+def _judged(judge: Judge, endpoint: JudgeConfig, scores: Scores, progress: Progress) -> dict[str, Any]:
     """What another model says of the greedy answers."""
-    progress.line(f"{judge.name} at {judge.place} judges {len(scores.questions)} answers")
-    judged = Judge(judge.generator, judge.tokenizer, f"{judge.place} {judge.name}")
-    found = judged.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
+    progress.line(f"{endpoint.model} at {endpoint.base_url} judges {scores.greedy.score.questions} answers")
+    found = judge.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
     progress.line(
-        f"{judge.name} says yes to {found['judge']}% and fails {found['judge_failures']} times; yes without an exact "
-        f"match {found['judge_yes_not_exact']} times and no with one {found['judge_no_but_exact']} times"
+        f"{endpoint.model} says yes to {found['judge']}%, without the {found['judge_failures']} answers on which it "
+        f"gave no verdict; yes without an exact match {found['judge_yes_not_exact']} times and no with one "
+        f"{found['judge_no_but_exact']} times"
     )
-    return found | {"judged_by": judge.name}
+    return found | {"judged_by": endpoint.model}
 
 
 def _about(config: Config, task: Task) -> dict[str, Any]:

@@ -169,8 +169,8 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
         for question, environment in from_scratch(run.task).demonstrations():
             run.preemption.check()
             attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
-            trajectory = await run.agent.run(attempt, environment, policy)
-            trajectory = trajectory.with_reward(run.reward(trajectory, question))
+            trajectory = await run.faults.play(run.agent, attempt, environment, policy)
+            trajectory = await run.reward.rewarded(trajectory, question)
             if isinstance(environment, WrittenPassages):
                 planned = tuple(c for c in trajectory.conversations if c.role == "planner")
                 trajectory = dataclasses.replace(trajectory, conversations=planned)
@@ -179,7 +179,10 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
 
     run.preemption.enter(f"{WARM_UP.name}: playing the demonstrations")
     asyncio.run(play())
-    slipped = [any(search.query in policy.missed for search in t.searches) for t in trajectories]
+    slipped = [
+        not trajectory.is_environment_fault and any(search.query in policy.missed for search in trajectory.searches)
+        for trajectory in trajectories
+    ]
     kept = [t for t, *keep in zip(trajectories, right, slipped, strict=True) if any(keep)]
     lost = [t.stop_reason for t, *keep in zip(trajectories, right, slipped, strict=True) if not any(keep)]
     ends = "".join(f"; of the rest {count} end as {end}" for end, count in Counter(lost).most_common(1))

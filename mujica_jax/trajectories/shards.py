@@ -109,7 +109,8 @@ def content_sha256(trajectories: Sequence[Trajectory]) -> str:
 
 
 def _turn_content(turn: Turn) -> tuple[str | bool | int, ...]:
-    """What the digest of a turn covers beside its numbers. A turn that is not cut has the digest of earlier versions."""
+    """Return what the digest of a turn covers beside its numbers. A turn that is not cut has the digest that earlier
+    versions gave it."""
     content = (turn.role, turn.text, turn.trained, len(turn.token_ids), turn.logprobs is None)
     return (*content, "cut") if turn.cut else content
 
