@@ -36,10 +36,11 @@ class FaultGuard:
         return trajectory
 
     def _count(self, trajectory: Trajectory) -> None:
-        if trajectory.is_environment_fault:
-            self._failed_in_a_row += 1
-        elif trajectory.searches:
-            self._failed_in_a_row = 0  # an episode without a search does not show that the retriever answers
+        if not trajectory.is_environment_fault:
+            if trajectory.searches:  # an episode without a search does not show that the retriever answers
+                self._failed_in_a_row = 0
+            return
+        self._failed_in_a_row += 1
         if self._failed_in_a_row > self._config.max_in_a_row:
             raise EnvironmentLost(
                 f"{self._failed_in_a_row} attempts in a row ended because a search failed, each of them played "

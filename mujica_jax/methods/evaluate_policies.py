@@ -11,12 +11,12 @@ from typing import Any
 
 from mujica_jax.agents.agent import Attempt, EnginePolicy, TwoPolicies, gather_polled
 from mujica_jax.agents.faults import FaultGuard
-from mujica_jax.config.schema import Config, JudgeConfig, SingleConfig, TaskConfig
+from mujica_jax.config.schema import Config, SingleConfig, TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.methods.evaluation import Play, ScoredGenerator, Scores, score_policy
-from mujica_jax.methods.judge import Judge
+from mujica_jax.methods.judge import Judge, judge_behind
 from mujica_jax.methods.parts import check_prompts, make_agent, make_reward, statistics_of
 from mujica_jax.methods.policies import Checkpoint
 from mujica_jax.methods.remote import Endpoint
@@ -70,11 +70,7 @@ def evaluate(
     reader = None if worker is None else _worker(worker, first, tokenizer)
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     faults = FaultGuard(first.faults)
-    asked_judge = None
-    if judge is not None:
-        asked_judge = Judge(
-            judge.generator, judge.tokenizer, first.judge, max_failures_in_a_row=first.faults.max_in_a_row
-        )
+    asked_judge = None if judge is None else judge_behind(judge, first)
     if isinstance(policy, Checkpoint) and (otherwise := policy.trained_otherwise(first.agent)):
         progress.line(f"the policy was trained under other settings: {'; '.join(otherwise)}")
     if ask is not None:
@@ -167,7 +163,7 @@ def _evaluate_one(
     )
     summary = scores.summary()
     if judge is not None and distributed.is_primary():
-        summary["greedy"] |= _judged(judge, config.judge, scores, progress)
+        summary["greedy"] |= _judged(judge, str(config.judge.base_url), scores, progress)
     name, em = f"{task.name} {task.environment_kind}", scores.exact_matches()
     compared = Compared(task=name, agent=config.agent.kind, summary=summary["greedy"], em=em)
     if not distributed.is_primary():
@@ -185,16 +181,16 @@ def _evaluate_one(
     return compared
 
 
-def _judged(judge: Judge, endpoint: JudgeConfig, scores: Scores, progress: Progress) -> dict[str, Any]:
+def _judged(judge: Judge, place: str, scores: Scores, progress: Progress) -> dict[str, Any]:
     """What another model says of the greedy answers."""
-    progress.line(f"{endpoint.model} at {endpoint.base_url} judges {scores.greedy.score.questions} answers")
+    progress.line(f"{judge.name} at {place} judges {scores.greedy.score.questions} answers")
     found = judge.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
     progress.line(
-        f"{endpoint.model} says yes to {found['judge']}%, without the {found['judge_failures']} answers on which it "
+        f"{judge.name} says yes to {found['judge']}%, without the {found['judge_failures']} answers on which it "
         f"gave no verdict; yes without an exact match {found['judge_yes_not_exact']} times and no with one "
         f"{found['judge_no_but_exact']} times"
     )
-    return found | {"judged_by": endpoint.model}
+    return found | {"judged_by": judge.name}
 
 
 def _about(config: Config, task: Task) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from typing import Protocol
 
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.rewards import needs_judge
-from mujica_jax.config.schema import Config, JudgeConfig
+from mujica_jax.config.schema import Config
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.requests import Generator, RequestError, SamplingParams
-from mujica_jax.methods.remote import open_endpoint
+from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.metrics import Rule, bootstrap_interval, normalise_squad, score
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question, Trajectory
@@ -127,16 +127,21 @@ class Judge:
         self,
         generator: Generator,
         tokenizer: Tokenizer,
-        config: JudgeConfig,
+        name: str,
         *,
+        show_question: bool = False,
+        concurrency: int = 8,
         verdicts: VerdictStore | None = None,
         max_failures_in_a_row: int = 16,
     ) -> None:
-        self._generator, self._tokenizer, self._config = generator, tokenizer, config
+        """`name` is the model's: another judge has other verdicts. `concurrency`: requests under way at once.
+        `verdicts` keeps what was said (None: the user's cache folder)."""
+        self._generator, self._tokenizer, self.name = generator, tokenizer, name
+        self._show_question, self._concurrency = show_question, concurrency
         self._verdicts = CachedVerdicts() if verdicts is None else verdicts
         self._max_failures_in_a_row = max_failures_in_a_row
         self._failures_in_a_row = 0
-        self._instruction = INSTRUCTION_WITH_QUESTION if config.show_question else INSTRUCTION
+        self._instruction = INSTRUCTION_WITH_QUESTION if show_question else INSTRUCTION
         self._known: dict[str, bool] = {}
         self._asking: dict[str, asyncio.Future[bool]] = {}  # what is being asked now
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
@@ -147,7 +152,7 @@ class Judge:
         if answer is None:
             return False
         text = self._message(question, answer)
-        key = hashlib.sha256("\n".join([str(self._config.model), self._instruction, text]).encode()).hexdigest()
+        key = hashlib.sha256("\n".join([self.name, self._instruction, text]).encode()).hexdigest()
         if key in self._known:
             return self._known[key]
         if key not in self._asking:  # attempts that answer the same at the same time share one verdict
@@ -186,7 +191,7 @@ class Judge:
             asyncio.run(asked())
         except NoVerdict as error:
             raise UserError(
-                f"the judge {self._config.model} gives no verdict ({error}): correct --judge.base-url and --judge.model"
+                f"the judge {self.name} gives no verdict ({error}): correct --judge.base-url and --judge.model"
             ) from error
 
     def _answered(self, key: str, task: asyncio.Future[bool]) -> None:
@@ -213,7 +218,7 @@ class Judge:
             self._failures_in_a_row += 1
             if self._failures_in_a_row > self._max_failures_in_a_row:
                 raise JudgeLost(
-                    f"the judge {self._config.model} gave no verdict {self._failures_in_a_row} times in a row, and "
+                    f"the judge {self.name} gave no verdict {self._failures_in_a_row} times in a row, and "
                     f"faults.max_in_a_row is {self._max_failures_in_a_row}; the last time: {error}; start it again or "
                     "correct its address, then give the same command; what is finished is kept"
                 ) from error
@@ -233,7 +238,7 @@ class Judge:
 
     def _message(self, question: Question, answer: str) -> str:
         references = list(dict.fromkeys(normalise_squad(gold) for gold in question.answers))
-        lines = [f"Question: {' '.join(question.text.split())}"] if self._config.show_question else []
+        lines = [f"Question: {' '.join(question.text.split())}"] if self._show_question else []
         lines.append(f"Prediction: {normalise_squad(answer)}")
         lines += [f"Reference: {reference}" for reference in references]
         return "\n".join(lines)
@@ -243,7 +248,7 @@ class Judge:
         as there may be many more answers than places."""
         loop = asyncio.get_running_loop()
         if self._places is None or self._places[0] is not loop:
-            self._places = loop, asyncio.Semaphore(self._config.concurrency)
+            self._places = loop, asyncio.Semaphore(self._concurrency)
         return self._places[1]
 
 
@@ -251,11 +256,17 @@ def open_judge(config: Config, verdicts: VerdictStore | None, *, out: RunPath) -
     """Return the judge that the reward of a configuration asks; None where it asks none. Sends no request yet."""
     if not needs_judge(config.reward, config.staged):
         return None
-    endpoint = open_endpoint(config.judge, out)
+    return judge_behind(open_endpoint(config.judge, out), config, verdicts)
+
+
+def judge_behind(endpoint: Endpoint, config: Config, verdicts: VerdictStore | None = None) -> Judge:
+    """Return the judge of a configuration, whose endpoint this is."""
     return Judge(
         endpoint.generator,
         endpoint.tokenizer,
-        config.judge,
+        endpoint.name,
+        show_question=config.judge.show_question,
+        concurrency=config.judge.concurrency,
         verdicts=verdicts,
         max_failures_in_a_row=config.faults.max_in_a_row,
     )

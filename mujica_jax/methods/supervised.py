@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.agents.dialogue import with_system
+from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.method_checks import has_script
 from mujica_jax.errors import UserError
@@ -160,8 +161,9 @@ def from_scratch(task: Task) -> FromScratchTask:
 
 def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     """Play the demonstrations in their environments. A script that fails by a miss stays in, as the noise it is meant
-    to be; one that cannot reach the gold answer is left out."""
+    to be; one that cannot reach the gold answer, or whose search failed, is left out."""
     policy = ScriptedPolicy(run.tokenizer, miss_rate=run.config.warmup.miss_rate, seed=run.config.seed)
+    faults = FaultGuard(run.config.faults)
     trajectories: list[Trajectory] = []
     right: list[bool] = []
 
@@ -169,7 +171,7 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
         for question, environment in from_scratch(run.task).demonstrations():
             run.preemption.check()
             attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
-            trajectory = await run.faults.play(run.agent, attempt, environment, policy)
+            trajectory = await faults.play(run.agent, attempt, environment, policy)
             trajectory = await run.reward.rewarded(trajectory, question)
             if isinstance(environment, WrittenPassages):
                 planned = tuple(c for c in trajectory.conversations if c.role == "planner")
