@@ -24,8 +24,14 @@ def get_config() -> Config:
         like,
         name="two_wiki_text_dapo_staged_qwen3_8b_v5e",
         agent=SingleConfig(
-            prompt="zero_shot", max_turn_tokens=512, max_trajectory_tokens=4096, max_observation_tokens=1500
+            prompt="zero_shot",
+            max_searches=4,  # and a fifth turn that answers
+            max_turn_tokens=8192,
+            max_observation_tokens=4096,
+            max_trajectory_tokens=2048 + 16384,  # the paper's limits of a prompt and of a response
         ),
+        engine=dataclasses.replace(like.engine, cache_gigabytes=2.0),
+        trainer=dataclasses.replace(like.trainer, row_tokens=2048 + 16384, rows_per_step=256, accumulation_steps=8),
         warmup=dataclasses.replace(like.warmup, source="scripted", steps=0),
         sampling=dataclasses.replace(like.sampling, questions_per_round=32, shard_questions=4),
         method=DapoConfig(

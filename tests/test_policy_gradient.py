@@ -409,3 +409,18 @@ def test_a_group_of_one_is_one_sentence_and_status_2(capsys):
     flags = "--method.kind dapo --method.rounds-per-phase 1 --method.group-attempts 1".split()
     assert train.main([SMOKE, *flags]) == 2
     assert capsys.readouterr().err.startswith("error: method.group_attempts is 1 and must be at least 2")
+
+
+def test_a_round_of_fewer_rows_than_an_update_learns_each_of_them_once(tmp_path):
+    """Two rows and eight in an update: six are padding, and every epoch is one update of the whole batch."""
+    method = dataclasses.replace(GRPO_METHOD, rounds=1, rows_per_update=8, epochs=2)
+    run = play(tmp_path, TABLE, method)
+    few = play(tmp_path / "few", TABLE, dataclasses.replace(method, rows_per_update=2))
+    _, rows, options = run.learnt[0]
+    assert (rows.num_rows, options["steps"], run.figures[1]["steps"]) == (8, 2, 2)
+    assert (few.learnt[0][1].num_rows, few.learnt[0][2]["steps"]) == (2, 2)
+    assert not rows.loss_mask[2:].any() and not rows.segment_ids[2:].any()
+    whole, part = rows.batch(slice(None), ("advantages",)), few.learnt[0][1].batch(slice(None), ("advantages",))
+    for name in ("tokens", "loss_mask"):
+        np.testing.assert_array_equal(getattr(whole, name)[:2], getattr(part, name))
+    np.testing.assert_array_equal(whole.columns["advantages"][:2], part.columns["advantages"])

@@ -109,12 +109,16 @@ def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: 
 
     @functools.cache
     def rows() -> PackedRows:
-        return scored(run, config, rollout().rows, state, number, reference)
+        """A round of fewer rows than an update has makes one update of all of them: rows of padding fill it, so that
+        none is learnt twice."""
+        compared = scored(run, config, rollout().rows, state, number, reference)
+        return compared.with_empty_rows(_trainer(run).rows_per_step)
 
     if left is None:
         run.compare(state, rollout().trajectories, number, number - 1)
         teaches = any(group.teaches for group in rollout().groups)  # else nothing would be learnt
-        num_rows, rows_per_step = rollout().rows.num_rows, _trainer(run).rows_per_step
+        rows_per_step = _trainer(run).rows_per_step
+        num_rows = max(rollout().rows.num_rows, rows_per_step)
         steps = steps_of_epochs(num_rows, rows_per_step, config.epochs) if teaches else 0
     else:
         steps = left.steps
