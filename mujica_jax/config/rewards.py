@@ -12,7 +12,8 @@ STAGED, JUDGE = "staged", "judge"  # rewards with a section of their own
 class StagedRewardConfig:
     """The reward `staged` ("Learning When to Search"). Each switch is an ablation of its table 4, `format` is ours."""
 
-    stage_two_round: int = 250  # first round of the second stage: half of the paper's 500, which does not say when
+    # First round of the second stage. The paper does not say when it begins: each stage has half of its 500 rounds.
+    stage_two_round: int = 251
     beta: float = 0.3  # what a search counts
     # What says that an answer is right: an exact match under the task's rule, or the model behind `judge`, as in the
     # paper.

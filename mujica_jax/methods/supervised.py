@@ -164,6 +164,7 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     to be; one that cannot reach the gold answer, or whose search failed, is left out."""
     policy = ScriptedPolicy(run.tokenizer, miss_rate=run.config.warmup.miss_rate, seed=run.config.seed)
     faults = FaultGuard(run.config.faults)
+    played: list[tuple[Trajectory, Question]] = []
     trajectories: list[Trajectory] = []
     right: list[bool] = []
 
@@ -172,12 +173,13 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
             run.preemption.check()
             attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
             trajectory = await faults.play(run.agent, attempt, environment, policy)
-            trajectory = await run.reward.rewarded(trajectory, question)
             if isinstance(environment, WrittenPassages):
                 planned = tuple(c for c in trajectory.conversations if c.role == "planner")
                 trajectory = dataclasses.replace(trajectory, conversations=planned)
-            trajectories.append(trajectory)
+            played.append((trajectory, question))
             right.append(metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0)
+        # All at once: a judge may have to be waited for.
+        trajectories.extend(await asyncio.gather(*(run.reward.rewarded(*one) for one in played)))
 
     run.preemption.enter(f"{WARM_UP.name}: playing the demonstrations")
     asyncio.run(play())
