@@ -73,6 +73,7 @@ EXPERIMENTS = {
     "staged-start": Experiment(STAGED, START),
     "staged": Experiment(STAGED, "", "staged-start"),
     **{f"staged-without-{part}": Experiment(STAGED, f"--staged.{part} False", "staged-start") for part in STAGED_PARTS},
+    "staged-unified": Experiment(STAGED, "--staged.unified True", "staged-start"),
     "evipath-start": Experiment("tiny_world", f"{START} --warmup.steps 200"),
     "evipath": Experiment(EVIPATH, "", "evipath-start"),
     # The policy is its own teacher, under its own prompt, which a warm-up of this run taught it: the same warm-up. What
@@ -460,6 +461,7 @@ class Runs:
                 ("staged", "end of stage one", "round 4"),
                 ("staged", "end of stage two"),
                 *((f"staged-without-{part}", f"without {part.replace('-', ' ')}") for part in STAGED_PARTS),
+                ("staged-unified", "without stages, unified (table 2)"),
                 sampled_searches=True,
             ),
             "evipath": self.table(

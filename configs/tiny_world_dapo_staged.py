@@ -6,8 +6,9 @@ About half of the questions are about common knowledge (`task.common_knowledge`)
 text that the model reads before its demonstrations, which answer it from memory. Model, reading and warm-up are larger
 than the tiny world's, so that it reads and remembers (chosen on dev with one seed, docs/LOG.md). The first stage
 rewards searching where an answer is wrong, the second one, from `staged.stage_two_round` on, answering without. In the
-table of the end, see how EM and searches move; `--staged.search False`, `--staged.stage-one False` and so on are the
-ablations.
+table of the end, see how EM and searches move. `--staged.search False`, `--staged.answer False`, `--staged.stage-one
+False` and `--staged.stage-two False` are the ablations of the paper's table 4, `--staged.unified True` is its table 2.
+An attempt that generates more than 448 tokens is punished for its length, as in DAPO.
 """
 
 import dataclasses
@@ -46,6 +47,8 @@ def get_config() -> Config:
             epochs=1,
             rows_per_update=32,
             max_sampled_batches=4,
+            overlong_tokens=560,  # five turns at their limit
+            overlong_cache_tokens=112,  # a fifth of it, as in DAPO
         ),
         reward="staged",
         staged=StagedRewardConfig(stage_two_round=5),

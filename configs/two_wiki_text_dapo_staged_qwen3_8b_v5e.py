@@ -5,11 +5,22 @@
 
 Learning When to Search, table 1, 2Wiki with Qwen3-8B: a judge accepts 0.28 without search, 0.43 with one, 0.51 trained.
 
-Attempts, batch, rate, KL term and beta are those of the paper's table 5, 500 steps of 32 questions. Ours: conversations
-of 4,096 tokens (16,384 there), turns of 512 and observations of 1,500 (8,192 and 4,096), several updates a step, of 32
-rows each (one there), DAPO's clip, a stage of 250 steps each, an evaluation every 50 steps (30), and bge over the
-task's index where the paper has E5 over Wikipedia, and Qwen3-Embedding for the queries. Not run;
-`tests/test_tpu_compile.py` compiles its training step.
+Attempts, batch, lengths, turns, rate, KL term and beta are those of the paper's table 5: 500 steps of 32 questions with
+32 attempts each, prompts of 2,048 tokens, observations of 4,096, turns of 8,192 and responses of 16,384, five turns. A
+conversation holds a prompt and a response, 18,432 tokens. The mini-batch is the whole batch, up to 256 rows of that
+length, 4.7 million tokens; a longer batch makes more than one update. Eight chips share each row's matrices, because a
+step needs 17.7 GB of temporaries on a chip of 16 GB where each chip has a row to itself, and 9.3 GB here
+(docs/memory.md). Keys and values have 1.5 GB a chip: the reference of the KL term takes 1 GB beside them.
+
+The judge of the paper is Qwen3-235B-A22B-Instruct; give it with
+
+    --staged.correctness judge --judge.base-url URL --judge.mode chat \\
+    --judge.model Qwen/Qwen3-235B-A22B-Instruct --judge.tokenizer DIR
+
+Without it an answer is right by exact match. Ours: DAPO's clip and its punishment of length (the paper trains by DAPO
+and does not speak of it), a stage of 250 steps each, an evaluation every 50 steps (30), 15% of the questions held out
+(20%), and bge over the task's index where the paper has E5 over Wikipedia, and Qwen3-Embedding for the queries. Not
+run; `tests/test_tpu_compile.py` compiles its training step.
 """
 
 import dataclasses
@@ -24,7 +35,20 @@ def get_config() -> Config:
         like,
         name="two_wiki_text_dapo_staged_qwen3_8b_v5e",
         agent=SingleConfig(
-            prompt="zero_shot", max_turn_tokens=512, max_trajectory_tokens=4096, max_observation_tokens=1500
+            prompt="zero_shot",
+            max_searches=4,  # and a fifth turn that answers
+            max_turn_tokens=8192,
+            max_observation_tokens=4096,
+            max_trajectory_tokens=2048 + 16384,  # the paper's limits of a prompt and of a response
+        ),
+        engine=dataclasses.replace(like.engine, cache_gigabytes=1.5),
+        trainer=dataclasses.replace(
+            like.trainer,
+            row_tokens=2048 + 16384,
+            rows_per_step=256,
+            accumulation_steps=64,  # four rows at a time, one for each group of eight chips
+            fsdp=4,
+            tensor=8,
         ),
         warmup=dataclasses.replace(like.warmup, source="scripted", steps=0),
         sampling=dataclasses.replace(like.sampling, questions_per_round=32, shard_questions=4),
@@ -36,6 +60,8 @@ def get_config() -> Config:
             end_learning_rate=1e-6,
             epochs=1,
             kl_coefficient=1e-4,
+            overlong_tokens=16384,
+            overlong_cache_tokens=4096,
         ),
         reward="staged",
         staged=StagedRewardConfig(stage_two_round=251, embedder="BAAI/bge-large-en-v1.5"),

@@ -1,5 +1,5 @@
 """2WikiMultihopQA over passages, with SmolLM2-135M as an agent that decides itself whether to search: staged rewards
-and DAPO. No score of it is measured yet.
+and DAPO. docs/claims.md has the scores of a shortened run.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_dapo_staged.py --task.data-dir DIR --init smollm2
 
@@ -39,6 +39,8 @@ def get_config() -> Config:
             epochs=1,
             rows_per_update=4,
             max_sampled_batches=3,
+            overlong_tokens=640,  # five turns at their limit
+            overlong_cache_tokens=128,  # a fifth of it, as in DAPO
         ),
         reward="staged",
         staged=StagedRewardConfig(stage_two_round=5, embedder="minilm"),

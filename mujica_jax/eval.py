@@ -33,6 +33,7 @@ from mujica_jax.config import schema
 from mujica_jax.config.checks import check
 from mujica_jax.config.fields import check_remote
 from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file, take_flag
+from mujica_jax.config.rewards import needs_judge
 from mujica_jax.config.schema import Config, RemoteConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods.policies import WANTED, Checkpoint, find_policy, init_as_checkpoint, is_run, read_object
@@ -71,7 +72,8 @@ class EvalArguments:
     reward: str
     seed: int
     remote: RemoteConfig
-    judge: RemoteConfig  # a model behind an endpoint that says which answers mean the same as the gold ones
+    judge: schema.JudgeConfig
+    faults: schema.FaultConfig
     distributed: schema.DistributedConfig
 
 
@@ -160,8 +162,10 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
         config = load_config(name or HELP_CONFIG)
     sections = {field.name for field in dataclasses.fields(EvalArguments)} & vars(config).keys()
     defaults = {section: getattr(config, section) for section in sections}
-    defaults |= {"remote": RemoteConfig(), "judge": RemoteConfig()}
+    defaults["remote"] = RemoteConfig()
     defaults["task"] = uncapped(config.task)
+    if not needs_judge(_flag_value(words, "--reward") or config.reward, config.staged):
+        defaults["judge"] = schema.JudgeConfig()  # the run was not trained by one; flags may name one all the same
     defaults["distributed"] = schema.DistributedConfig()  # a run's own says which machines trained it
     defaults["checkpoint"] = tyro.MISSING if remote is None and checkpoint is None else checkpoint
     given = override(EvalArguments(**defaults), words, prog="python -m mujica_jax.eval")
@@ -171,7 +175,6 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     config = dataclasses.replace(config, **changed)
     check(config)
     check_remote(given.remote)
-    check_remote(given.judge, "judge")
     return given, config
 
 

@@ -7,7 +7,7 @@ they are made; text is never tokenised again for training. Every file above impo
 import dataclasses
 import enum
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 TurnRole = Literal["context", "model"]
@@ -29,6 +29,9 @@ class StopReason(enum.StrEnum):
     BAD_REPLY = "bad_reply"  # the model's endpoint gave a reply that cannot be read, or refused this request
     SYNTHESIS_FAILED = "synthesis_failed"  # a teacher's turn stayed wrong in all of its tries
     RETRIEVER_FAILED = "retriever_failed"  # the environment raised a typed retrieval error after its retries
+
+
+JUDGE_FAILED = "judge_failed"  # counted in a trajectory whose reward was a judge's to give, and which got no verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,9 @@ class Question:
 class Turn:
     """A run of tokens with one author: `context` came from templates, users and retrievers, `model` was sampled.
 
-    `logprobs` (one float a token, float32, under the unmodified policy) exist for model turns that an engine sampled;
-    `trained` says whether the tokens carry loss. It is True for model turns only.
+    `logprobs` (one float a token, float32, under the unmodified policy) exist for model turns that an engine sampled.
+    `trained` says whether maximum likelihood learns the tokens. `cut` marks a model turn that a length limit ended:
+    maximum likelihood must not learn it, and a policy gradient must, since the reward of the episode punishes it.
     """
 
     role: TurnRole
@@ -111,9 +115,11 @@ class Turn:
     text: str
     logprobs: tuple[float, ...] | None = None
     trained: bool = False
+    cut: bool = False
 
     def __post_init__(self) -> None:
-        assert not (self.trained and self.role != "model"), "only tokens that the model generated carry loss"
+        assert self.role == "model" or not (self.trained or self.cut), "only tokens that the model generated carry loss"
+        assert not (self.trained and self.cut), "maximum likelihood does not learn a turn that a limit cut"
         assert self.logprobs is None or len(self.logprobs) == len(self.token_ids), "one log-probability a token"
 
 
@@ -130,6 +136,11 @@ class Conversation:
     def loss_mask(self) -> list[bool]:
         """True where the token itself is a training target."""
         return [turn.trained for turn in self.turns for _ in turn.token_ids]
+
+    def with_cut_turns_trained(self) -> "Conversation":
+        """Return the conversation as a policy gradient learns it: a turn that a length limit cut is trained too."""
+        turns = [dataclasses.replace(turn, trained=True, cut=False) if turn.cut else turn for turn in self.turns]
+        return dataclasses.replace(self, turns=tuple(turns))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,8 +186,28 @@ class Trajectory:
         """What is scored: None where the episode ended without an answer."""
         return self.answer if self.stop_reason is StopReason.ANSWERED else None
 
+    @property
+    def is_environment_fault(self) -> bool:
+        """Whether a search failed. The episode then says nothing about the policy."""
+        return self.stop_reason is StopReason.RETRIEVER_FAILED
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether `reward` is what the policy earned. Training leaves the other episodes out: a search or the judge
+        failed."""
+        return not self.is_environment_fault and JUDGE_FAILED not in self.counts
+
     def with_reward(self, reward: Reward) -> "Trajectory":
         return dataclasses.replace(self, reward=reward.total, rewards_by_part=dict(reward.parts))
+
+    def without_verdict(self) -> "Trajectory":
+        """Return the trajectory as one that no reward could be given."""
+        return dataclasses.replace(self, reward=0.0, rewards_by_part={}, counts={**self.counts, JUDGE_FAILED: 1.0})
+
+
+def rewarded(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """Those that count in groups, means and thresholds."""
+    return [trajectory for trajectory in trajectories if trajectory.is_rewarded]
 
 
 def generated_tokens(trajectories: Sequence[Trajectory]) -> int:

@@ -12,6 +12,7 @@ import time
 
 from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import command_line, implementation, take_flag
+from mujica_jax.config.method_checks import check_judge_is_asked
 from mujica_jax.config.schema import Config
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = command_line(words, default=DEFAULT_CONFIG)
         check(config)
         check_demonstrations(config)
+        check_judge_is_asked(config)
         distributed.start(config.distributed, preemption.on_notice)
         new = f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         directory = config.run or distributed.broadcast("run directory", lambda: new)

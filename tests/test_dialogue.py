@@ -74,9 +74,13 @@ def test_a_turn_that_was_cut_off_is_not_trained_and_is_closed_before_the_next_on
         spoken.add_model(said)
         spoken.add_user("Obs: go on.")
     first, second, third = cut.record().turns
-    assert not second.trained and END not in second.token_ids
+    assert not second.trained and second.cut and END not in second.token_ids
     assert third.token_ids[0] == END and third.token_ids[1:] == whole.record().turns[2].token_ids
     assert not any(cut.record().loss_mask)
+    learnt = cut.record().with_cut_turns_trained()
+    assert learnt.loss_mask == [turn is learnt.turns[1] for turn in learnt.turns for _ in turn.token_ids]
+    assert learnt.token_ids == cut.record().token_ids and learnt.turns[1].logprobs == second.logprobs
+    assert whole.record().with_cut_turns_trained() == whole.record()
 
 
 def ended_by(stop_string: str, text: str) -> Completion:

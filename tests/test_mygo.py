@@ -31,9 +31,10 @@ def trajectory(attempt: Attempt, reward: float, said: int) -> Trajectory:
 
 
 class Played:
-    """In the place of a `Run`: episodes come from `rewards[question][attempt]`; what was asked is kept."""
+    """In the place of a `Run`: episodes come from `rewards[question][attempt]`, where None is an attempt whose search
+    failed; what was asked is kept."""
 
-    def __init__(self, rewards: Mapping[str, Sequence[float]], said: Callable[[Attempt], int]) -> None:
+    def __init__(self, rewards: Mapping[str, Sequence[float | None]], said: Callable[[Attempt], int]) -> None:
         self.rewards, self.said = rewards, said
         self.asked: list[tuple[str, int]] = []
         self.done: dict[int, Any] = {}
@@ -63,7 +64,9 @@ class Played:
 
     def _play(self, attempt: Attempt) -> Trajectory:
         self.asked.append((attempt.question.id, attempt.number))
-        return trajectory(attempt, self.rewards[attempt.question.id][attempt.number], self.said(attempt))
+        reward = self.rewards[attempt.question.id][attempt.number]
+        played = trajectory(attempt, reward or 0.0, self.said(attempt))
+        return dataclasses.replace(played, stop_reason=StopReason.RETRIEVER_FAILED) if reward is None else played
 
     def sample(self, number: int, shard: int, attempts: Sequence[Attempt], heard: object) -> Any:
         return None, [self._play(attempt) for attempt in attempts]
@@ -75,7 +78,9 @@ class Played:
         return None, played
 
 
-def sampled(rewards: dict[str, Sequence[float]], *, k: float = 0.0, said=lambda attempt: attempt.number, method=METHOD):
+def sampled(
+    rewards: Mapping[str, Sequence[float | None]], *, k: float = 0.0, said=lambda attempt: attempt.number, method=METHOD
+):
     run: Any = Played(rewards, said)
     run.config.method = method
     nothing: Any = None
@@ -125,6 +130,16 @@ def test_a_repetition_does_not_count_towards_m():
     assert attempts_of(run, "easy") == attempts_of(run, "hard") == [0, 1, 2, 3]
     kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
     assert [(t.question_id, t.attempt) for t in kept] == [("easy", 0), ("easy", 3), ("hard", 0), ("hard", 3)]
+
+
+def test_an_attempt_whose_search_failed_moves_no_threshold_and_costs_an_attempt():
+    """The first attempt at the hard question fails: the mean is the easy one's alone. Both are tried until two are
+    kept; of the hard one attempts 1 and 2 are."""
+    run, trajectories, k = sampled({"easy": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0], "hard": [None, 1.0, 1.0, 1.0, 1.0, 1.0]})
+    assert k == 0.75 and run.done[1] == (0.5, 0.75)  # (0.5 + 1) / 2; with a reward of 0 it would be 0.625
+    kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
+    assert [(t.question_id, t.attempt) for t in kept] == [("easy", 1), ("easy", 2), ("hard", 1), ("hard", 2)]
+    assert len(trajectories) == len(run.asked), "it stays in the records"
 
 
 def test_a_fixed_threshold_does_not_follow_the_policy():

@@ -21,10 +21,11 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.losses.policy import DAPO, GRPO, importance_weights
 from mujica_jax.methods import policy_gradient, rollouts
 from mujica_jax.methods.run import Run
-from mujica_jax.records import Conversation, Question, Trajectory, Turn
+from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.trajectories.groups import overlong_punishment
 from mujica_jax.trajectories.packing import PackedRows
+from mujica_jax.trajectories.select import training_rows
 from mujica_jax.trajectories.store import Store
 
 SMOKE = str(Path(__file__).parent / "loops" / "smoke_config.py")
@@ -40,6 +41,7 @@ DAPO_METHOD = DapoConfig(**COMMON, max_sampled_batches=3, importance_cap=0.0)
 GRPO_METHOD = GrpoConfig(**COMMON, importance_cap=0.0)
 QUESTIONS = [Question(id=f"q{number}", text="?", answers=("yes",)) for number in range(8)]
 GIVEN, SAID = (5, 6, 7), (1, 2)  # tokens of a context and of a model's turn
+FAILED = None  # in the place of a reward: a search of the attempt failed
 
 
 def start() -> Any:
@@ -58,11 +60,24 @@ def conversation(attempt: Attempt, role: str) -> Conversation:
     return Conversation(role=role, turns=tuple(turns))
 
 
-class Played:
-    """In the place of a `Run`: rewards come from `rewards[question][attempt]`; what was asked and learnt is kept."""
+def with_last_turn_cut(one: Conversation) -> Conversation:
+    *turns, last = one.turns
+    return dataclasses.replace(one, turns=(*turns, dataclasses.replace(last, trained=False, cut=True)))
 
-    def __init__(self, root: Path, rewards: Mapping[str, Sequence[float]], method, roles=("planner",)) -> None:
-        self.rewards, self.roles = rewards, roles
+
+class Played:
+    """In the place of a `Run`: rewards come from `rewards[question][attempt]`; what was asked and learnt is kept.
+    `cut`: a length limit cut the last turn of every attempt that earned nothing."""
+
+    def __init__(
+        self,
+        root: Path,
+        rewards: Mapping[str, Sequence[float | None]],
+        method,
+        roles=("planner",),
+        cut: bool = False,
+    ) -> None:
+        self.rewards, self.roles, self.cut = rewards, roles, cut
         self.asked: list[str] = []
         self.learnt: list[tuple[str, PackedRows, dict[str, Any]]] = []
         self.said: list[str] = []
@@ -116,22 +131,27 @@ class Played:
 
     def sample(self, number: int, shard: int, attempts: Sequence[Attempt], heard: Callable[[Trajectory], None]) -> Any:
         self.asked += [attempt.question.id for attempt in attempts if attempt.number == 0]
-        found = [
-            episode(
-                *(conversation(attempt, role) for role in self.roles),
-                question_id=attempt.question.id,
-                attempt=attempt.number,
-                policy_version=number - 1,
-                seed=attempt.seed,
-                answer="yes" if self.rewards[attempt.question.id][attempt.number] > 0 else "no",
-                reward=self.rewards[attempt.question.id][attempt.number],
-                rewards_by_part={"f1": self.rewards[attempt.question.id][attempt.number]},
-            )
-            for attempt in attempts
-        ]
+        found = [self._play(attempt, number) for attempt in attempts]
         for trajectory in found:
             heard(trajectory)
         return self.store.write_shard(number, shard, found), found
+
+    def _play(self, attempt: Attempt, number: int) -> Trajectory:
+        reward = self.rewards[attempt.question.id][attempt.number]
+        conversations = [conversation(attempt, role) for role in self.roles]
+        if self.cut and not reward:
+            conversations = [with_last_turn_cut(one) for one in conversations]
+        return episode(
+            *conversations,
+            question_id=attempt.question.id,
+            attempt=attempt.number,
+            policy_version=number - 1,
+            seed=attempt.seed,
+            answer="yes" if reward else "no",
+            reward=reward or 0.0,
+            rewards_by_part={} if reward is FAILED else {"f1": reward},
+            stop_reason=StopReason.RETRIEVER_FAILED if reward is FAILED else StopReason.ANSWERED,
+        )
 
     def learn(self, name: str, start: Any, rows: Callable[[], PackedRows], **options: Any) -> Any:
         if not self.store.exists(options["over"]):
@@ -143,7 +163,7 @@ class Played:
         return phase
 
 
-def play(root: Path, rewards: Mapping[str, Sequence[float]], method: Any = DAPO_METHOD, **options) -> Any:
+def play(root: Path, rewards: Mapping[str, Sequence[float | None]], method: Any = DAPO_METHOD, **options) -> Any:
     run: Any = Played(root, rewards, method, **options)
     run.results = policy_gradient._run_rounds(run, cast(Any, start))
     return run
@@ -241,6 +261,51 @@ def test_tokens_of_observations_carry_no_loss(tmp_path):
 
     junk = {name: np.where(rows.loss_mask, column, np.nan) for name, column in rows.columns.items()}
     assert value(junk) == value(dict(rows.columns)) != 0.0
+
+
+def advantages(rows: PackedRows, question: str) -> list[float]:
+    """Of each conversation about a question."""
+    return sorted(rows.columns["advantages"][rows.tokens == 100 + int(question[1:])].tolist())
+
+
+@pytest.mark.parametrize("kind", [GRPO_METHOD, DAPO_METHOD])
+def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, kind):
+    """q0: 1, 0 and a failure are compared as 1 and 0. q1: one attempt is left, and the group is dropped."""
+    table = {"q0": (1.0, FAILED, 0.0), "q1": (1.0, FAILED, FAILED), "q2": (1.0, 1.0, 0.0), "q3": (0.0, 0.0, 0.0)}
+    method = dataclasses.replace(kind, rounds=1, rounds_per_phase=1, group_attempts=3)
+    run = play(tmp_path, {**dict.fromkeys(TABLE, (0.0,) * 3), **table}, method)
+    rows, figures = run.learnt[0][1], run.figures[1]
+    assert advantages(rows, "q0") == [-1.0, 1.0] and advantages(rows, "q1") == []
+    refilled = kind is DAPO_METHOD  # another question takes the place of the dropped group
+    assert run.asked == (["q0", "q1", "q2"] if refilled else ["q0", "q1"])
+    if refilled:  # mean 2/3, deviation 2**0.5 / 3
+        assert advantages(rows, "q2") == pytest.approx([-(2**0.5), 0.5**0.5, 0.5**0.5])
+    assert (figures["left_out"], figures["degenerate_groups"], figures["dropped_groups"]) == (3, 1, 1)
+    assert figures["mean_reward"] == pytest.approx(4 / 6 if refilled else 2 / 3)
+    assert figures["trajectories"] == (9 if refilled else 6)
+    assert f"round 1: 3 of {figures['trajectories']} attempts are left out because a search" in run.said[0]
+    assert "1 of" in run.said[0] and "groups have fewer than two attempts left and are dropped" in run.said[0]
+    again = play(tmp_path, table, method)
+    assert (again.asked, again.phases) == ([], run.phases)
+
+
+def test_a_round_of_failures_alone_learns_nothing(tmp_path):
+    run = play(tmp_path, dict.fromkeys(TABLE, (FAILED, FAILED)), dataclasses.replace(GRPO_METHOD, rounds=1))
+    assert run.learnt == [] and run.figures[1]["steps"] == 0
+    assert run.figures[1]["mean_reward"] == 0.0 and run.figures[1]["degenerate_groups"] == 2
+
+
+@pytest.mark.parametrize("kind", [GRPO_METHOD, DAPO_METHOD])
+def test_a_turn_that_a_length_limit_cut_is_learnt_with_the_advantage_of_its_attempt(tmp_path, kind):
+    """Also by the stored record; maximum likelihood does not learn it (`training_rows`)."""
+    run = play(tmp_path, TABLE, dataclasses.replace(kind, rounds=1), cut=True)
+    rows = run.learnt[0][1]
+    said = np.isin(rows.tokens, SAID) & (rows.segment_ids > 0)
+    np.testing.assert_array_equal(rows.loss_mask, said)
+    assert (rows.columns["sampled_log_probs"][said] < 0).all()
+    stored = [t for entry in run.store.shards() for t in run.store.read_shard(entry)]
+    cut = [t for t in stored if t.reward == 0.0]
+    assert cut and all(not row.turns[-1].trained for row in training_rows(cut))
 
 
 def test_the_options_of_learning(tmp_path):
@@ -344,3 +409,18 @@ def test_a_group_of_one_is_one_sentence_and_status_2(capsys):
     flags = "--method.kind dapo --method.rounds-per-phase 1 --method.group-attempts 1".split()
     assert train.main([SMOKE, *flags]) == 2
     assert capsys.readouterr().err.startswith("error: method.group_attempts is 1 and must be at least 2")
+
+
+def test_a_round_of_fewer_rows_than_an_update_learns_each_of_them_once(tmp_path):
+    """Two rows and eight in an update: six are padding, and every epoch is one update of the whole batch."""
+    method = dataclasses.replace(GRPO_METHOD, rounds=1, rows_per_update=8, epochs=2)
+    run = play(tmp_path, TABLE, method)
+    few = play(tmp_path / "few", TABLE, dataclasses.replace(method, rows_per_update=2))
+    _, rows, options = run.learnt[0]
+    assert (rows.num_rows, options["steps"], run.figures[1]["steps"]) == (8, 2, 2)
+    assert (few.learnt[0][1].num_rows, few.learnt[0][2]["steps"]) == (2, 2)
+    assert not rows.loss_mask[2:].any() and not rows.segment_ids[2:].any()
+    whole, part = rows.batch(slice(None), ("advantages",)), few.learnt[0][1].batch(slice(None), ("advantages",))
+    for name in ("tokens", "loss_mask"):
+        np.testing.assert_array_equal(getattr(whole, name)[:2], getattr(part, name))
+    np.testing.assert_array_equal(whole.columns["advantages"][:2], part.columns["advantages"])

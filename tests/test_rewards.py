@@ -1,5 +1,7 @@
 """Rewards against numbers worked out by hand, from what an episode's record says."""
 
+import asyncio
+
 import episodes
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from mujica_jax.errors import UserError
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
-from mujica_jax.rewards import REWARDS, find_reward
+from mujica_jax.rewards import REWARDS, NoVerdict, find_reward
 
 
 def episode(answer: str, reason: StopReason = StopReason.ANSWERED, **counts: float) -> Trajectory:
@@ -27,7 +29,6 @@ EPISODES = {
     "right with a malformed worker": (episode("Ghent", malformed_workers=1.0), 1.0, 1.0, 0.9),
     "right, and something else was counted": (episode("Ghent", malformed_workers=0.0, searches=3.0), 1.0, 1.0, 1.0),
     "no time left": (episode("", StopReason.ITERATION_LIMIT), 0.0, 0.0, 0.1),
-    "the retriever failed": (episode("", StopReason.RETRIEVER_FAILED), 0.0, 0.0, 0.1),
     "a turn that holds nothing": (episode("", StopReason.NO_ACTION), 0.0, 0.0, 0.0),
     "a turn that was cut off": (episode("Ghent", StopReason.TURN_LENGTH), 0.0, 0.0, 0.0),
 }
@@ -43,6 +44,32 @@ def test_what_an_episode_earns(what):
     well_formed = float(f1_format > 0.9 * f1)
     assert (found["f1"].parts, found["em"].parts) == ({"f1": pytest.approx(f1)}, {"em": em})
     assert found["f1_format"].parts == {"f1": pytest.approx(f1), "format": well_formed}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_an_episode_whose_search_failed_earns_nothing_under_any_reward(name):
+    failed = episode("Ghent", StopReason.RETRIEVER_FAILED)
+    assert find_reward(name, "two_wiki")(failed, asked("Ghent")) == Reward(total=0.0)
+    again = asyncio.run(find_reward(name, "two_wiki").rewarded(failed, asked("Ghent")))
+    assert again == failed and not again.is_rewarded
+
+
+def test_a_reward_may_be_waited_for_and_may_have_no_verdict(monkeypatch):
+    """One that is slow gives its number; one that cannot be had marks the episode, which keeps how it ended."""
+
+    async def slow(answer, trajectory):
+        await asyncio.sleep(0)
+        if trajectory.answer == "unknown":
+            raise NoVerdict("nobody answered")
+        return Reward(total=answer.f1 / 2, parts={"half": answer.f1 / 2})
+
+    monkeypatch.setitem(REWARDS, "slow", slow)
+    reward = find_reward("slow", "two_wiki")
+    right = asyncio.run(reward.rewarded(episode("Ghent"), asked("Ghent")))
+    assert (right.reward, right.rewards_by_part, right.is_rewarded) == (0.5, {"half": 0.5}, True)
+    without = asyncio.run(reward.rewarded(episode("unknown", turns=2.0), asked("Ghent")))
+    assert (without.reward, without.rewards_by_part, without.is_rewarded) == (0.0, {}, False)
+    assert without.counts == {"turns": 2.0, "judge_failed": 1.0} and without.final_answer == "unknown"
 
 
 @pytest.mark.parametrize("given", [0.5, Reward(total=float("nan")), Reward(total="1"), Reward(total=1.0, parts=None)])

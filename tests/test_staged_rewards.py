@@ -92,6 +92,22 @@ def test_the_ablations_of_the_answer(changes, stage, expected):
         assert found == pytest.approx({"search": -0.6, "format": 1.0} | answer)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("trajectory", "answer"),  # 1 - 0.3 RC where it is right, -1 + 0.3 RC where it is wrong
+    [
+        (episode("Ghent"), 1.0),
+        (episode("Ghent", "a", "b"), 0.4),
+        (episode("Rome"), -1.0),
+        (episode("Rome", "a", "b", "c"), -0.1),
+        (episode("", "a", reason=StopReason.ITERATION_LIMIT), -0.7),
+    ],
+)
+def test_the_unified_reward_has_no_stages(trajectory, answer, stage):
+    assert parts(trajectory, stage, unified=True)["answer"] == pytest.approx(answer)
+    assert reward(unified=True).best == 2.0
+
+
 def test_the_ablations_of_search_and_format():
     trajectory = episode("Ghent", "a", "b")
     assert parts(trajectory, 1, search=False) == {"answer": 1.0, "format": 1.0}

@@ -230,7 +230,7 @@ def test_other_tools_read_plain_columns_and_metadata(store, rows):
     assert (turn["role"], turn["trained"]) == ("model", True)
     assert turn["token_ids"] == list(rows[0].conversations[0].turns[1].token_ids)
     metadata = pyarrow.parquet.read_metadata(io.BytesIO(store.read(entry.name))).metadata
-    assert (metadata[b"schema_version"], metadata[b"rows"]) == (b"2", b"4")
+    assert (metadata[b"schema_version"], metadata[b"rows"]) == (b"3", b"4")
 
 
 def test_the_first_shard_stays(store, rows):
@@ -268,6 +268,7 @@ def changed_contents() -> Iterator[Trajectory]:
         dataclasses.replace(second, logprobs=None),
         dataclasses.replace(second, text="x"),
         dataclasses.replace(second, trained=False),
+        dataclasses.replace(second, trained=False, cut=True),
     ):
         altered = dataclasses.replace(planner, turns=(first, changed, third))
         yield dataclasses.replace(row, conversations=(altered, *workers))
@@ -307,8 +308,39 @@ def test_a_shard_of_another_schema_is_refused(monkeypatch, rows):
     monkeypatch.setattr(shards, "SCHEMA_VERSION", "7")
     data = shards.encode(rows)
     monkeypatch.undo()
-    with pytest.raises(StoreError, match="shard-x has schema version 7 and this program reads 2"):
+    with pytest.raises(StoreError, match="shard-x has schema version 7 and this program reads 2 and 3"):
         shards.decode(data, "shard-x")
+
+
+def test_a_turn_that_a_limit_cut_stays_marked(store):
+    row = trajectory()
+    planner, *workers = row.conversations
+    first, second, third = planner.turns
+    cut = dataclasses.replace(second, trained=False, cut=True)
+    written = dataclasses.replace(
+        row, conversations=(dataclasses.replace(planner, turns=(first, cut, third)), *workers)
+    )
+    assert store.read_shard(store.write_shard(0, 0, [written])) == [written]
+
+
+def test_a_shard_that_does_not_say_which_turns_were_cut_is_read(monkeypatch, rows):
+    """As schema version 2 wrote it: without the column, so that no turn of it counts as cut. Its digest is the same."""
+    before = shards.content_sha256(rows)
+    schema = shards._schema()
+    place = schema.get_field_index("conversations")
+    conversation = schema.field("conversations").type.value_type
+    turn = conversation.field("turns").type.value_type
+    kept = [field for field in turn if field.name != "cut"]
+    old = pyarrow.list_(
+        pyarrow.struct([conversation.field("role"), pyarrow.field("turns", pyarrow.list_(pyarrow.struct(kept)))])
+    )
+    monkeypatch.setattr(shards, "_schema", lambda: schema.set(place, pyarrow.field("conversations", old)))
+    monkeypatch.setattr(shards, "SCHEMA_VERSION", "2")
+    data = shards.encode(rows)
+    monkeypatch.undo()
+    assert b"cut" not in data
+    read = shards.decode(data, "shard-x")
+    assert read == rows and shards.content_sha256(read) == before
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "replaced"])

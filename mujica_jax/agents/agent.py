@@ -9,7 +9,7 @@ types.
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from mujica_jax.agents.dialogue import Opening
@@ -93,6 +93,9 @@ class Agent(Protocol):
         ...
 
 
+PlayAttempt = Callable[[Agent, Attempt, Environment, Policy], Awaitable[Trajectory]]
+
+
 async def run_episodes(
     agent: Agent,
     attempts: Sequence[Attempt],
@@ -101,19 +104,26 @@ async def run_episodes(
     *,
     reward: RewardFunction,
     concurrency: int,
+    play: PlayAttempt | None = None,
     on_episode: OnEpisode = lambda trajectory: None,
     poll: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
     """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in the order of
     `attempts`.
 
-    What `poll` raises ends all episodes (`gather_polled`)."""
+    `play` plays one attempt (`faults.FaultGuard.play`); without it an attempt whose search fails is not repeated. The
+    reward is waited for outside of `concurrency`: a slow judge does not keep the engine idle. What `poll` raises ends
+    all episodes (`gather_polled`)."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(attempt: Attempt) -> Trajectory:
         async with gate:
-            trajectory = await agent.run(attempt, environment(attempt.question), policy)
-        trajectory = trajectory.with_reward(reward(trajectory, attempt.question))
+            world = environment(attempt.question)
+            if play is None:
+                trajectory = await agent.run(attempt, world, policy)
+            else:
+                trajectory = await play(agent, attempt, world, policy)
+        trajectory = await reward.rewarded(trajectory, attempt.question)
         on_episode(trajectory)
         return trajectory
 

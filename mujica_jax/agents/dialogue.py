@@ -51,16 +51,25 @@ class Dialogue:
         """Append what the model generated and return its text, without the stop token. The text begins with the thought
         that the chat template opened, if it did.
 
-        A turn that was cut off by a length limit carries no loss: it would teach the policy to be cut off. Where the
-        stop string `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write."""
+        A turn that a length limit cut off is marked as cut and not as trained: maximum likelihood would teach the
+        policy to be cut off, and a policy gradient learns the turn with the reward of its episode. Where the stop
+        string `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write."""
         self._stopped = completion.finish_reason == "stop"
         ids, logprobs = completion.token_ids, completion.logprobs or None
         if cut_at is not None and completion.stop_string == cut_at:
             ids = ids[: self._tokens_before(ids, cut_at)]
             logprobs = logprobs and logprobs[: len(ids)]
         text = self._tokenizer.decode(ids[:-1] if self._stopped else ids)
-        trained = completion.finish_reason != "length" and bool(ids)
-        self._append(Turn(role="model", token_ids=ids, text=text, logprobs=logprobs, trained=trained))
+        is_cut = completion.finish_reason == "length"
+        turn = Turn(
+            role="model",
+            token_ids=ids,
+            text=text,
+            logprobs=logprobs,
+            trained=bool(ids) and not is_cut,
+            cut=bool(ids) and is_cut,
+        )
+        self._append(turn)
         return self._tokenizer.opened_thought + text
 
     def _tokens_before(self, ids: Sequence[int], stop_string: str) -> int:

@@ -24,7 +24,7 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
         method.rounds method.replay method.rows_per_update method.clip_low method.clip_high method.importance_cap
         method.overlong_tokens method.overlong_cache_tokens method.kl_coefficient method.skip_above
         method.budget_tokens method.min_reward staged.stage_two_round staged.beta distributed.process
-        metrics.compared_conversations metrics.port seed keep_policies task.augmented_copies
+        metrics.compared_conversations metrics.port seed keep_policies task.augmented_copies faults.repeats
         task.triple_demonstrations task.dev_percent task.test_percent
     """,
     1: """
@@ -37,6 +37,7 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
         sampling.questions_per_round sampling.shard_questions method.max_attempts method.keep_per_question
         method.epochs method.max_tries method.rounds_per_phase method.max_sampled_batches method.branches
         method.rollouts method.dpo_epochs staged.max_query_words eval.questions distributed.processes
+        faults.max_in_a_row
         distributed.deadline_seconds distributed.barrier_seconds metrics.every_steps task.top_k
         task.hold_out_percent
     """,
@@ -51,6 +52,7 @@ ABOVE_ZERO = """
 BELOW_ONE = "trainer.b1 trainer.b2 warmup.miss_rate method.warmup_ratio method.clip_low".split()  # also at least 0
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 MAX_PORT = 65535
+MAX_REPEATS = 100  # of an attempt whose search fails
 MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
 
 
@@ -66,6 +68,7 @@ def check(config: Config) -> None:
     require(config, "pretraining.row_parts", lambda parts: parts <= most, f"at most {most}, half of trainer.row_tokens")
     require(config, "seed", lambda value: value <= MAX_SEED, f"at most {MAX_SEED}")
     require(config, "metrics.port", lambda value: value <= MAX_PORT, f"at most {MAX_PORT}")
+    require(config, "faults.repeats", lambda value: value <= MAX_REPEATS, f"at most {MAX_REPEATS}")
     for name in ("task.dev_percent", "task.test_percent"):
         require(config, name, lambda value: value <= 100, "at most 100")
     require(config, "task.hold_out_percent", lambda value: value < 100, "below 100, so that both splits have questions")

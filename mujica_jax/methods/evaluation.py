@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, OnEpisode, Policy, TwoPolicies, run_episodes
+from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Generator
@@ -46,22 +47,33 @@ class KindScore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One pass over the questions, one attempt each."""
+    """One pass over the questions, one attempt each. Scores and means leave out the episodes whose search failed: they
+    say nothing about the policy."""
 
     score: KindScore  # of all
     by_kind: dict[str, KindScore]
     searches: float  # mean a question
     stop_reasons: dict[str, int]
     further: dict[str, float]  # means in percent of what only some tasks have
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[Trajectory, ...]  # one a question, those that are left out among them
+
+    @property
+    def scored(self) -> list[Trajectory]:
+        return [trajectory for trajectory in self.trajectories if not trajectory.is_environment_fault]
+
+    @property
+    def left_out(self) -> int:
+        """How many episodes are left out."""
+        return len(self.trajectories) - len(self.scored)
 
     def summary(self) -> dict[str, Any]:
         """What is written beside the predictions: everything but the trajectories."""
         return {
             **rounded(dataclasses.asdict(self.score)),
+            "left_out": self.left_out,
             "searches": round(self.searches, 3),
-            "tokens": round(generated_tokens(self.trajectories) / len(self.trajectories), 1),
-            "seconds": round(sum(t.seconds for t in self.trajectories) / len(self.trajectories), 3),
+            "tokens": round(generated_tokens(self.scored) / len(self.scored), 1),
+            "seconds": round(sum(t.seconds for t in self.scored) / len(self.scored), 3),
             **{name: round(value, 2) for name, value in self.further.items()},
             "stop_reasons": self.stop_reasons,
             "by_kind": {kind: rounded(dataclasses.asdict(score)) for kind, score in self.by_kind.items()},
@@ -81,35 +93,47 @@ class Scores:
         both = {"greedy": self.greedy, "sampled": self.sampled}
         return {kind: found.summary() for kind, found in both.items() if found is not None}
 
-    def exact_matches(self) -> tuple[float, ...]:
-        """Of each question, greedily."""
+    @property
+    def left_out(self) -> int:
+        """How many episodes of both evaluations are left out of the scores."""
+        return self.greedy.left_out + (0 if self.sampled is None else self.sampled.left_out)
+
+    def exact_matches(self) -> tuple[float | None, ...]:
+        """Return the exact match of each question, greedily; None where a search failed."""
         pairs = zip(self.questions, self.greedy.trajectories, strict=True)
-        return tuple(metrics.score(of.final_answer, asked.answers, self.rule).em for asked, of in pairs)
+        return tuple(
+            None if of.is_environment_fault else metrics.score(of.final_answer, asked.answers, self.rule).em
+            for asked, of in pairs
+        )
 
     def predictions(self) -> bytes:
         """One JSON object a line: what was asked, what came greedily, how it scored and what its reward was; and what
-        came when it was sampled."""
+        came when it was sampled. An episode whose search failed has null for its scores, and an episode that could not
+        be rewarded null for its reward."""
         lines = []
         for place, (question, trajectory) in enumerate(zip(self.questions, self.greedy.trajectories, strict=True)):
-            score = metrics.score(trajectory.final_answer, question.answers, self.rule)
             row = {
                 "id": question.id,
                 "kind": question.kind,
                 "question": question.text,
                 "answers": question.answers,
                 "prediction": trajectory.answer,
-                "em": score.em,
-                "f1": score.f1,
-                "reward": trajectory.reward,
+                **self._scores_of(question, trajectory),
+                "reward": trajectory.reward if trajectory.is_rewarded else None,
                 "stop_reason": trajectory.stop_reason.value,
                 "searches": [{"query": search.query, "sentence": search.sentence} for search in trajectory.searches],
             }
             if self.sampled is not None:
                 sampled = self.sampled.trajectories[place]
-                of_sampled = metrics.score(sampled.final_answer, question.answers, self.rule)
-                row["sampled"] = {"prediction": sampled.answer, "em": of_sampled.em, "f1": of_sampled.f1}
+                row["sampled"] = {"prediction": sampled.answer, **self._scores_of(question, sampled)}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         return "".join(lines).encode()
+
+    def _scores_of(self, question: Question, trajectory: Trajectory) -> dict[str, float | None]:
+        if trajectory.is_environment_fault:
+            return {"em": None, "f1": None}
+        score = metrics.score(trajectory.final_answer, question.answers, self.rule)
+        return {"em": score.em, "f1": score.f1}
 
 
 def score_policy(
@@ -123,6 +147,7 @@ def score_policy(
     progress: Progress,
     concurrency: int,
     preemption: Preemption,
+    faults: FaultGuard | None = None,
     live: Callable[[], Mapping[str, Figure]] = dict,
     gather: Callable[[str, Sequence[Trajectory]], Sequence[Trajectory]] = lambda kind, own: own,
     worker: ScoredGenerator | None = None,
@@ -136,6 +161,7 @@ def score_policy(
     plays `part_questions` at a time (None: all at once): `keep(name of the part, play)` gives what an earlier start has
     played of a part, or plays it."""
     questions = held_out_questions(task, config)
+    guard = FaultGuard() if faults is None else faults
     if not (own := distributed.shard_for_process(questions)):
         raise UserError(
             f"{len(questions)} held-out questions are fewer than {distributed.processes()} processes: raise "
@@ -152,32 +178,38 @@ def score_policy(
             policy = TwoPolicies(policy, EnginePolicy(worker))
             worker.reset_cache()
         generator.reset_cache()  # so that a score does not depend on what was decoded before
-        return asyncio.run(
+        trajectories = asyncio.run(
             run_episodes(
                 agent,
                 part,
                 task.environment,
                 policy,
                 reward=reward,
+                play=guard.play,
                 on_episode=on_episode,
                 concurrency=concurrency,
                 poll=preemption.check,
             )
         )
+        _check_any_scored(trajectories)  # before they are kept: the next start plays them again
+        return trajectories
 
     def evaluated(temperature: float) -> Evaluation:
         kind = "greedy" if temperature == 0 else "sampled"
         preemption.enter(f"{name}: evaluating, {kind}")
         golds = {question.id: question.answers for question in own}
         attempts = [Attempt(question=asked, number=0, seed=config.seed, temperature=temperature) for asked in own]
-        done, correct = 0, 0.0
+        done = scored = 0
+        correct = 0.0
         with progress.stage(f"{name}: evaluating, {kind}", total=len(own), unit="episodes", live=live) as stage:
 
             def on_episode(trajectory: Trajectory) -> None:
-                nonlocal done, correct
+                nonlocal done, scored, correct
                 done += 1
-                correct += metrics.score(trajectory.final_answer, golds[trajectory.question_id], task.rule).em
-                stage.update(done, em=100 * correct / done)
+                if not trajectory.is_environment_fault:
+                    scored += 1
+                    correct += metrics.score(trajectory.final_answer, golds[trajectory.question_id], task.rule).em
+                stage.update(done, em=100 * correct / max(1, scored))
 
             played: Sequence[Trajectory] = []
             for start in range(0, len(own), part_questions or len(own)):
@@ -190,7 +222,13 @@ def score_policy(
                 played = [*played, *found]
         if distributed.processes() > 1:
             played = gather(kind, played)
-        return summarise(questions, played, task.rule, task.environment_kind)
+        found = summarise(questions, played, task.rule, task.environment_kind)
+        if found.left_out:
+            progress.line(
+                f"{name}, {kind}: {found.left_out} of {len(questions)} episodes are left out of the scores because a "
+                "search failed"
+            )
+        return found
 
     greedy = evaluated(0.0)
     drawn = evaluated(config.eval.temperature) if sampled else None
@@ -210,20 +248,31 @@ def held_out_questions(task: Task, config: Config) -> Sequence[Question]:
 def summarise(
     questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule, environment: EnvironmentKind = "text"
 ) -> Evaluation:
-    """Scores of one trajectory a question, in the same order. An episode that did not answer scores zero."""
+    """Return the scores of one trajectory a question, in the same order. An episode that did not answer scores zero,
+    and one whose search failed counts in no mean. Raises UserError where all of them failed so."""
+    _check_any_scored(trajectories)
+    pairs = [pair for pair in zip(questions, trajectories, strict=True) if not pair[1].is_environment_fault]
     scores: list[metrics.Score] = []
     kinds: dict[str, list[metrics.Score]] = {}
-    for question, trajectory in zip(questions, trajectories, strict=True):
+    for question, trajectory in pairs:
         scores.append(metrics.score(trajectory.final_answer, question.answers, rule))
         kinds.setdefault(question.kind or "other", []).append(scores[-1])
     return Evaluation(
         score=_mean(scores),
         by_kind={kind: _mean(members) for kind, members in kinds.items()},
-        searches=sum(len(trajectory.searches) for trajectory in trajectories) / len(trajectories),
+        searches=sum(len(trajectory.searches) for _, trajectory in pairs) / len(pairs),
         stop_reasons=dict(sorted(Counter(trajectory.stop_reason.value for trajectory in trajectories).items())),
-        further=_further(questions, trajectories, environment),
+        further=_further([question for question, _ in pairs], [played for _, played in pairs], environment),
         trajectories=tuple(trajectories),
     )
+
+
+def _check_any_scored(trajectories: Sequence[Trajectory]) -> None:
+    if all(trajectory.is_environment_fault for trajectory in trajectories):
+        raise UserError(
+            f"a search failed in all {len(trajectories)} episodes that were played for an evaluation, and nothing can "
+            "be scored: start the retriever again or correct its address, then give the same command"
+        )
 
 
 def _further(

@@ -45,7 +45,7 @@ from mujica_jax.records import Conversation, Question, StopReason, Trajectory
 from mujica_jax.retrieval.text.similarity import find_similarity
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.packing import pack, too_long
-from mujica_jax.trajectories.select import training_rows
+from mujica_jax.trajectories.select import mean_reward, training_rows
 from mujica_jax.trajectories.store import ShardEntry
 
 EVIPATH = Phase(name="evipath", step=1)
@@ -170,14 +170,14 @@ def _synthesize(run: Run, state: PhaseState, agent: Synthesizer, questions: Sequ
             entry, found = play(on_episode)
             entries.append(entry)
             trajectories += found
-            if all(trajectory.stop_reason is StopReason.SYNTHESIS_FAILED for trajectory in trajectories):
+            written = [trajectory for trajectory in trajectories if not trajectory.is_environment_fault]
+            if written and all(one.stop_reason is StopReason.SYNTHESIS_FAILED for one in written):
                 raise UserError(
                     f"nothing that the teacher {config.teacher} wrote for {len(trajectories)} questions can be used "
                     f"({_not_kept(trajectories, [])}); what was made is kept: ask another teacher, or begin another "
                     f"run with more than method.max_tries {config.max_tries}"
                 )
-    mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
-    close_round(run, number, entries, mean_reward=mean)
+    close_round(run, number, entries, mean_reward=mean_reward(trajectories))
     return trajectories
 
 

@@ -1,44 +1,118 @@
 """A language model as judge: does a prediction mean the same as one of the gold answers?
 
-The measure of "Learning When to Search" (its instruction is in the appendix; the wording here is ours): prediction and
-golds are normalised, and the judge says YES or NO and nothing else. Any `Generator` may judge. What it said is kept on
-disk by model, instruction and content, so that nothing is asked twice; what is no verdict is not kept.
+The measure of "Learning When to Search", which trains and tests with one judge: here it gives the rewards `judge` and
+`staged` (`RewardFunction.judge`), and `eval` scores with it. As in the paper's instruction (appendix B.4; the wording
+here is ours), the judge reads the normalised prediction and references and says YES or NO and nothing else;
+`judge.show_question` shows it the question too. Any `Generator` may judge.
+
+A verdict is kept by the judge's model, the instruction and all that it read, so nothing is asked twice. A training run
+keeps its verdicts in the run directory: where it was killed, the episodes that are played again earn what they earned
+before. A request has the deadline and the retries of its endpoint. What is no verdict after these is not kept and
+raises `NoVerdict`; where that happens too often in a row, the judge is gone, and `JudgeLost` ends the program.
 """
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
+import json
 from collections.abc import Sequence
+from typing import Protocol
 
 from mujica_jax.config.cache_folders import cache_folder
+from mujica_jax.config.rewards import needs_judge
+from mujica_jax.config.schema import Config
+from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.requests import Generator, RequestError, SamplingParams
+from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.metrics import Rule, bootstrap_interval, normalise_squad, score
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.retrieval.search_cache import SearchCache
+from mujica_jax.rewards import NoVerdict
+from mujica_jax.storage.run_directory import RunDirectory, RunPath
 
 INSTRUCTION = (
-    "You compare the answer that somebody gave to a question with the answers that are right. The wording may differ: "
-    "what counts is whether the given answer means the same as at least one of the right ones.\n"
+    "You compare a predicted answer with reference answers. The wording may differ: what counts is whether the "
+    "prediction means the same as at least one of the references.\n"
+    "Reply with one word: YES if it does, NO if it does not."
+)
+INSTRUCTION_WITH_QUESTION = (
+    "You compare a predicted answer to a question with reference answers. The wording may differ: what counts is "
+    "whether the prediction, as an answer to the question, means the same as at least one of the references.\n"
     "Reply with one word: YES if it does, NO if it does not."
 )
 MAX_TOKENS = 8  # of a verdict
 VERDICTS = {"YES": True, "NO": False}
+VERDICTS_FOLDER = "verdicts"  # of a run directory
+
+
+class JudgeLost(UserError):
+    """The judge has given no verdict for so long that nothing can be learnt or measured."""
+
+
+class VerdictStore(Protocol):
+    """What judges said, by a key that covers everything they read."""
+
+    def read(self, key: str) -> str | None: ...
+
+    def write(self, key: str, reply: str) -> str:
+        """Keep a reply and return the one that is kept: the first."""
+        ...
+
+
+class CachedVerdicts:
+    """Verdicts in the user's cache folder, for evaluations of any policy."""
+
+    def __init__(self) -> None:
+        self._cache = SearchCache(cache_folder("verdicts"), "replies")
+
+    def read(self, key: str) -> str | None:
+        return self._cache.read(key)
+
+    def write(self, key: str, reply: str) -> str:
+        self._cache.write([(key, 0, reply)])
+        return reply
+
+
+class RunVerdicts:
+    """Verdicts in a run directory, one object each. Of several processes the first one's verdict stays."""
+
+    def __init__(self, store: RunDirectory) -> None:
+        self._store = store
+
+    def read(self, key: str) -> str | None:
+        name = self._name(key)
+        return self._store.read_json(name)["reply"] if self._store.exists(name) else None
+
+    def write(self, key: str, reply: str) -> str:
+        name = self._name(key)
+        data = json.dumps({"reply": reply}).encode()
+        if self._store.create(name, data):
+            return reply
+        try:
+            return self._store.read_json(name)["reply"]
+        except (KeyError, StoreError) as error:
+            raise StoreError(f"{self._store.root / name} holds no verdict: remove it, and it is asked again") from error
+
+    def _name(self, key: str) -> str:
+        return f"{VERDICTS_FOLDER}/{key[:2]}/{key}.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Of one evaluation. A prediction without a verdict counts as wrong."""
+    """Of one evaluation. A prediction without a verdict, or whose search failed, is left out of the mean: the judge or
+    the retriever failed, not the policy."""
 
     verdicts: tuple[bool | None, ...]  # None: the judge failed
     exact: tuple[bool, ...]
 
     def summary(self) -> dict[str, object]:
-        said = [float(verdict is True) for verdict in self.verdicts]
+        given = [float(verdict) for verdict in self.verdicts if verdict is not None]
         pairs = list(zip(self.verdicts, self.exact, strict=True))
         return {
-            "judge": round(100 * sum(said) / len(said), 2),
-            "judge_interval": [round(bound, 2) for bound in bootstrap_interval(said)],
+            "judge": round(100 * sum(given) / len(given), 2) if given else None,
+            "judge_interval": [round(bound, 2) for bound in bootstrap_interval(given)] if given else None,
             "judge_failures": self.verdicts.count(None),
             # where the judge and exact match differ
             "judge_yes_not_exact": pairs.count((True, False)),
@@ -47,39 +121,160 @@ class Judgement:
 
 
 class Judge:
-    def __init__(self, generator: Generator, tokenizer: Tokenizer, name: str) -> None:
-        """`name` is the model's: another judge has other verdicts."""
-        self._generator, self._tokenizer = generator, tokenizer
-        version = hashlib.sha256(f"{name}\n{INSTRUCTION}".encode()).hexdigest()[:16]
-        self._kept = SearchCache(cache_folder("verdicts"), version)
+    """Asks a model for verdicts, each once. Use from one event loop at a time."""
 
-    def judge(self, questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule) -> Judgement:
-        """An episode that did not answer is wrong without being asked about."""
-        pairs = list(zip(questions, trajectories, strict=True))
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        name: str,
+        *,
+        show_question: bool = False,
+        concurrency: int = 8,
+        verdicts: VerdictStore | None = None,
+        max_failures_in_a_row: int = 16,
+    ) -> None:
+        """`name` is the model's: another judge has other verdicts. `concurrency`: requests under way at once.
+        `verdicts` keeps what was said (None: the user's cache folder)."""
+        self._generator, self._tokenizer, self.name = generator, tokenizer, name
+        self._show_question, self._concurrency = show_question, concurrency
+        self._verdicts = CachedVerdicts() if verdicts is None else verdicts
+        self._max_failures_in_a_row = max_failures_in_a_row
+        self._failures_in_a_row = 0
+        self._instruction = INSTRUCTION_WITH_QUESTION if show_question else INSTRUCTION
+        self._known: dict[str, bool] = {}
+        self._asking: dict[str, asyncio.Future[bool]] = {}  # what is being asked now
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
-        async def all_of_them() -> list[bool | None]:
-            return await asyncio.gather(*(self._verdict(asked, given.final_answer) for asked, given in pairs))
-
-        exact = (score(given.final_answer, asked.answers, rule).em == 1.0 for asked, given in pairs)
-        return Judgement(verdicts=tuple(asyncio.run(all_of_them())), exact=tuple(exact))
-
-    async def _verdict(self, question: Question, answer: str | None) -> bool | None:
+    async def __call__(self, question: Question, answer: str | None) -> bool:
+        """Return whether an answer is right. No answer is wrong without being asked about. Raises NoVerdict, and
+        JudgeLost."""
         if answer is None:
             return False
-        golds = list(dict.fromkeys(normalise_squad(gold) for gold in question.answers))
-        asked = [f"Question: {' '.join(question.text.split())}", f"Given answer: {normalise_squad(answer)}"]
-        text = "\n".join([*asked, *(f"Right answer: {gold}" for gold in golds)])
-        said = self._kept.read(text)
-        if said is None:
-            params = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=0.0, seed=0)
-            prompt = self._tokenizer.open_conversation(INSTRUCTION, text)
+        text = self._message(question, answer)
+        key = hashlib.sha256("\n".join([self.name, self._instruction, text]).encode()).hexdigest()
+        if key in self._known:
+            return self._known[key]
+        if key not in self._asking:  # attempts that answer the same at the same time share one verdict
+            self._asking[key] = asyncio.ensure_future(self._find(key, text))
+            self._asking[key].add_done_callback(functools.partial(self._answered, key))
+        return await asyncio.shield(self._asking[key])
+
+    def judge(self, questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule) -> Judgement:
+        """Return the verdicts on the answers of an evaluation."""
+        pairs = [
+            (question, trajectory)
+            for question, trajectory in zip(questions, trajectories, strict=True)
+            if not trajectory.is_environment_fault
+        ]
+
+        async def verdict(question: Question, answer: str | None) -> bool | None:
             try:
-                completion = await self._generator.generate(prompt, params)
-            except RequestError:
+                return await self(question, answer)
+            except NoVerdict:
                 return None
-            ids = completion.token_ids
-            said = self._tokenizer.decode(ids[:-1] if completion.finish_reason == "stop" else ids)
-        verdict = VERDICTS.get(said.strip().rstrip(".").upper())
-        if verdict is not None:
-            self._kept.write([(text, 0, said)])
-        return verdict
+
+        async def all_verdicts() -> list[bool | None]:
+            return await asyncio.gather(*(verdict(question, played.final_answer) for question, played in pairs))
+
+        exact = (score(played.final_answer, question.answers, rule).em == 1.0 for question, played in pairs)
+        return Judgement(verdicts=tuple(asyncio.run(all_verdicts())), exact=tuple(exact))
+
+    def check(self) -> None:
+        """Ask for one verdict, before anything is played. Raises UserError where none comes."""
+        text = self._message(Question(id="check", text="What is the capital of France?", answers=("Paris",)), "Paris")
+
+        async def asked() -> None:
+            _verdict_of(await self._reply(text))
+
+        try:
+            asyncio.run(asked())
+        except NoVerdict as error:
+            raise UserError(
+                f"the judge {self.name} gives no verdict ({error}): correct --judge.base-url and --judge.model"
+            ) from error
+
+    def _answered(self, key: str, task: asyncio.Future[bool]) -> None:
+        del self._asking[key]
+        if not task.cancelled():
+            task.exception()  # read here: whoever asked may have been cancelled
+
+    async def _find(self, key: str, text: str) -> bool:
+        """Read the verdict, or ask for it and keep it. Stores are asked in a thread: one in a bucket is slow."""
+        reply = await asyncio.to_thread(self._verdicts.read, key)
+        if reply is None:
+            async with self._place():
+                reply = await self._counted_reply(text)
+            reply = await asyncio.to_thread(self._verdicts.write, key, reply)
+        self._known[key] = _verdict_of(reply)
+        return self._known[key]
+
+    async def _counted_reply(self, text: str) -> str:
+        """Return a reply that is a verdict, and count failures in a row."""
+        try:
+            reply = await self._reply(text)
+            _verdict_of(reply)
+        except NoVerdict as error:
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row > self._max_failures_in_a_row:
+                raise JudgeLost(
+                    f"the judge {self.name} gave no verdict {self._failures_in_a_row} times in a row, and "
+                    f"faults.max_in_a_row is {self._max_failures_in_a_row}; the last time: {error}; start it again or "
+                    "correct its address, then give the same command; what is finished is kept"
+                ) from error
+            raise
+        self._failures_in_a_row = 0
+        return reply
+
+    async def _reply(self, text: str) -> str:
+        params = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=0.0, seed=0)
+        prompt = self._tokenizer.open_conversation(self._instruction, text)
+        try:
+            completion = await self._generator.generate(prompt, params)
+        except RequestError as error:
+            raise NoVerdict(str(error)) from error
+        ids = completion.token_ids
+        return self._tokenizer.decode(ids[:-1] if completion.finish_reason == "stop" else ids)
+
+    def _message(self, question: Question, answer: str) -> str:
+        references = list(dict.fromkeys(normalise_squad(gold) for gold in question.answers))
+        lines = [f"Question: {' '.join(question.text.split())}"] if self._show_question else []
+        lines.append(f"Prediction: {normalise_squad(answer)}")
+        lines += [f"Reference: {reference}" for reference in references]
+        return "\n".join(lines)
+
+    def _place(self) -> asyncio.Semaphore:
+        """Return the places of the event loop that runs. Waiting for one does not count against a request's deadline,
+        as there may be many more answers than places."""
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places = loop, asyncio.Semaphore(self._concurrency)
+        return self._places[1]
+
+
+def open_judge(config: Config, verdicts: VerdictStore | None, *, out: RunPath) -> Judge | None:
+    """Return the judge that the reward of a configuration asks; None where it asks none. Sends no request yet."""
+    if not needs_judge(config.reward, config.staged):
+        return None
+    return judge_behind(open_endpoint(config.judge, out), config, verdicts)
+
+
+def judge_behind(endpoint: Endpoint, config: Config, verdicts: VerdictStore | None = None) -> Judge:
+    """Return the judge of a configuration, whose endpoint this is."""
+    return Judge(
+        endpoint.generator,
+        endpoint.tokenizer,
+        endpoint.name,
+        show_question=config.judge.show_question,
+        concurrency=config.judge.concurrency,
+        verdicts=verdicts,
+        max_failures_in_a_row=config.faults.max_in_a_row,
+    )
+
+
+def _verdict_of(reply: str) -> bool:
+    """Raises NoVerdict for anything but YES and NO."""
+    verdict = VERDICTS.get(reply.strip().rstrip(".").upper())
+    if verdict is None:
+        raise NoVerdict(f"it replied {reply!r} and not YES or NO")
+    return verdict

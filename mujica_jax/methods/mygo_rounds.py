@@ -50,7 +50,7 @@ def sample_round(
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal episodes, accepted
             episodes += 1
-            accepted += accepts(trajectory.reward, k=k, best_reward=best)
+            accepted += trajectory.is_rewarded and accepts(trajectory.reward, k=k, best_reward=best)
             stage.update(played, k=k, acceptance=accepted / episodes, episodes=episodes)
 
         def play(name: str, units: Sequence[Unit]) -> None:

@@ -24,7 +24,7 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 from mujica_jax.retrieval.text.similarity import find_similarity
-from mujica_jax.rewards import STAGED, RewardFunction, find_reward
+from mujica_jax.rewards import STAGED, Correctness, RewardFunction, find_reward
 from mujica_jax.storage.run_directory import local_folder
 from mujica_jax.tasks.task import EnvironmentKind, Task
 
@@ -53,11 +53,12 @@ def check_prompts(agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKin
             )
 
 
-def make_reward(config: Config, rule: Rule) -> RewardFunction:
-    """The reward of a configuration, with the embedder that it needs."""
-    if config.reward != STAGED or not config.staged.search:
-        return find_reward(config.reward, rule, config.staged)
-    return find_reward(config.reward, rule, config.staged, find_similarity(config.staged.embedder))
+def make_reward(config: Config, rule: Rule, judge: Correctness | None = None) -> RewardFunction:
+    """The reward of a configuration, with the embedder that it needs and the judge that it asks."""
+    similarity = None
+    if config.reward == STAGED and config.staged.search:
+        similarity = find_similarity(config.staged.embedder)
+    return find_reward(config.reward, rule, config.staged, similarity, judge)
 
 
 def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatistics:

@@ -18,7 +18,11 @@ section 3.2, and Mujica-MyGO, section 3.2. What is ours:
 - Refilling asks for exactly as many questions as groups are missing, again and again; questions go on in the task's
   order, from the beginning again when all are used, and no question comes twice in one round.
 - The learning rate falls along one cosine over all rounds, each on its stretch; Adam's moments live on.
-- "Learning When to Search" lists a KL coefficient of 1e-4 in its table 5 and none in its text. DAPO here has none.
+- An attempt whose search or judge failed is no member of its group. A group with fewer than two members left is
+  dropped and counted.
+- A turn that a length limit cut is learnt like any other, so what punishes a long attempt reaches the turn itself.
+- "Learning When to Search" lists a KL coefficient of 1e-4 in its table 5, and its text says that DAPO has none. DAPO
+  has none by default (`kl_coefficient` 0); the configuration of the paper's 8B run takes the table's.
 - The reference is the policy that the rounds began with, as it is committed (in the compute type).
 - At a sampling temperature other than 1 the ratio is to the policy without temperature, as log-probabilities are.
 - A conversation longer than a training row is left out, and counted.
@@ -35,7 +39,7 @@ from mujica_jax.config.methods import PolicyGradientConfig
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.phases import GetState, Phase, PhaseResult, PhaseState, tokens_of
-from mujica_jax.methods.rollouts import Rollout, compared_groups, figures, loss_of, prepare, scored
+from mujica_jax.methods.rollouts import Rollout, compared_groups, figures, is_learnt, loss_of, prepare, scored
 from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round, sampling
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
@@ -43,6 +47,7 @@ from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Trajectory
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.packing import PackedRows
+from mujica_jax.trajectories.select import mean_reward
 from mujica_jax.trajectories.store import ShardEntry
 
 POLICY_GRADIENT = "policy_gradient"  # lines of metrics.jsonl
@@ -104,12 +109,16 @@ def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: 
 
     @functools.cache
     def rows() -> PackedRows:
-        return scored(run, config, rollout().rows, state, number, reference)
+        """A round of fewer rows than an update has makes one update of all of them: rows of padding fill it, so that
+        none is learnt twice."""
+        compared = scored(run, config, rollout().rows, state, number, reference)
+        return compared.with_empty_rows(_trainer(run).rows_per_step)
 
     if left is None:
         run.compare(state, rollout().trajectories, number, number - 1)
         teaches = any(group.teaches for group in rollout().groups)  # else nothing would be learnt
-        num_rows, rows_per_step = rollout().rows.num_rows, _trainer(run).rows_per_step
+        rows_per_step = _trainer(run).rows_per_step
+        num_rows = max(rollout().rows.num_rows, rows_per_step)
         steps = steps_of_epochs(num_rows, rows_per_step, config.epochs) if teaches else 0
     else:
         steps = left.steps
@@ -166,8 +175,14 @@ def _say(run: Run, rollout: Rollout, number: int) -> None:
     """What went wrong in a round, and what to change."""
     config, sampled = method_of(run, PolicyGradientConfig), len(rollout.groups)
     teaching = sum(group.teaches for group in rollout.groups)
+    degenerate = sum(not group.is_comparable for group in rollout.groups)
+    if left_out := sum(group.left_out for group in rollout.groups):
+        run.progress.line(
+            f"round {number}: {left_out} of {len(rollout.trajectories)} attempts are left out because a search or the "
+            f"judge failed; {degenerate} of {sampled} groups have fewer than two attempts left and are dropped"
+        )
     if not teaching:
-        mean = sum(trajectory.reward for trajectory in rollout.trajectories) / len(rollout.trajectories)
+        mean = mean_reward(rollout.trajectories)
         run.progress.line(
             f"round {number}: no update, for at each of {sampled} questions all attempts earned the same (on average "
             f"{mean:.3f}): raise method.group_attempts {config.group_attempts} or sampling.temperature "
@@ -217,9 +232,8 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
                 entries.append(entry)
                 trajectories.extend(found)
             groups = compared_groups(config, trajectories)
-            teaching = sum(group.teaches or not config.dynamic_sampling for group in groups)
+            teaching = sum(is_learnt(config, group) for group in groups)
             stage.update(teaching, episodes=episodes)
             asked += more
-    mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
-    close_round(run, number, entries, mean_reward=mean)
+    close_round(run, number, entries, mean_reward=mean_reward(trajectories))
     return trajectories

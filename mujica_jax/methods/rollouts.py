@@ -15,11 +15,11 @@ from mujica_jax.methods.evaluation import right_ones
 from mujica_jax.methods.phases import GetState
 from mujica_jax.methods.round_statistics import entropy
 from mujica_jax.methods.run import Run
-from mujica_jax.records import Trajectory, generated_tokens
+from mujica_jax.records import Conversation, Trajectory, generated_tokens, rewarded
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.groups import Group, groups_of, overlong_punishment
 from mujica_jax.trajectories.packing import PackedRows, pack, sampled_log_probs, too_long
-from mujica_jax.trajectories.select import training_rows
+from mujica_jax.trajectories.select import policy_gradient_rows
 
 Method = PolicyGradientConfig
 
@@ -52,16 +52,23 @@ def compared_groups(config: Method, trajectories: Sequence[Trajectory]) -> list[
     return groups_of(trajectories, reward)
 
 
+def is_learnt(config: Method, group: Group) -> bool:
+    return group.teaches if config.dynamic_sampling else group.is_comparable
+
+
 def prepare(run: Run, config: Method, trajectories: list[Trajectory], number: int) -> Rollout:
-    """Groups that teach nothing are left out under dynamic sampling alone: in GRPO they count in its mean."""
+    """Groups that teach nothing are left out under dynamic sampling alone: in GRPO they count in its mean. A group of
+    fewer than two members is always left out. Turns that a length limit cut are learnt like others."""
     groups = compared_groups(config, trajectories)
-    learnt = [group for group in groups if group.teaches or not config.dynamic_sampling]
+    learnt = [group for group in groups if is_learnt(config, group)]
+    selected: list[Conversation] = []
     advantage_of: dict[int, float] = {}  # by the identity of the conversation
     for group in learnt:
         of_group = group_advantages(np.array([group.rewards]))[0]
         for trajectory, advantage in zip(group.trajectories, of_group, strict=True):
-            advantage_of |= {id(conversation): float(advantage) for conversation in trajectory.conversations}
-    selected = training_rows([trajectory for group in learnt for trajectory in group.trajectories])
+            conversations = policy_gradient_rows(trajectory)
+            advantage_of |= {id(conversation): float(advantage) for conversation in conversations}
+            selected += conversations
     conversations = run.fitting(selected)
     with run.clock.stage("packing"):
         rows = pack(
@@ -112,18 +119,21 @@ def score_once(run: Run, file: str, score: Callable[[], np.ndarray]) -> np.ndarr
 
 def figures(run: Run, config: Method, rollout: Rollout, rows: PackedRows | None) -> dict[str, float | int]:
     """The round's line of metrics.jsonl; `rows` are those that were learnt."""
-    trajectories, groups = rollout.trajectories, rollout.groups
+    groups = rollout.groups
+    trajectories = rewarded(rollout.trajectories)
     right = {id(t) for t in right_ones(run.task.questions("train"), trajectories, run.task.rule)}
-    right_of = [[id(t) in right for t in group.trajectories] for group in groups]
+    right_of = [[id(t) in right for t in group.trajectories] for group in groups if group.trajectories]
     found = {
         "mean_reward": _mean([t.reward for t in trajectories]),
         "mean_compared_reward": _mean([reward for group in groups for reward in group.rewards]),
         "mean_searches": _mean([len(t.searches) for t in trajectories]),
-        "trajectories": len(trajectories),
+        "trajectories": len(rollout.trajectories),
+        "left_out": len(rollout.trajectories) - len(trajectories),
         "sampled_groups": len(groups),
         "learnt_groups": len(rollout.learnt) if rows else 0,
         "dropped_groups": len(groups) - len(rollout.learnt),
-        "equal_groups": sum(not group.teaches for group in groups),
+        "equal_groups": sum(group.is_comparable and not group.teaches for group in groups),
+        "degenerate_groups": sum(not group.is_comparable for group in groups),
         "all_right_share": _mean([all(of_group) for of_group in right_of]),
         "all_wrong_share": _mean([not any(of_group) for of_group in right_of]),
         "entropy_estimate": entropy(trajectories),

@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Sequence
 
-from mujica_jax.records import StopReason, Trajectory
+from mujica_jax.records import StopReason, Trajectory, rewarded
 from mujica_jax.rewards import ILL_FORMED_ENDS
 from mujica_jax.trajectories.select import mean_first_attempt_reward
 
@@ -13,7 +13,11 @@ REWARD_QUANTILES = {"reward_p10": 0.1, "reward_p50": 0.5, "reward_p90": 0.9}
 def round_statistics(
     trajectories: Sequence[Trajectory], kept: Sequence[Trajectory], *, best_reward: float
 ) -> dict[str, float | int]:
-    """Numbers of one round. Shares are of trajectories, unless they name something else; 0 where there is nothing."""
+    """Return the numbers of one round. Shares are of trajectories, unless they name something else; 0 where there is
+    nothing. `trajectories` counts all that were sampled; every other number leaves out those that could not be
+    rewarded, which `left_out` counts."""
+    sampled = len(trajectories)
+    trajectories = rewarded(trajectories)
     count = max(1, len(trajectories))
     rewards = sorted(trajectory.reward for trajectory in trajectories) or [0.0]
     questions = {trajectory.question_id for trajectory in trajectories}
@@ -25,7 +29,8 @@ def round_statistics(
     )
     first_conversations = {(t.question_id, tuple(t.conversations[0].token_ids)) for t in kept}
     return {
-        "trajectories": len(trajectories),
+        "trajectories": sampled,
+        "left_out": sampled - len(trajectories),
         "accepted": len(kept),
         "acceptance": len(kept) / count,
         "attempts_a_kept": len(trajectories) / max(1, len(kept)),
@@ -49,8 +54,9 @@ def entropy(trajectories: Sequence[Trajectory]) -> float:
 def in_words(found: dict[str, float | int]) -> str:
     """The same for the console, in one line."""
     spent = f", {found['attempts_a_kept']:.1f} attempts for each" if found["accepted"] else ""
+    left_out = f", {found['left_out']} left out because a search or the judge failed" if found["left_out"] else ""
     return (
-        f"{found['accepted']} of {found['trajectories']} kept{spent}; mean "
+        f"{found['accepted']} of {found['trajectories']} kept{spent}{left_out}; mean "
         f"reward {found['mean_reward']:.2f} ({', '.join(f'{found[name]:.2f}' for name in REWARD_QUANTILES)}), "
         f"{found['unsolved_questions']:.0%} of the questions unsolved, {found['format_failures']:.0%} malformed, "
         f"{found['duplicates']:.0%} of the kept repeated, entropy {found['entropy']:.2f}, {found['searches']:.1f} "
@@ -60,7 +66,11 @@ def in_words(found: dict[str, float | int]) -> str:
 
 def advice(trajectories: Sequence[Trajectory]) -> str:
     """What to change where nothing of a round is kept: by the commonest end of its episodes."""
+    sampled = len(trajectories)
+    trajectories = rewarded(trajectories)
     ends = collections.Counter(trajectory.stop_reason for trajectory in trajectories)
+    if sampled and not ends:
+        return f"A search or the judge failed in all {sampled} of them: check that the retriever and the judge answer"
     if not ends:
         return "It sampled nothing: raise sampling.questions_per_round"
     (end, number), share = ends.most_common(1)[0], ends[StopReason.ANSWERED] / len(trajectories)

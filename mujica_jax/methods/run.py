@@ -18,6 +18,7 @@ from pathlib import Path
 from flax import nnx
 
 from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, OnEpisode, run_episodes
+from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config.schema import Config, TrainerConfig
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
@@ -27,6 +28,7 @@ from mujica_jax.learning.profiling import ProfileWindow
 from mujica_jax.learning.trainer import Trainer, TrainState
 from mujica_jax.methods import phases
 from mujica_jax.methods.evaluation import Scores, held_out_questions, right_ones, score_policy
+from mujica_jax.methods.judge import RunVerdicts, open_judge
 from mujica_jax.methods.learning_phase import train_phase
 from mujica_jax.methods.mismatch import compared
 from mujica_jax.methods.parts import make_agent, make_generator, make_reward, open_adapter, statistics_of, use_weights
@@ -81,7 +83,8 @@ class Run:
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
         self.progress, self.metrics, self.preemption = progress, metrics, preemption
         self.agent = make_agent(config.agent, tokenizer)
-        self.reward = make_reward(config, task.rule)
+        self.faults = FaultGuard(config.faults)
+        self.reward = make_reward(config, task.rule, open_judge(config, RunVerdicts(store), out=store.root))
         self.clock = StageClock(compiled=lambda: compile_counter().seconds)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer, reserved_bytes)
@@ -233,6 +236,7 @@ class Run:
                         self.task.environment,
                         EnginePolicy(self.generator),
                         reward=self.reward.at(round_number),
+                        play=self.faults.play,
                         concurrency=concurrency or self.config.engine.slots,
                         on_episode=on_episode,
                         poll=self.poll,
@@ -367,6 +371,7 @@ class Run:
                     name,
                     agent=self.agent,
                     reward=self.reward.at(step),
+                    faults=self.faults,
                     generator=self.generator,
                     task=self.task,
                     config=self.config,
@@ -383,7 +388,8 @@ class Run:
                 f1=scores.greedy.score.f1,
                 em_sampled=scores.sampled.score.em,
                 f1_sampled=scores.sampled.score.f1,
-                questions=len(scores.questions),
+                questions=scores.greedy.score.questions,
+                left_out=scores.left_out,
                 trajectories=trajectories,
                 accepted=accepted,
                 tokens=forward_tokens,

@@ -23,6 +23,7 @@ from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import memory, phases
+from mujica_jax.methods.judge import open_judge
 from mujica_jax.methods.parts import check_prompts, make_reward, open_adapter
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import from_scratch
@@ -54,7 +55,11 @@ from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
 TOKENIZER = "tokenizer"
 CONTENT = "questions.json"  # in a run directory: what its task asks and searches
 # Of a configuration, what may be another at a restart.
-IGNORED = ("run", "keep_policies", "metrics", "profile", "distributed", "sampling.workers")
+JUDGE_ADDRESS = ("base_url", "api_key_variable", "concurrency", "timeout_seconds", "deadline_seconds")
+IGNORED = (
+    *("run", "keep_policies", "metrics", "profile", "distributed", "sampling.workers", "faults"),
+    *(f"judge.{field}" for field in JUDGE_ADDRESS),
+)
 TRAINER, LEAD_SECONDS = "trainer", 30.0  # the lease of who leads a run
 # 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not
 # at all.
@@ -74,7 +79,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     check_dtypes(config)
     mesh = make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
     task = build_task(config)
-    make_reward(config, task.rule)
+    _check_reward(config, task, directory)
     _check_start(config, task)
     opened = open_model(config.init, config.trainer.dtype) if config.init else None
     if opened:
@@ -159,6 +164,14 @@ def _check_memory(config: Config, size: DecoderConfig) -> int:
     found = memory.phases(config, size, trainer, step=step.temp_size_in_bytes if step else 0, retrieval=used)
     memory.check_memory(config, found, chip)
     return max(phase.bytes - phase.parts[memory.CACHE] for phase in found) - used
+
+
+def _check_reward(config: Config, task: Task, directory: RunPath) -> None:
+    """The reward can be given: its embedder is there, and its judge answers. A finished run gives no more rewards."""
+    judge = open_judge(config, None, out=directory)
+    make_reward(config, task.rule, judge)
+    if judge is not None and not (directory / SUMMARY).exists():
+        judge.check()
 
 
 def _check_start(config: Config, task: Task) -> None:

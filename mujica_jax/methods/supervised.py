@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.agents.dialogue import with_opening
+from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.scripted_text import without_silent_workers
 from mujica_jax.config.method_checks import has_script
@@ -166,8 +167,10 @@ def from_scratch(task: Task) -> FromScratchTask:
 
 def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     """Play the demonstrations in their environments. A script that fails by a miss stays in, as the noise it is meant
-    to be; one that cannot reach the gold answer is left out."""
+    to be; one that cannot reach the gold answer, or whose search failed, is left out."""
     policy = ScriptedPolicy(run.tokenizer, miss_rate=run.config.warmup.miss_rate, seed=run.config.seed)
+    faults = FaultGuard(run.config.faults)
+    played: list[tuple[Trajectory, Question]] = []
     trajectories: list[Trajectory] = []
     right: list[bool] = []
 
@@ -175,20 +178,24 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
         for question, environment in from_scratch(run.task).demonstrations():
             run.preemption.check()
             attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
-            trajectory = await run.agent.run(attempt, environment, policy)
-            trajectory = trajectory.with_reward(run.reward(trajectory, question))
+            trajectory = await faults.play(run.agent, attempt, environment, policy)
             if isinstance(environment, WrittenPassages):
                 planned = tuple(c for c in trajectory.conversations if c.role == "planner")
                 trajectory = dataclasses.replace(trajectory, conversations=planned)
             elif environment.kind == "text":
                 spoken = without_silent_workers(trajectory.conversations)
                 trajectory = dataclasses.replace(trajectory, conversations=spoken)
-            trajectories.append(trajectory)
+            played.append((trajectory, question))
             right.append(metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0)
+        # All at once: a judge may have to be waited for.
+        trajectories.extend(await asyncio.gather(*(run.reward.rewarded(*one) for one in played)))
 
     run.preemption.enter(f"{WARM_UP.name}: playing the demonstrations")
     asyncio.run(play())
-    slipped = [any(search.query in policy.missed for search in t.searches) for t in trajectories]
+    slipped = [
+        not trajectory.is_environment_fault and any(search.query in policy.missed for search in trajectory.searches)
+        for trajectory in trajectories
+    ]
     kept = [t for t, *keep in zip(trajectories, right, slipped, strict=True) if any(keep)]
     lost = [t.stop_reason for t, *keep in zip(trajectories, right, slipped, strict=True) if not any(keep)]
     ends = "".join(f"; of the rest {count} end as {end}" for end, count in Counter(lost).most_common(1))

@@ -21,28 +21,40 @@ class Compared:
     task: str
     agent: str
     summary: dict[str, Any]  # of the evaluation
-    em: tuple[float, ...]  # of each question, 0 to 1, in the task's order
+    em: tuple[float | None, ...]  # of each question, 0 to 1, in the task's order; None where a search failed
 
 
 def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """What is written as JSON: the summary of each, and how it differs from the first agent on the same questions:
-    the first ones, where it was asked fewer.
+    the first ones, where it was asked fewer. Questions at which a search of either agent failed are left out.
     """
     first: dict[str, Compared] = {}
     found = []
     for one in compared:
         base = first.setdefault(one.task, one)
         row = {"task": one.task, "agent": one.agent, **one.summary}
-        if base is not one:
-            difference, interval, worse = metrics.paired_bootstrap(base.em[: len(one.em)], one.em)
+        pairs = _scored_by_both(base, one)
+        if base is not one and pairs:
+            before, after = zip(*pairs, strict=True)
+            difference, interval, worse = metrics.paired_bootstrap(before, after)
             row["against"] = {
                 "agent": base.agent,
+                "questions": len(pairs),
                 "em": round(difference, 2),
                 "em_interval": [round(bound, 2) for bound in interval],
                 "share_not_better": round(worse, 4),
             }
         found.append(row)
     return found
+
+
+def _scored_by_both(base: Compared, other: Compared) -> list[tuple[float, float]]:
+    """Return the exact matches of the questions that both agents were scored on."""
+    return [
+        (before, after)
+        for before, after in zip(base.em, other.em, strict=False)
+        if before is not None and after is not None
+    ]
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:

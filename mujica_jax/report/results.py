@@ -22,7 +22,8 @@ class PhaseRow:
     f1: float
     em_sampled: float | None = None  # at the evaluation temperature, percent; None where it was not measured
     f1_sampled: float | None = None
-    questions: int  # held-out questions evaluated
+    questions: int  # held-out questions that the greedy scores are means over
+    left_out: int = 0  # episodes of both evaluations whose search failed: no score counts them
     trajectories: int = 0  # sampled in this phase
     accepted: int = 0  # of these, kept for training
     tokens: int = 0  # read and generated that went through the model to sample and to score them; a script's do not
@@ -43,15 +44,20 @@ def summary_dict(phases: Sequence[PhaseRow], **about: Any) -> dict[str, Any]:
 
 
 def closing_table(phases: Sequence[PhaseRow]) -> Table:
-    """A row a phase: scores in percent, greedy unless called sampled, and searches a question."""
-    headings = ("phase", "EM", "F1", "EM\nsampled", "F1\nsampled", "trajectories", "accepted", "searches", "minutes")
+    """A row a phase: scores in percent, greedy unless called sampled, and searches a question. Where searches failed
+    while a phase was evaluated, a last column counts the episodes that are left out."""
+    headings = ["phase", "EM", "F1", "EM\nsampled", "F1\nsampled", "trajectories", "accepted", "searches", "minutes"]
+    has_left_out = any(phase.left_out for phase in phases)
+    if has_left_out:
+        headings.append("left out")
     rows = []
     for phase in phases:
         numbers = (phase.em, phase.f1, phase.em_sampled, phase.f1_sampled)
         scores = ("-" if number is None else f"{number:.1f}" for number in numbers)
         counts = (f"{count:,}" if phase.trajectories else "-" for count in (phase.trajectories, phase.accepted))
         searches = "-" if phase.searches is None else f"{phase.searches:.2f}"
-        rows.append((phase.name, *scores, *counts, searches, f"{phase.seconds / 60:.1f}"))
+        left_out = (f"{phase.left_out:,}",) if has_left_out else ()
+        rows.append((phase.name, *scores, *counts, searches, f"{phase.seconds / 60:.1f}", *left_out))
     return text_table(headings, rows)
 
 
@@ -59,7 +65,10 @@ def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = N
     """A row a question kind and one for all of them, from the summaries of evaluations of the same questions."""
     scores, rows = ("EM", "95% of EM", "F1"), []
     for kind, row in [*sorted(greedy["by_kind"].items()), ("all", greedy)]:
-        beside = _score_cells(sampled if row is greedy else sampled["by_kind"][kind]) if sampled else ()
+        beside: tuple[str, ...] = ()
+        if sampled:
+            other = sampled if row is greedy else sampled["by_kind"].get(kind)
+            beside = ("-", "-", "-") if other is None else _score_cells(other)  # all of its searches failed
         rows.append((kind, f"{row['questions']:,}", *_score_cells(row), *beside))
     return text_table(("kind", "questions", *scores, *(f"{score}\nsampled" for score in scores if sampled)), rows)
 

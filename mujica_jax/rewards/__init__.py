@@ -5,18 +5,25 @@
 | `f1` | the official F1 of the answer (Mujica-MyGO, section 3.1) | 1 |
 | `em` | its exact match | 1 |
 | `f1_format` | 0.9 F1 + 0.1 if every turn was well-formed | 1 |
+| `judge` | 1 if a language model says that the answer means the same as a gold one | 1 |
 | `staged` | answer, search and format, by stages of training (`staged.py`) | 2 |
 
 A reward reads the trajectory that the agent recorded, which holds only what the model generated as answer; an episode
-without an answer earns nothing for it. Scores shown to users come from `metrics`, never from here.
+without an answer earns nothing for it. An episode whose search failed earns nothing and counts nowhere. Scores shown to
+users come from `metrics`, never from here.
+
+A reward may be asynchronous. Where it cannot be had (a judge does not answer), it raises `NoVerdict`, and the episode
+counts in no group, mean or threshold.
 """
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from numbers import Real
+from typing import Any
 
-from mujica_jax.config.rewards import StagedRewardConfig
+from mujica_jax.config.rewards import JUDGE, STAGED, StagedRewardConfig, needs_judge
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.metrics import Rule, Score, score
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
@@ -32,7 +39,12 @@ ILL_FORMED_ENDS = (
 )
 
 
-Parts = Callable[[Score, Trajectory], Reward]
+Parts = Callable[[Score, Trajectory], Reward | Awaitable[Reward]]
+Correctness = Callable[[Question, str | None], Awaitable[bool]]  # of an answer, None where there is none
+
+
+class NoVerdict(Exception):
+    """A reward that cannot be had, in one sentence. The environment is at fault, not the policy."""
 
 
 def f1(answer: Score, trajectory: Trajectory) -> Reward:
@@ -41,6 +53,11 @@ def f1(answer: Score, trajectory: Trajectory) -> Reward:
 
 def exact_match(answer: Score, trajectory: Trajectory) -> Reward:
     return Reward(total=answer.em, parts={"em": answer.em})
+
+
+def judged(answer: Score, trajectory: Trajectory) -> Reward:
+    """`answer.em` is the judge's verdict here (`RewardFunction.judge`)."""
+    return Reward(total=answer.em, parts={"judge": answer.em})
 
 
 def is_well_formed(trajectory: Trajectory) -> bool:
@@ -56,7 +73,6 @@ def f1_and_format(answer: Score, trajectory: Trajectory) -> Reward:
 
 
 REWARDS: dict[str, Parts] = {"f1": f1, "em": exact_match, "f1_format": f1_and_format}
-STAGED = "staged"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,9 +84,35 @@ class RewardFunction:
     of: Parts
     best: float = 1.0
     of_round: Callable[[int], Parts] | None = None  # of a reward that changes while a method trains
+    judge: Correctness | None = None  # says what is right, in place of an exact match
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
-        found = self.of(score(trajectory.final_answer, question.answers, self.rule), trajectory)
+        """Return what an episode earned, of a reward that nothing has to be waited for."""
+        assert self.judge is None, "a judge has to be waited for: use `rewarded`"
+        if trajectory.is_environment_fault:
+            return Reward(total=0.0)
+        return self._checked(self.of(self._score(trajectory, question), trajectory))
+
+    async def rewarded(self, trajectory: Trajectory, question: Question) -> Trajectory:
+        """Return the episode with its reward, or as one that no reward could be given."""
+        if trajectory.is_environment_fault:
+            return trajectory
+        answer = self._score(trajectory, question)
+        try:
+            if self.judge is not None:
+                is_right = await self.judge(question, trajectory.final_answer)
+                answer = dataclasses.replace(answer, em=float(is_right))
+            reward = self.of(answer, trajectory)
+            if inspect.isawaitable(reward):
+                reward = await reward
+        except NoVerdict:
+            return trajectory.without_verdict()
+        return trajectory.with_reward(self._checked(reward))
+
+    def _score(self, trajectory: Trajectory, question: Question) -> Score:
+        return score(trajectory.final_answer, question.answers, self.rule)
+
+    def _checked(self, found: Any) -> Reward:
         has_parts = isinstance(found, Reward) and isinstance(found.parts, Mapping)
         numbers = [found.total, *found.parts.values()] if has_parts else [None]
         if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
@@ -84,18 +126,33 @@ class RewardFunction:
 
 
 def find_reward(
-    name: str, rule: Rule, staged: StagedRewardConfig | None = None, similarity: Similarity | None = None
+    name: str,
+    rule: Rule,
+    staged: StagedRewardConfig | None = None,
+    similarity: Similarity | None = None,
+    judge: Correctness | None = None,
 ) -> RewardFunction:
-    """The reward of this name. `staged` is for the one that is called so, and so is what compares its queries, which
-    only its part `search` asks. Raises UserError with the nearest name if there is none."""
+    """Return the reward of this name.
+
+    `staged` and `similarity` are for the reward `staged`; only its part `search` compares queries. `judge` is for those
+    rewards that need one (`needs_judge`). Raises UserError with the nearest name if there is no such reward.
+    """
+    staged = staged or StagedRewardConfig()
+    if name not in (*REWARDS, STAGED, JUDGE):
+        raise UserError(f"there is no reward {name}: {nearest(name, [*REWARDS, STAGED, JUDGE])}")
+    if not needs_judge(name, staged):
+        judge = None
+    elif judge is None:
+        raise UserError(f"the reward {name} asks a judge and there is none: give --judge.base-url and --judge.model")
     if name == STAGED:
-        return _staged(rule, staged or StagedRewardConfig(), similarity)
-    if name not in REWARDS:
-        raise UserError(f"there is no reward {name}: {nearest(name, [*REWARDS, STAGED])}")
-    return RewardFunction(rule=rule, of=REWARDS[name])
+        return _staged(rule, staged, similarity, judge)
+    of = judged if name == JUDGE else REWARDS[name]
+    return RewardFunction(rule=rule, of=of, judge=judge)
 
 
-def _staged(rule: Rule, config: StagedRewardConfig, similarity: Similarity | None) -> RewardFunction:
+def _staged(
+    rule: Rule, config: StagedRewardConfig, similarity: Similarity | None, judge: Correctness | None
+) -> RewardFunction:
     def of_round(number: int) -> Parts:
         stage = 1 if number < config.stage_two_round else 2
 
@@ -105,4 +162,4 @@ def _staged(rule: Rule, config: StagedRewardConfig, similarity: Similarity | Non
 
         return of
 
-    return RewardFunction(rule=rule, of=of_round(0), best=best_reward(config), of_round=of_round)
+    return RewardFunction(rule=rule, of=of_round(0), best=best_reward(config), of_round=of_round, judge=judge)

@@ -6,11 +6,14 @@
              0 if the query is concise or there is none, else -1
     answer, first stage  = 1 if right, else -1 + beta searches                              (equation 10)
     answer, second stage = 1 - beta searches if right, else -1                              (equation 11)
+    answer, unified      = 1 - beta searches if right, else -1 + beta searches              (table 2)
 
-The first stage teaches to search, the second one to leave it where it is not needed. Differences from the paper:
+The first stage teaches to search, the second one to leave it where it is not needed. With `unified` there are no
+stages, as in the paper's table 2; the paper gives that reward in words only. Differences from the paper:
 
 - Equation 8 divides the sum over pairs by N (N - 1), half of the mean that the text describes; this is the mean.
-- An answer is right if it is an exact match under the task's rule; the paper asks a language model.
+- An answer is right if it is an exact match under the task's rule. The paper asks a language model, which
+  `correctness` judge does here.
 - The rules of a concise query are not published; `is_concise` has ours.
 - A stage that is switched off gives 1 or -1 whatever was searched, as section 4.5 describes its ablations.
 - How alike two queries are comes from outside (`retrieval.text.similarity`): counts of words, or an embedder, as the
@@ -65,11 +68,13 @@ def best_reward(config: StagedRewardConfig) -> float:
 
 
 def answer_reward(*, right: bool, searches: int, stage: int, config: StagedRewardConfig) -> float:
-    if stage == 1:
-        softened = config.beta * searches if config.stage_one else 0.0
-        return 1.0 if right else -1.0 + softened
-    lessened = config.beta * searches if config.stage_two else 0.0
-    return 1.0 - lessened if right else -1.0
+    """Equation 10 or 11, or both at once where there are no stages."""
+    searched = config.beta * searches
+    is_softened = config.unified or (stage == 1 and config.stage_one)
+    is_lessened = config.unified or (stage == 2 and config.stage_two)
+    if right:
+        return 1.0 - searched if is_lessened else 1.0
+    return -1.0 + searched if is_softened else -1.0
 
 
 def search_reward(queries: Sequence[str], *, max_words: int, similarity: Similarity) -> float:

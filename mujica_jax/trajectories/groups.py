@@ -1,6 +1,8 @@
 """Groups: all attempts at one question, and what each is worth against the others. Called by
 `methods.policy_gradient`.
 
+An attempt that could not be rewarded (a search or the judge failed) is no member: its group is compared without it.
+
 Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), with L the generated tokens of a trajectory:
 
     0                                 L <= limit - cache
@@ -11,29 +13,38 @@ Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), with L the gener
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from mujica_jax.records import Trajectory
+from mujica_jax.records import Trajectory, rewarded
+
+MIN_MEMBERS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    trajectories: tuple[Trajectory, ...]
-    rewards: tuple[float, ...]  # that are compared, one a trajectory
+    trajectories: tuple[Trajectory, ...]  # the members
+    rewards: tuple[float, ...]  # that are compared, one a member
+    left_out: int = 0  # attempts that could not be rewarded
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether there are two members at least: one alone is compared with nothing."""
+        return len(self.rewards) >= MIN_MEMBERS
 
     @property
     def teaches(self) -> bool:
         """Whether any attempt is better than another one."""
-        return min(self.rewards) < max(self.rewards)
+        return self.is_comparable and min(self.rewards) < max(self.rewards)
 
 
 def groups_of(trajectories: Sequence[Trajectory], reward: Callable[[Trajectory], float]) -> list[Group]:
-    """In the order in which questions first appear, attempts ascending."""
+    """Return a group for each question, in the order in which questions first appear, attempts ascending."""
     by_question: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_question.setdefault(trajectory.question_id, []).append(trajectory)
     groups = []
     for members in by_question.values():
-        ordered = tuple(sorted(members, key=lambda trajectory: trajectory.attempt))
-        groups.append(Group(trajectories=ordered, rewards=tuple(map(reward, ordered))))
+        ordered = tuple(sorted(rewarded(members), key=lambda trajectory: trajectory.attempt))
+        left_out = len(members) - len(ordered)
+        groups.append(Group(trajectories=ordered, rewards=tuple(map(reward, ordered)), left_out=left_out))
     return groups
 
 

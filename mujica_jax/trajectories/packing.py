@@ -75,6 +75,22 @@ class PackedRows:
         """With more columns, such as what `Trainer.score` gives for these rows."""
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
+    def with_empty_rows(self, num_rows: int) -> "PackedRows":
+        """With rows of padding behind the others, where there are fewer than `num_rows`."""
+        missing = max(0, num_rows - self.num_rows)
+
+        def padded(values: np.ndarray) -> np.ndarray:
+            return np.pad(values, ((0, missing), (0, 0)))
+
+        return dataclasses.replace(
+            self,
+            tokens=padded(self.tokens),
+            segment_ids=padded(self.segment_ids),
+            positions=padded(self.positions),
+            loss_mask=padded(self.loss_mask),
+            columns={name: padded(values) for name, values in self.columns.items()},
+        )
+
     def batch(self, rows: Int[np.ndarray, "chosen"] | slice, columns: Sequence[str] = ()) -> Batch:
         """These rows, with these of the columns."""
         missing = sorted(set(columns) - set(self.columns))

@@ -16,7 +16,7 @@ Pure functions, called by `methods.mygo`.
 import collections
 from collections.abc import Sequence
 
-from mujica_jax.records import Conversation, Trajectory
+from mujica_jax.records import Conversation, Trajectory, rewarded
 
 
 def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_reward: float) -> float:
@@ -25,10 +25,17 @@ def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_rewar
 
 
 def mean_first_attempt_reward(trajectories: Sequence[Trajectory]) -> float:
-    """r_mean: failed first attempts count with the reward they have (zero); 0.0 for no trajectories."""
-    attempts = [trajectory.attempt for trajectory in trajectories]
-    first = min(attempts, default=0)
-    rewards = [trajectory.reward for trajectory in trajectories if trajectory.attempt == first]
+    """Return r_mean; 0.0 for no trajectories.
+
+    A first attempt that the policy failed counts with its reward. One that could not be rewarded does not count.
+    """
+    first = min((trajectory.attempt for trajectory in trajectories), default=0)
+    return mean_reward([trajectory for trajectory in trajectories if trajectory.attempt == first])
+
+
+def mean_reward(trajectories: Sequence[Trajectory]) -> float:
+    """Return the mean over those that were rewarded; 0.0 where there are none."""
+    rewards = [trajectory.reward for trajectory in rewarded(trajectories)]
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
@@ -39,14 +46,15 @@ def accepts(reward: float, *, k: float, best_reward: float) -> bool:
 def select(
     trajectories: Sequence[Trajectory], *, k: float, keep_per_question: int, best_reward: float
 ) -> list[Trajectory]:
-    """At most `keep_per_question` accepted trajectories of each question, the earliest attempts first.
+    """At most `keep_per_question` accepted trajectories of each question, the earliest attempts first. What could not
+    be rewarded is not accepted.
 
     A trajectory whose first conversation (the planner's) repeats, token for token, one already kept for its question is
     dropped: it would only weigh the same text twice. The result stands in the order in which questions first appear,
     attempts ascending, whatever the order in which samplers finished within a question.
     """
     by_question: dict[str, list[Trajectory]] = collections.defaultdict(list)
-    for trajectory in trajectories:
+    for trajectory in rewarded(trajectories):
         by_question[trajectory.question_id].append(trajectory)
     selected: list[Trajectory] = []
     for attempts in by_question.values():
@@ -59,5 +67,10 @@ def select(
 
 
 def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
-    """The planner's conversation and every worker's, each an independent row."""
+    """The planner's conversation and every worker's, each an independent row of maximum likelihood."""
     return [conversation for trajectory in trajectories for conversation in trajectory.conversations]
+
+
+def policy_gradient_rows(trajectory: Trajectory) -> list[Conversation]:
+    """The same rows for a policy gradient: turns that a length limit cut are trained with the rest."""
+    return [conversation.with_cut_turns_trained() for conversation in trajectory.conversations]

@@ -18,7 +18,8 @@ from mujica_jax.records import Conversation, Search, StopReason, Trajectory, Tur
 if TYPE_CHECKING:
     import pyarrow
 
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
+READ_VERSIONS = ("2", SCHEMA_VERSION)  # a file of version 2 does not say which turns a length limit cut
 DIGEST_MARK = b"sha256 of this file with zeros here: "
 DIGEST_HOLE = b"0" * 64  # the hexadecimal digest takes its place
 COMPRESSION = "zstd"
@@ -61,10 +62,11 @@ def decode(data: bytes, name: str) -> list[Trajectory]:
     check_digest(data, name)
     file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
     metadata = {key.decode(): value.decode() for key, value in (file.metadata.metadata or {}).items()}
-    if metadata.get("schema_version") != SCHEMA_VERSION:
+    if metadata.get("schema_version") not in READ_VERSIONS:
         found = metadata.get("schema_version")
         raise StoreError(
-            f"{name} has schema version {found} and this program reads {SCHEMA_VERSION}; use the program that wrote it"
+            f"{name} has schema version {found} and this program reads {' and '.join(READ_VERSIONS)}; use the program "
+            "that wrote it"
         )
     table = file.read()
     if metadata.get("rows") != str(table.num_rows):
@@ -96,7 +98,7 @@ def content_sha256(trajectories: Sequence[Trajectory]) -> str:
         turns = [turn for conversation in trajectory.conversations for turn in conversation.turns]
         shape = [(conversation.role, len(conversation.turns)) for conversation in trajectory.conversations]
         scalars = {name: getattr(trajectory, name) for name in SCALARS if name != "seconds"}
-        texts = [(turn.role, turn.text, turn.trained, len(turn.token_ids), turn.logprobs is None) for turn in turns]
+        texts = [_turn_content(turn) for turn in turns]
         searches = [list(vars(search).values()) for search in trajectory.searches]
         maps = [sorted(getattr(trajectory, name).items()) for name in MAPS]
         digest.update(json.dumps([scalars, trajectory.stop_reason, maps, shape, texts, searches]).encode())
@@ -104,6 +106,13 @@ def content_sha256(trajectories: Sequence[Trajectory]) -> str:
             digest.update(array("i", turn.token_ids).tobytes())
             digest.update(array("f", turn.logprobs or ()).tobytes())
     return digest.hexdigest()
+
+
+def _turn_content(turn: Turn) -> tuple[str | bool | int, ...]:
+    """Return what the digest of a turn covers beside its numbers. A turn that is not cut has the digest that earlier
+    versions gave it."""
+    content = (turn.role, turn.text, turn.trained, len(turn.token_ids), turn.logprobs is None)
+    return (*content, "cut") if turn.cut else content
 
 
 def _schema() -> "pyarrow.Schema":
@@ -115,6 +124,7 @@ def _schema() -> "pyarrow.Schema":
         "text": pa.string(),
         "logprobs": pa.list_(pa.float32()),
         "trained": pa.bool_(),
+        "cut": pa.bool_(),
     }
     search = {
         "iteration": pa.int32(),

@@ -18,6 +18,7 @@ conversation, by its tokens, is worth the best reward. A start may name
     file_bytes  what one file may hold at most (RLIMIT_FSIZE)
     stretch     updates between two saves of the learner
     rows        a file to which the rows of every update are written down, by their checksums
+    own_rewards episodes earn what the configuration says
     program     "sample": a worker of `mujica_jax.sample`, with the same rewards, in the place of a trainer"""
 
 import errno
@@ -172,9 +173,11 @@ def disturbed(
     stretch: int | None = None,
     rows: str | None = None,
     program: str = "train",
+    own_rewards: bool = False,
 ) -> int:
     directory = Path(words[words.index("--run") + 1])
-    reward_by_tokens()
+    if not own_rewards:
+        reward_by_tokens()
     if signal is None or signal == "SIGKILL":
         learning_phase.SAVE_EVERY_SECONDS = 0.0  # so that a kill within a phase finds something to go on from
     if stretch is not None:
