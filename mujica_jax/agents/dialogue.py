@@ -20,10 +20,14 @@ class Dialogue:
         self._stopped = False
         self.token_ids: list[int] = []
 
-    def add_user(self, text: str) -> None:
-        """Append a user message and the beginning of the model's turn. `text` is untrusted."""
+    def add_user(self, text: str, *, tag: str | None = None) -> None:
+        """Append a user message and the beginning of the model's turn. `text` is untrusted.
+
+        With `tag` a later message stands between that tag and its end.
+        """
         if self._turns:
-            ids = self._tokenizer.continue_conversation(text, stopped=self._stopped)
+            ids = self._tokenizer.continue_conversation(text, stopped=self._stopped, tag=tag)
+            text = text if tag is None else f"<{tag}>\n{text}\n</{tag}>"
         else:
             ids = self._tokenizer.open_conversation(self._system, text)
         self._append(Turn(role="context", token_ids=tuple(ids), text=text))
