@@ -1,6 +1,7 @@
 """DecEx-RAG's trees, over a policy whose turns stand in a table and whose rewards follow by hand; what is kept of them,
 what is learnt, and that DPO moves towards what was chosen."""
 
+import ast
 import asyncio
 import collections
 import dataclasses
@@ -24,7 +25,7 @@ from mujica_jax import train
 from mujica_jax.agents import decex as decex_agent
 from mujica_jax.agents.decex import Decex, DecexState
 from mujica_jax.config.agents import DecexConfig
-from mujica_jax.config.checks import check
+from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import load_config
 from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.config.remote import RemoteConfig
@@ -732,6 +733,65 @@ def test_trees_without_a_reward_are_answered_in_a_sentence(config, played, monke
     )
 
 
+def test_a_second_model_writes_the_trees_of_a_run(config, played, monkeypatch):
+    """It asks and answers, always rightly from memory: its tokens are counted apart from the policy's."""
+
+    class Replies:
+        policy_version = -1
+
+        async def generate(self, prompt, params, *, continues):
+            await asyncio.sleep(0)
+            goes_on = "no iteration so far" in tokenizer().decode(prompt)
+            field = "<question> q? </question>" if goes_on else "<answer> gold </answer>"
+            return completion(f"Because. {field}")
+
+    endpoint = types.SimpleNamespace(generator=Replies(), tokenizer=tokenizer())
+    monkeypatch.setattr(decex, "open_endpoint", lambda remote, out: endpoint)
+    remote = RemoteConfig(base_url="http://localhost:1/v1", model="m", mode="chat", tokenizer="t")
+    said = played(changed(config, "method", remote=remote))
+    figures = next(one for one in said if "writer_tokens" in one)
+    found = ast.literal_eval(figures)
+    assert found["writer_tokens"] > found["generated_tokens"] > 0
+    assert (found["best_reward"], found["leaf_share"], found["chains"]) == (1.0, 1.0, 6)
+    assert any(one.startswith("['warm-up', 'sft'") for one in said)
+
+
+def test_a_run_says_what_its_pairs_prefer_and_how_many_chains_are_leaves(config, played):
+    said = played(config)
+    (line,) = (one for one in said if "the best chain is a leaf in" in one)
+    found = ast.literal_eval(next(one for one in said if "pairs_stop_over_go_on" in one))
+    names = ("stop over go on", "go on over stop", "memory over search", "search over memory")
+    counts = {name: int(line.partition(f"{name} ")[2].partition(",")[0]) for name in names}
+    assert sum(counts.values()) == found["decision_pairs"] > 0
+    assert counts == {name: found[f"pairs_{name.replace(' ', '_')}"] for name in names}
+    assert f"a leaf in {found['leaf_share']:.0%}" in line
+
+
+def test_a_pair_that_exceeds_a_row_is_told_of(config, played):
+    without_sft = changed(config, "method", sft=False)
+    told = r"[1-9]\d* of \d+ pairs exceed 300 tokens and are left out"
+    assert any(re.search(told, one) for one in played(changed(without_sft, "trainer", row_tokens=300)))
+    assert not any("pairs exceed" in one for one in played(without_sft))
+
+
+def test_a_run_whose_retriever_is_gone_ends_with_a_sentence(config, played, monkeypatch):
+    async def fails(self, query, entity):
+        raise RetrievalError("gone")
+
+    monkeypatch.setattr(Echo, "search", fails)
+    searching = "a </think>\n<search> x </search>"
+
+    async def searches(self, prompt, params, *, continues):
+        await asyncio.sleep(0)
+        asking = tokenizer_of_run(prompt).endswith("assistant\n")
+        ids = Dice.tokenizer.encode_model(f"<think> {ask('q')}{searching}" if asking else searching)
+        return completion_of((*ids, Dice.tokenizer.end_of_turn_id), True)
+
+    monkeypatch.setattr(Dice, "generate", searches)
+    with pytest.raises(UserError, match=r"searches failed, each in 3 tries, and none of 4 trees came to an end"):
+        played(config)
+
+
 def test_the_control_needs_demonstrations(config):
     with pytest.raises(UserError, match=r"eval\.control is True and warmup\.steps 0"):
         check(changed(config, "eval", control=True))
@@ -751,6 +811,7 @@ def test_a_mistake_ends_the_program_with_status_two(capsys):
         ("agent", None, "agent.kind is mujica: add --agent.kind decex"),
         ("method", {"expansion": "full"}, "method.expansion is full, where each of 2 layers has 18 times the states"),
         ("method", {"sft": False, "dpo": False}, "nothing is learnt from the trees"),
+        ("method", {"remote": RemoteConfig(model="m")}, "--method.remote.model is m and there is no endpoint"),
         ("method", {"branches": 0}, "method.branches is 0 and must be at least 1"),
         ("method", {"beta": 0.0}, "method.beta is 0.0 and must be above 0"),
         ("method", {"dpo_learning_rate": -1.0}, "method.dpo_learning_rate is -1.0 and must be above 0"),
@@ -761,3 +822,23 @@ def test_a_configuration_that_cannot_be_is_explained(config, section, fields, wo
     with pytest.raises(UserError) as refused:
         check(mujica if fields is None else changed(config, section, **fields))
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({}, "trainer.row_tokens is 1024 and agent.max_trajectory_tokens 2000: a row holds both conversations"),
+        ({"dpo": False}, None),
+        ({"decision_pairs": False, "execution_pairs": False}, None),
+    ],
+)
+def test_a_row_must_hold_both_sides_of_a_pair(config, fields, refused):
+    asked = changed(config, "method", **fields)
+    if refused is None:
+        check_demonstrations(asked)
+    else:
+        with pytest.raises(UserError) as error:
+            check_demonstrations(asked)
+        assert refused in str(error.value) and "--trainer.row-tokens 4000" in str(error.value)
+    check_demonstrations(changed(asked, "trainer", row_tokens=4000))
+    check(asked)  # a finished run is evaluated all the same

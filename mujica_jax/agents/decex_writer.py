@@ -170,6 +170,8 @@ def _field(tag: str, reply: str) -> str | None:
 
 
 def _reasons(reply: str) -> str:
-    """Return what stands before the first field, on one line, without the tags around it."""
-    before = _FIRST_FIELD.split(protocol.without_thoughts(reply) or reply, maxsplit=1)[0]
-    return neutralise(protocol.one_line(_REASONING_TAG.sub(" ", before)))
+    """Return the reasons on one line: what stands between their tags, or else before the first field."""
+    reasons = protocol.field("reasoning", reply)
+    if reasons is None:
+        reasons = _FIRST_FIELD.split(protocol.without_thoughts(reply), maxsplit=1)[0]
+    return neutralise(protocol.one_line(_REASONING_TAG.sub(" ", reasons)))
