@@ -281,7 +281,7 @@ def test_a_better_memory_at_the_threshold_is_chosen_in_the_pair_and_not_in_the_c
     assert [search.query for search in tree.finished[0].searches] == ["q1"]
 
 
-def voting(stopping: int) -> dict[str, Sequence[str]]:
+def voting(stopping: int) -> Mapping[str, Sequence[str]]:
     """Of four votes at the root, so many stop, one of them wrongly. Going on with b is worth nothing."""
     turns = TURNS | {"": [*[GOLD] * (stopping - 1), WRONG, *[ask("b")] * (4 - stopping)], "b?": [WRONG]}
     turns |= {"b?<memory>": [from_memory("x")], "b?<search>": [" x </search>"], "x": [WRONG], "[x]": [WRONG]}
