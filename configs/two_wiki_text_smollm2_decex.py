@@ -21,7 +21,7 @@ def get_config() -> Config:
         agent=DecexConfig(
             prompt="brief",
             max_iterations=4,
-            max_turn_tokens=96,
+            max_turn_tokens=160,
             max_trajectory_tokens=1536,
             max_observation_tokens=320,
         ),
