@@ -197,6 +197,16 @@ async def test_what_is_sampled_beyond_a_piece_is_counted_and_left_out():
     assert len(chain.record().token_ids) - before == len(tokenizer().encode_model(WHO))
 
 
+@pytest.mark.parametrize(("text", "asked"), [(WHO, "Who made Amber Tide?"), (WHO.removesuffix("Tide?\n"), None)])
+async def test_a_limit_that_cuts_what_comes_after_a_piece_does_not_cut_the_piece(text, asked):
+    limit = len(tokenizer().encode_model(text))
+    chain = agent(max_turn_tokens=limit).begin(attempt(QUESTION), world(), Told([WHO + LOOKED_UP]))
+    await chain.decide()
+    assert chain.asked == asked and (chain.outcome is None) == (asked is not None)
+    assert chain.pieces().turns[-1].trained == (asked is not None)
+    assert chain.outcome in (None, ("", StopReason.TURN_LENGTH))
+
+
 async def test_forks_share_their_past_and_nothing_else():
     told = Told([TURNS[0], " she is known. I recall that Ghent.\nDone", " director </search>"])
     chain = agent().begin(attempt(QUESTION), world(), told)

@@ -502,6 +502,8 @@ class _PartOfTurn:
         piece = read(text)
         if piece is None or piece.kind in ("search", "answer"):
             return completion
+        if completion.finish_reason == "length" and piece.end == len(text) and not text.endswith("\n"):
+            return completion  # the limit may have cut the piece itself
         count = _tokens_of(self._tokenizer, ids, text[: piece.end])
         self.discarded_tokens = len(completion.token_ids) - count
         logprobs = None if completion.logprobs is None else completion.logprobs[:count]
