@@ -60,7 +60,7 @@ def test_an_episode_by_hand():
     assert (search.iteration, search.query, search.materials) == (0, "Amber Tide director", (FILM, PERSON))
     (conversation,) = found.conversations
     context = [turn.text for turn in conversation.turns if turn.role == "context"]
-    assert context == [f"Question: {QUESTION.text}", f"<information>\n[0] {FILM}\n[1] {PERSON}\n</information>"]
+    assert context == [f"Question: {QUESTION.text}", f"[0] {FILM}\n[1] {PERSON}"]
     assert [turn.text for turn in conversation.turns if turn.role == "model"] == TURNS
     assert all(turn.trained == (turn.role == "model") for turn in conversation.turns)
 
@@ -158,6 +158,15 @@ def test_a_turn_that_cannot_be_read_ends_the_episode(turns, reason):
 def test_a_thought_that_the_template_opened_is_read():
     found = play([TURNS[0].removeprefix("<think>"), TURNS[1].removeprefix("<think>")])
     assert (found.answer, found.counts) == ("Ghent", {"recalls": 1.0})
+
+
+async def test_a_piece_of_a_thought_that_the_template_opened_is_read():
+    turn = TURNS[0].removeprefix("<think>")
+    chain = agent().begin(attempt(QUESTION), world(), Told([turn, " Amber Tide </search>"]))
+    await chain.decide()
+    assert (chain.asked, chain.pieces().turns[-1].text) == ("Who made Amber Tide?", WHO.removeprefix("<think>"))
+    await chain.solve("search")
+    assert chain.steps[0].query == "Amber Tide"
 
 
 def test_a_search_that_fails_ends_the_episode():

@@ -315,7 +315,7 @@ class Chain(Episode):
 
     async def _turn(self) -> None:
         """Write the rest of a turn, and follow all of its pieces."""
-        text = await self._write()
+        text = await self._write(self._part())
         if text is None:
             return
         in_thought = bool(self._open_turn)
@@ -337,15 +337,15 @@ class Chain(Episode):
         def read(text: str) -> Piece | None:
             return first_piece(text, in_thought=in_thought, asked=asked)
 
-        text = await self._write(begins=begins, read=read)
+        part = self._part(begins=begins, read=read)
+        text = await self._write(part)
         if text is None:
             return
-        piece = read(text)
         self._open_turn += text
-        if piece is None or piece.kind not in kinds:
+        if part.piece is None or part.piece.kind not in kinds:
             self.outcome = "", StopReason.NO_ACTION
             return
-        await self._follow(piece, text[: piece.start])
+        await self._follow(part.piece, text[: part.piece.start])
 
     async def _follow(self, piece: Piece, thought: str) -> None:
         self.last = piece
@@ -374,7 +374,7 @@ class Chain(Episode):
         except RetrievalError:
             self.outcome = "", StopReason.RETRIEVER_FAILED
             return
-        self._dialogue.add_user(passages(materials), tag=INFORMATION)
+        self._dialogue.add_user(passages(materials), inside=INFORMATION)
         self._open_turn, self._open_tokens = "", 0
         self._solved(query=query, materials=materials)
 
@@ -383,26 +383,24 @@ class Chain(Episode):
         step = Step(question=self.asked, thought=self._thought, recalled=recalled, query=query, materials=materials)
         self.steps, self.asked = (*self.steps, step), None
 
-    async def _write(
+    def _part(
         self, *, begins: tuple[int, ...] = (), read: Callable[[str], Piece | None] | None = None
-    ) -> str | None:
-        """Write the rest of a turn, or with `read` its first piece; None, with the outcome, where a limit cut it."""
+    ) -> "_PartOfTurn":
+        """Return who writes the rest of a turn, or with `read` its first piece."""
+        left = self._config.max_turn_tokens - self._open_tokens
+        return _PartOfTurn(self.policy, self.tokenizer, begins=begins, max_tokens=left, read=read)
+
+    async def _write(self, part: "_PartOfTurn") -> str | None:
+        """Write a part of a turn; None, with the outcome, where a limit cut it."""
         state = DecexState(
             question=self.attempt.question,
             steps=self.steps,
             asked=self.asked,
             turn=self._open_turn,
-            begins=self.tokenizer.decode(begins),
-            is_piece=read is not None,
+            begins=self.tokenizer.decode(part.begins),
+            is_piece=part.read is not None,
         )
         policy, self._writes = self.policy, self._writes + 1
-        part = _PartOfTurn(
-            policy,
-            self.tokenizer,
-            begins=begins,
-            max_tokens=self._config.max_turn_tokens - self._open_tokens,
-            read=read,
-        )
         before = len(self._dialogue.token_ids)
         try:
             self.policy = part
@@ -415,13 +413,14 @@ class Chain(Episode):
         if written.cut is not None:
             self.outcome = "", written.cut
             return None
-        return written.text
+        return self._dialogue.record().turns[-1].text
 
     def _ids_before_decision(self) -> tuple[int, ...]:
         """Return the tokens of the last piece that stand before its decision."""
-        turn = self._dialogue.record().turns[-1]
+        ids = self._dialogue.record().turns[-1].token_ids
         assert self.last is not None, "the chain has decided"
-        return turn.token_ids[: _tokens_of(self.tokenizer, turn.token_ids, turn.text[: self.last.start].rstrip())]
+        thought = _spelled(self.tokenizer, ids)[: self.last.start].rstrip()
+        return ids[: _tokens_of(self.tokenizer, ids, thought)]
 
 
 def _joined(turns: Sequence[Turn]) -> tuple[Turn, ...]:
@@ -441,6 +440,11 @@ def _joined(turns: Sequence[Turn]) -> tuple[Turn, ...]:
             trained=before.trained and turn.trained,
         )
     return tuple(joined)
+
+
+def _spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return what tokens say, each byte of it: half a character at the end stands as it is."""
+    return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "surrogateescape")
 
 
 def _tokens_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
@@ -475,8 +479,9 @@ class _PartOfTurn:
         max_tokens: int,
         read: Callable[[str], Piece | None] | None,
     ) -> None:
-        self._policy, self._tokenizer = policy, tokenizer
-        self._begins, self._max_tokens, self._read = begins, max_tokens, read
+        self._policy, self._tokenizer, self._max_tokens = policy, tokenizer, max_tokens
+        self.begins, self.read = begins, read
+        self.piece: Piece | None = None  # that was read
         self.discarded_tokens = 0
 
     @property
@@ -485,21 +490,21 @@ class _PartOfTurn:
 
     async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
         room = min(params.max_new_tokens, self._max_tokens)
-        new_tokens = room - len(self._begins)
+        new_tokens = room - len(self.begins)
         if new_tokens < 1:
-            ids = self._begins[: max(room, 0)]
+            ids = self.begins[: max(room, 0)]
             return Completion(token_ids=ids, logprobs=None, finish_reason="length", policy_version=self.version)
         params = dataclasses.replace(params, max_new_tokens=new_tokens)
-        completion = await self._policy.generate((*prompt, *self._begins), params, state=state, continues=continues)
-        if self._begins:
-            ids = (*self._begins, *completion.token_ids)
+        completion = await self._policy.generate((*prompt, *self.begins), params, state=state, continues=continues)
+        if self.begins:
+            ids = (*self.begins, *completion.token_ids)
             completion = dataclasses.replace(completion, token_ids=ids, logprobs=None, sampling_logprobs=None)
-        return completion if self._read is None else self._first_piece(completion, self._read)
+        return completion if self.read is None else self._first_piece(completion, self.read)
 
     def _first_piece(self, completion: Completion, read: Callable[[str], Piece | None]) -> Completion:
         ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
-        text = b"".join(map(self._tokenizer.token_bytes, ids)).decode("utf-8", "surrogateescape")
-        piece = read(text)
+        text = _spelled(self._tokenizer, ids)
+        self.piece = piece = read(text)
         if piece is None or piece.kind in ("search", "answer"):
             return completion
         if completion.finish_reason == "length" and piece.end == len(text) and not text.endswith("\n"):
