@@ -88,7 +88,8 @@ EXPERIMENTS = {
         DECEX, f"--method.kind grpo {START} --method.rounds-per-phase 1 --method.group-attempts 2"
     ),
     "decex": Experiment(DECEX, "", "decex-start"),
-    "decex-least": Experiment(DECEX, "--method.retrievals least", "decex-start"),
+    # Only the leaves of an unpruned tree differ in their searches.
+    "decex-least": Experiment(DECEX, "--method.expansion unpruned --method.retrievals least", "decex-start"),
     "decex-dpo": Experiment(DECEX, "--method.sft False", "decex-start"),
     "decex-decisions": Experiment(DECEX, "--method.execution-pairs False", "decex-start"),
     "decex-executions": Experiment(DECEX, "--method.decision-pairs False", "decex-start"),
@@ -410,6 +411,7 @@ class Runs:
             "generated_tokens": ",.0f",
             "nodes": ".1f",
             "best_reward": ".2f",
+            "leaf_share": ".2f",
             "retrievals": ".2f",
         }
         lines = [f"| | {' | '.join(names).replace('_', ' ')} |", "|---" * (len(names) + 1) + "|"]
@@ -477,12 +479,12 @@ class Runs:
             "decex": self.table(
                 ("decex-start", "warm-up"),
                 ("decex", "SFT", "sft"),
-                ("decex-least", "SFT, least searches", "sft"),
+                ("decex-least", "SFT of unpruned trees, least searches", "sft"),
                 ("decex", "SFT, then DPO"),
                 ("decex-dpo", "DPO alone"),
                 ("decex-decisions", "SFT, then DPO, decision pairs alone"),
                 ("decex-executions", "SFT, then DPO, execution pairs alone"),
-                ("decex-unpruned", "SFT of unpruned trees", "sft"),
+                ("decex-unpruned", "SFT of unpruned trees, most searches", "sft"),
                 sampled_searches=True,
             ),
             "trees": self.trees(),

@@ -26,7 +26,7 @@ def get_config() -> Config:
             test_questions=200,
             common_knowledge=0.5,
         ),
-        agent=DecexConfig(max_turn_tokens=64, max_trajectory_tokens=640, max_observation_tokens=96, prompt="brief"),
+        agent=DecexConfig(max_turn_tokens=288, max_trajectory_tokens=640, max_observation_tokens=96, prompt="brief"),
         engine=dataclasses.replace(base.engine, slots=128),
         trainer=dataclasses.replace(base.trainer, row_tokens=1_280, rows_per_step=2),
         pretraining=dataclasses.replace(base.pretraining, row_parts=8),

@@ -21,11 +21,12 @@ def get_config() -> Config:
         agent=DecexConfig(
             prompt="brief",
             max_iterations=4,
-            max_turn_tokens=96,
+            max_turn_tokens=160,
             max_trajectory_tokens=1536,
             max_observation_tokens=320,
         ),
-        trainer=dataclasses.replace(like.trainer, row_tokens=1536, rows_per_step=2),
+        # A row holds both conversations of a pair.
+        trainer=dataclasses.replace(like.trainer, row_tokens=3072, rows_per_step=1),
         sampling=SamplingConfig(questions_per_round=80, shard_questions=20, temperature=0.8),
         method=DecexTreeConfig(
             branches=2, rollouts=2, learning_rate=3e-4, end_learning_rate=3e-5, epochs=1, dpo_learning_rate=5e-5

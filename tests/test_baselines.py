@@ -119,8 +119,8 @@ PLAYS: dict[str, tuple[list[str], list[str]]] = {  # what is written, and what i
     ),
     "decex": (
         [
-            "<think> Who made it? </think>\n<question> Who directed Amber Tide? </question>",
-            "<search> Amber Tide director </search>",
+            "<think> Who made it? So, the next sub-question is: Who directed Amber Tide?\nI need to look this up. "
+            "</think>\n<search> Amber Tide director </search>",
             f"<think> Ilse Vand, of Ghent. </think>\n{GHENT}",
         ],
         ["Amber Tide director"],

@@ -1,85 +1,151 @@
-"""DecEx-RAG's process of decisions and executions, in one conversation (section 2.1 of the paper).
+"""DecEx-RAG's process of decisions and executions (section 2.1 of the paper), in the output format of its table 3.
 
-    decide   <think> ... </think> <question> sub-question </question>    to go on
-             <think> ... </think> <answer> final answer </answer>        to stop
-    solve    <recall> the sub-answer, from memory </recall>  or  <search> sub-query </search>
+A turn of the model is one thought, then one search or the final answer. What a search finds is the next message:
 
-The state s_t = [Q, (q_1, r_1), ..., (q_t, r_t)] is the conversation so far. An iteration is two turns: the termination
-decision with what it leads to, and the retrieval decision with what that leads to. Sub-question and sub-query are
-written apart from each other, so that a query can be worded for the retriever. What a search found is the next message.
+    <think> I need the director. So, the next sub-question is: Who directed the film Amber Tide?
+    I need to look this up. </think>
+    <search> Amber Tide 1961 film director </search>
 
-Differences from the paper. Its trained model writes the sub-questions and remembered answers of several iterations
-into one thought and stops at each search; here each decision is a turn, so that a search tree can branch at it and
-score it (`methods/search_tree.py`). Its search asks for each kind of execution under a prompt of its own (tables 4 to
-7); here all are written under one prompt, and `Chain.solve` can be told how the turn begins. The wording is ours.
+    <information> ... </information>
+
+    <think> Ilse Vandermark directed it. So, the next sub-question is: Where was Ilse Vandermark born?
+    I know about this: she is a Flemish director. I recall that Ilse Vandermark was born in Ghent.
+    She was born in Ghent. </think>
+    <answer> Ghent </answer>
+
+Both decisions stand in the thought. The termination decision is a sub-question or the end of the thought with the
+final answer. The retrieval decision is what is recalled or the end of the thought with a sub-query. Each decision with
+its execution is a `Piece` of a turn. An episode is sampled turn by turn. A search tree (`methods/search_tree.py`)
+samples it piece by piece: it samples the rest of a turn and keeps the tokens of the first piece, so the pieces of a
+turn are the very tokens of that turn.
+
+Differences from the paper. Table 3 prints a thought without line breaks; here a line break ends a sub-question and what
+is recalled, and text without line breaks is read too. The sentences that begin an execution ("I know about this:", "I
+need to look this up.") are ours, so that a tree can ask for either branch. The paper's trees ask for each kind of
+execution under a prompt of its own (tables 4 to 8). Here the policy writes all of them under one prompt; a second model
+has those prompts (`decex_writer.py`). The wording of all prompts is ours.
 """
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import Episode
-from mujica_jax.agents.single import information
 from mujica_jax.config.agents import DecexConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
+from mujica_jax.models.thoughts import ends_in_thought
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Conversation, Question, StopReason, Trajectory
+from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 DECEX = "decex"  # role of the conversation
-STOPS = ("</question>", "</answer>", "</recall>", "</search>")
+INFORMATION = "information"  # tag around what a search found
+STOPS = ("</search>", "</answer>")
+
+# What decisions and executions begin with.
+SUB_QUESTION = "So, the next sub-question is:"
+RECALL = "I recall that"
+MEMORY = "I know about this:"
+LOOK_UP = "I need to look this up."
+
 Source = Literal["memory", "search"]  # how a sub-question is solved
-BEGINS: dict[Source, str] = {"memory": "<recall>", "search": "<search>"}
-SOLVE = "Recall or search?"  # after a sub-question
-GO_ON = "Go on."  # after a sub-answer from memory
+Decided = Literal["stop", "go_on"]  # what the termination decision says
+PieceKind = Literal["sub-question", "memory", "search", "answer"]
+BEGINS: dict[Source, str] = {"memory": MEMORY, "search": f"{LOOK_UP} </think>\n<search>"}
+AFTER_THOUGHT: dict[Decided, str] = {"stop": " </think>\n<answer>", "go_on": f" {SUB_QUESTION}"}
 
-# --- parsing what the model wrote, and writing it for demonstrations ---
+# --- parsing what the model wrote ---
+
+_THOUGHT_BEGINS = re.compile(r"\s*<think>", re.IGNORECASE)
+_THOUGHT_ENDS = re.compile(r"</think>", re.IGNORECASE)
+_SUB_QUESTION = re.compile(
+    r"(?:so, )?(?:the )?next sub-question is:[ \t]*(?P<text>\S.*?)[ \t]*(?=\n|I recall that|\Z)", re.IGNORECASE
+)
+_RECALLED = re.compile(
+    r"I recall that[ \t]*(?P<text>\S.*?)[ \t]*(?=\n|(?:so, )?(?:the )?next sub-question is:|\Z)", re.IGNORECASE
+)
+_REST_OF_LINE = re.compile(r"[ \t]*\n?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decision:
-    """One parsed turn that decides whether to go on: a sub-question, or the final answer, or neither."""
+class Piece:
+    """A decision with its execution."""
 
-    question: str | None = None
-    answer: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Solution:
-    """One parsed turn that solves a sub-question: a sub-answer, or a sub-query, or neither."""
-
-    recalled: str | None = None
-    query: str | None = None
+    kind: PieceKind
+    text: str  # the sub-question, what is recalled, the sub-query or the final answer
+    start: int  # where the decision stands in the text that was read: the end of the thought before it
+    end: int  # where the piece ends
 
 
-def parse_decision(text: str) -> Decision:
-    """An answer ends the episode even where the turn also asks; thoughts are not read."""
-    if (answer := protocol.parse_answer(text)) is not None:
-        return Decision(answer=answer)
-    return Decision(question=protocol.field("question", text) or None)
+def first_piece(text: str, *, in_thought: bool, asked: bool) -> Piece | None:
+    """Return the first piece of a turn, or of the rest of one; None where nothing can be read.
+
+    `in_thought` says that a thought is open where the text begins, `asked` that a sub-question is. A search or an
+    answer counts outside of thoughts only. An answer counts even where the turn also searches.
+    """
+    thought_end = _end_of_thought(text, in_thought)
+    question = _SUB_QUESTION.search(text, 0, thought_end)
+    recalled = _RECALLED.search(text, 0, thought_end) if asked else None
+    if recalled is not None and (question is None or recalled.start() < question.start()):
+        return _piece_in_thought("memory", text, recalled, recalled["text"], thought_end)
+    if question is not None:
+        # A sub-question may be followed by other words on its line.
+        asked_for = question["text"]
+        asked_for = asked_for[: asked_for.rfind("?") + 1] or asked_for
+        return _piece_in_thought("sub-question", text, question, asked_for, thought_end)
+    outside = text[thought_end:]
+    answer, query = protocol.parse_answer(outside), protocol.field("search", outside)
+    if answer is not None:
+        return Piece(kind="answer", text=answer, start=thought_end, end=len(text))
+    if query:
+        return Piece(kind="search", text=query, start=thought_end, end=len(text))
+    return None
 
 
-def parse_solution(text: str) -> Solution:
-    """What is remembered counts even where the turn also searches; thoughts are not read."""
-    recalled = protocol.field("recall", text)
-    return Solution(recalled=recalled) if recalled else Solution(query=protocol.field("search", text) or None)
+def _end_of_thought(text: str, in_thought: bool) -> int:
+    """Return where the first thought is closed; 0 where there is none. A chat template may have opened it."""
+    closing = _THOUGHT_ENDS.search(text)
+    if closing is not None:
+        return closing.start()
+    return len(text) if in_thought or _THOUGHT_BEGINS.match(text) else 0
 
 
-def write_decision(thought: str, decision: Decision) -> str:
-    if decision.answer is not None:
-        return protocol.write_answer(thought, decision.answer)
-    return f"<think> {thought} </think>\n<question> {decision.question} </question>"
+def _piece_in_thought(kind: PieceKind, text: str, match: re.Match[str], said: str, thought_end: int) -> Piece:
+    end = match.start("text") + len(said)
+    rest_of_line = _REST_OF_LINE.match(text, end, thought_end)
+    end = rest_of_line.end() if rest_of_line is not None else end
+    return Piece(kind=kind, text=protocol.one_line(said), start=match.start(), end=end)
 
 
-def write_solution(solution: Solution) -> str:
-    if solution.recalled:
-        return f"<recall> {solution.recalled} </recall>"
-    return f"<search> {solution.query} </search>"
+# --- what the model writes; demonstrations are written with these, so that writer and reader cannot drift apart ---
+
+
+def write_sub_question(thought: str, question: str) -> str:
+    return f"{thought} {SUB_QUESTION} {question}\n"
+
+
+def write_memory(thought: str, recalled: str) -> str:
+    return f"{MEMORY} {thought} {RECALL} {recalled}\n"
+
+
+def write_search(query: str, thought: str = LOOK_UP) -> str:
+    return f"{thought} </think>\n<search> {query} </search>"
+
+
+def write_answer(thought: str, answer: str) -> str:
+    return f"{thought} </think>\n<answer> {answer} </answer>"
+
+
+def passages(materials: Sequence[Material]) -> str:
+    """Return what a search found, as it stands between the tags of the information."""
+    lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
+    return "\n".join(lines) or "none"
 
 
 # --- prompts ---
@@ -87,30 +153,35 @@ def write_solution(solution: Solution) -> str:
 _BRIEF = "Ask, recall or search, answer."
 _RULES = (
     "You answer a question by solving simpler ones, one after the other.\n"
-    "Whenever you learn something new, think inside <think> ... </think> about what is known and what is missing. "
-    "Then either write the next sub-question, which asks for one fact, inside <question> ... </question>, or finish.\n"
-    "After a sub-question you are asked whether you recall its answer or search for it. If you are sure of it, write "
-    "it inside <recall> ... </recall>. If not, write a query for a search engine inside <search> ... </search>: it "
-    "need not repeat the sub-question, but name what the right passage would say. You then receive passages.\n"
-    "When a sub-question was not solved, ask it again in other words. When you know enough, write only the final "
-    "answer, as short as possible, inside <answer> ... </answer>."
+    "Whenever you receive something new, think inside <think> ... </think> about what is known and what is missing. As "
+    f'long as something is missing, write in your thought "{SUB_QUESTION}" and a sub-question that asks for one fact, '
+    "and end the line. Then decide how to solve it.\n"
+    f'If you are sure of its answer, begin the next line with "{MEMORY}", write what you know, and end the line with '
+    f'"{RECALL}" and the answer in one sentence. Then think on.\n'
+    f'If you are not sure, write "{LOOK_UP}", close the thought, and write a query for a search engine inside <search> '
+    "... </search>. It need not repeat the sub-question, but name what the right passage would say. You then receive "
+    "passages inside <information> ... </information>.\n"
+    "When a sub-question was not solved, ask it again in other words. When the question follows from what you recalled "
+    "and found, say in your thought why, close it, and write only the final answer, as short as possible, inside "
+    "<answer> ... </answer>. Do not answer from anything that you did not recall or find before."
 )
-# A worked example as chat turns: (user message, model's reply). People and works are invented.
+# One worked example: what the model is shown, and what it writes. People and works are invented.
 _EXAMPLES = (
     (
         "Question: Where was the director of film Amber Tide born?",
-        write_decision("I need the director of Amber Tide.", Decision(question="Who directed the film Amber Tide?")),
+        "<think> "
+        + write_sub_question("I need the director of Amber Tide.", "Who directed the film Amber Tide?")
+        + write_search("Amber Tide 1961 film director"),
     ),
-    (SOLVE, write_solution(Solution(query="Amber Tide 1961 film director"))),
     (
-        information((Material(text="Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark."),)),
-        write_decision(
-            "Ilse Vandermark directed it. I need her place of birth.",
-            Decision(question="Where was Ilse Vandermark born?"),
-        ),
+        "<information>\n[0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.\n</information>",
+        "<think> "
+        + write_sub_question(
+            "Ilse Vandermark directed it. I need her place of birth.", "Where was Ilse Vandermark born?"
+        )
+        + write_memory("she is a Flemish director.", "Ilse Vandermark was born in Ghent.")
+        + write_answer("The director was born in Ghent.", "Ghent"),
     ),
-    (SOLVE, write_solution(Solution(recalled="Ilse Vandermark was born in Ghent."))),
-    (GO_ON, write_decision("She was born in Ghent.", Decision(answer="Ghent"))),
 )
 
 
@@ -126,10 +197,12 @@ def opening(mode: protocol.PromptMode) -> Opening:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A sub-question that was solved, by what is remembered or by the passages that were found."""
+    """A sub-question that was solved, by what is recalled or by the passages that were found."""
 
-    question: str
+    question: str  # where a turn searched without a sub-question: the query
+    thought: str = ""  # that led to it
     recalled: str | None = None
+    query: str = ""
     materials: tuple[Material, ...] = ()
 
 
@@ -141,6 +214,9 @@ class DecexState:
     question: Question
     steps: tuple[Step, ...]
     asked: str | None  # the sub-question to solve; None where the next decision is due
+    turn: str = ""  # what the open turn says so far
+    begins: str = ""  # how the rest of the turn begins; it is no more to be written
+    is_piece: bool = False  # whether the first piece of what is written is kept, and nothing after it
 
 
 class Decex:
@@ -172,14 +248,22 @@ class Chain(Episode):
         self._dialogue = Dialogue(tokenizer, DECEX, begins.system, begins.examples)
         self._dialogue.add_user(f"Question: {protocol.one_line(attempt.question.text)}")
         self._place = ""  # in a search tree
-        self._turns = 0
+        self._writes = 0
+        self._open_turn = ""  # text of the turn that is being written
+        self._open_tokens = 0
+        self._thought = ""  # that led to the sub-question
+        self._iterations = 0  # sub-questions, and searches without one
+        self._discarded_tokens = 0
         self.steps: tuple[Step, ...] = ()
         self.asked: str | None = None
+        self.last: Piece | None = None
         self.outcome: tuple[str, StopReason] | None = None
 
     def fork(self, place: str) -> "Chain":
-        """The same past, and a future of its own. `place` is unique among the forks of this chain: it seeds what the
-        fork samples."""
+        """Return a chain with the same past and a future of its own.
+
+        `place` is unique among the forks of this chain: it seeds what the fork samples.
+        """
         other = copy.copy(self)
         other._dialogue, other.searches = self._dialogue.fork(), list(self.searches)
         other._place = f"{self._place}/{place}"
@@ -187,91 +271,264 @@ class Chain(Episode):
 
     @property
     def tokens(self) -> int:
-        """Of the conversation so far."""
-        return len(self._dialogue.token_ids)
+        """Tokens of the conversation so far, and of what was sampled beyond a piece and left out."""
+        return len(self._dialogue.token_ids) + self._discarded_tokens
 
-    def record(self) -> Conversation:
+    @property
+    def can_ask(self) -> bool:
+        """Whether iterations are left."""
+        return self._iterations < self._config.max_iterations
+
+    @property
+    def _is_in_thought(self) -> bool:
+        """Whether what the model writes next stands in its thought: in the middle of a turn, or after a template that
+        opens the thought."""
+        return bool(self._open_turn) or self._dialogue.thought_open
+
+    def pieces(self) -> Conversation:
+        """Return the conversation with each piece of the model as a turn."""
         return self._dialogue.record()
 
+    def record(self) -> Conversation:
+        """Return the conversation with the pieces of a turn joined, as an episode has it that sampled it at once."""
+        conversation = self._dialogue.record()
+        return dataclasses.replace(conversation, turns=_joined(conversation.turns))
+
     async def finish(self) -> Trajectory:
-        """Go on to the end. One that has ended stays as it is."""
+        """Go on to the end. A chain that has ended stays as it is."""
         while self.outcome is None:
-            await (self.decide() if self.asked is None else self.solve())
+            await self._turn()
         answer, reason = self.outcome
         recalls = sum(step.recalled is not None for step in self.steps)
         return self.trajectory([self.record()], answer, reason, {"recalls": float(recalls)})
 
     async def decide(self) -> None:
-        """The termination decision: the final answer, or the next sub-question while iterations are left."""
-        text = await self._write()
-        if text is None:
-            return
-        decision = parse_decision(text)
-        if decision.answer is not None:
-            self.outcome = decision.answer, StopReason.ANSWERED
-        elif decision.question is None:
-            self.outcome = "", StopReason.NO_ACTION
-        elif len(self.steps) == self._config.max_iterations:
-            self.outcome = "", StopReason.ITERATION_LIMIT
-        else:
-            self.asked = decision.question
-            self._dialogue.add_user(SOLVE)
+        """Take the termination decision: the final answer, or the next sub-question while iterations are left."""
+        await self._piece("sub-question", "answer")
 
-    async def solve(self, source: Source | None = None) -> None:
-        """The retrieval decision. With a `source` it is taken already: the turn begins with its tag, as if the model
-        had written it, and the model writes the rest."""
+    async def decide_otherwise(self, sample: "Chain", to: Decided) -> None:
+        """Take the other termination decision than `sample`, a fork with the same past, after the same thought."""
+        thought = sample._ids_before_decision()
+        begins = (*thought, *self.tokenizer.encode_model(AFTER_THOUGHT[to]))
+        await self._piece("sub-question" if to == "go_on" else "answer", begins=begins)
+
+    async def solve(self, source: Source) -> None:
+        """Execute the retrieval decision: what comes next begins as that decision does, and the model writes on."""
         assert self.asked is not None, "a sub-question is solved"
-        text = await self._write(BEGINS[source] if source else "")
+        new_line = "" if self._open_turn.endswith("\n") else "\n"
+        begins = self.tokenizer.encode_model(f"{new_line}{BEGINS[source]}")
+        await self._piece(source, begins=tuple(begins))
+
+    async def _turn(self) -> None:
+        """Write the rest of a turn, and follow all of its pieces."""
+        text = await self._write(self._part())
         if text is None:
             return
-        solution = parse_solution(text)
-        if solution.recalled is None and solution.query is None:
+        in_thought = self._is_in_thought
+        self._open_turn += text
+        while self.outcome is None:
+            piece = first_piece(text, in_thought=in_thought, asked=self.asked is not None)
+            if piece is None:
+                self.outcome = "", StopReason.NO_ACTION
+                return
+            await self._follow(piece, text[: piece.start])
+            if piece.kind == "search":
+                return
+            text, in_thought = text[piece.end :], True
+
+    async def _piece(self, *kinds: PieceKind, begins: tuple[int, ...] = ()) -> None:
+        """Write one piece of these kinds; another one cannot be used."""
+        asked, in_thought = self.asked is not None, self._is_in_thought
+
+        def read(text: str) -> Piece | None:
+            return first_piece(text, in_thought=in_thought, asked=asked)
+
+        part = self._part(begins=begins, read=read)
+        text = await self._write(part)
+        if text is None:
+            return
+        self._open_turn += text
+        if part.piece is None or part.piece.kind not in kinds:
             self.outcome = "", StopReason.NO_ACTION
             return
-        materials: tuple[Material, ...] = ()
-        if solution.query is not None:
-            try:
-                materials = await self.search_passages(solution.query, len(self.steps))
-            except RetrievalError:
-                self.outcome = "", StopReason.RETRIEVER_FAILED
-                return
-        self._dialogue.add_user(GO_ON if solution.query is None else information(materials))
-        self.steps = (*self.steps, Step(question=self.asked, recalled=solution.recalled, materials=materials))
-        self.asked = None
+        await self._follow(part.piece, text[: part.piece.start])
 
-    async def _write(self, begins: str = "") -> str | None:
-        """One turn; None, with the outcome, where a limit cut it."""
-        policy, self._turns = self.policy, self._turns + 1
-        state = DecexState(question=self.attempt.question, steps=self.steps, asked=self.asked)
-        if begins:
-            self.policy = _Begun(policy, self.tokenizer.encode_model(begins))
-        place = f"{self._place}/{self._turns}"
+    async def _follow(self, piece: Piece, thought: str) -> None:
+        self.last = piece
+        if piece.kind == "answer":
+            self.outcome = piece.text, StopReason.ANSWERED
+        elif piece.kind == "memory":
+            self._solved(recalled=piece.text)
+        elif piece.kind == "sub-question":
+            self._ask(piece.text, thought)
+        else:
+            if self.asked is None:
+                self._ask(piece.text, thought)
+            if self.outcome is None:
+                await self._search(piece.text)
+
+    def _ask(self, question: str, thought: str) -> None:
+        if not self.can_ask:
+            self.outcome = "", StopReason.ITERATION_LIMIT
+            return
+        self._iterations += 1
+        self.asked, self._thought = question, protocol.one_line(_THOUGHT_BEGINS.sub("", thought))
+
+    async def _search(self, query: str) -> None:
         try:
+            materials = await self.search_passages(query, len(self.steps))
+        except RetrievalError:
+            self.outcome = "", StopReason.RETRIEVER_FAILED
+            return
+        self._dialogue.add_user(passages(materials), inside=INFORMATION)
+        self._open_turn, self._open_tokens = "", 0
+        self._solved(query=query, materials=materials)
+
+    def _solved(self, *, recalled: str | None = None, query: str = "", materials: tuple[Material, ...] = ()) -> None:
+        assert self.asked is not None, "a sub-question is solved"
+        step = Step(question=self.asked, thought=self._thought, recalled=recalled, query=query, materials=materials)
+        self.steps, self.asked = (*self.steps, step), None
+
+    def _part(
+        self, *, begins: tuple[int, ...] = (), read: Callable[[str], Piece | None] | None = None
+    ) -> "_PartOfTurn":
+        """Return who writes the rest of a turn, or with `read` its first piece."""
+        left = self._config.max_turn_tokens - self._open_tokens
+        written = self._open_turn + self.tokenizer.decode(begins)
+        in_thought = ends_in_thought(written, thought_open=self._dialogue.thought_open)
+        return _PartOfTurn(
+            self.policy, self.tokenizer, begins=begins, in_thought=in_thought, max_tokens=left, read=read
+        )
+
+    async def _write(self, part: "_PartOfTurn") -> str | None:
+        """Write a part of a turn; None, with the outcome, where a limit cut it."""
+        state = DecexState(
+            question=self.attempt.question,
+            steps=self.steps,
+            asked=self.asked,
+            turn=self._open_turn,
+            begins=self.tokenizer.decode(part.begins),
+            is_piece=part.read is not None,
+        )
+        policy, self._writes = self.policy, self._writes + 1
+        before = len(self._dialogue.token_ids)
+        try:
+            self.policy = part
+            place = f"{self._place}/{self._writes}"
             written = await self.write(self._dialogue, place, state=state, stop_strings=STOPS, continues=True)
         finally:
             self.policy = policy
+        self._open_tokens += len(self._dialogue.token_ids) - before
+        self._discarded_tokens += part.discarded_tokens
         if written.cut is not None:
             self.outcome = "", written.cut
             return None
-        return written.text
+        return self._dialogue.record().turns[-1].text
+
+    def _ids_before_decision(self) -> tuple[int, ...]:
+        """Return the tokens of the last piece that stand before its decision."""
+        ids = self._dialogue.record().turns[-1].token_ids
+        assert self.last is not None, "the chain has decided"
+        thought = _spelled(self.tokenizer, ids)[: self.last.start].rstrip()
+        return ids[: _tokens_of(self.tokenizer, ids, thought)]
 
 
-class _Begun:
-    """Another policy's turns after these first tokens, which it has no log-probabilities for."""
+def _joined(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return the turns with each run of model turns as one."""
+    joined: list[Turn] = []
+    for turn in turns:
+        before = joined[-1] if joined else None
+        if before is None or before.role != "model" or turn.role != "model":
+            joined.append(turn)
+            continue
+        have_logprobs = before.logprobs is not None and turn.logprobs is not None
+        joined[-1] = dataclasses.replace(
+            turn,
+            token_ids=(*before.token_ids, *turn.token_ids),
+            text=before.text + turn.text,
+            logprobs=(*(before.logprobs or ()), *(turn.logprobs or ())) if have_logprobs else None,
+            trained=before.trained and turn.trained,
+            cut=turn.cut,
+        )
+    return tuple(joined)
 
-    def __init__(self, policy: Policy, begins: Sequence[int]) -> None:
-        self._policy, self._begins = policy, tuple(begins)
+
+def _spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return what tokens say, each byte of it: half a character at the end stands as it is."""
+    return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "surrogateescape")
+
+
+def _tokens_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
+    """Return how many of the first tokens spell this beginning of their text.
+
+    A token that crosses its end is counted if what it says beyond is white space.
+    """
+    end = len(text.encode("utf-8", "surrogateescape"))
+    spelled = 0
+    for count, token in enumerate(ids):
+        piece = tokenizer.token_bytes(token)
+        if spelled + len(piece) > end:
+            crosses_with_space = spelled < end and not piece[end - spelled :].strip()
+            return count + crosses_with_space
+        spelled += len(piece)
+    return len(ids)
+
+
+class _PartOfTurn:
+    """Implements `Policy`: another policy's turn, which goes on after the tokens `begins`.
+
+    With `read` the first piece is kept and the tokens after it are left out. The tokens of `begins` have no
+    log-probabilities, and then neither has the rest.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: Tokenizer,
+        *,
+        begins: tuple[int, ...],
+        in_thought: bool,
+        max_tokens: int,
+        read: Callable[[str], Piece | None] | None,
+    ) -> None:
+        self._policy, self._tokenizer, self._max_tokens = policy, tokenizer, max_tokens
+        self.begins, self.read, self._in_thought = begins, read, in_thought
+        self.piece: Piece | None = None  # that was read
+        self.discarded_tokens = 0
 
     @property
     def version(self) -> int:
         return self._policy.version
 
     async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
-        room = params.max_new_tokens - len(self._begins)
-        if room < 1:
-            ids = self._begins[: params.max_new_tokens]
+        room = min(params.max_new_tokens, self._max_tokens)
+        new_tokens = room - len(self.begins)
+        if new_tokens < 1:
+            ids = self.begins[: max(room, 0)]
             return Completion(token_ids=ids, logprobs=None, finish_reason="length", policy_version=self.version)
-        rest = dataclasses.replace(params, max_new_tokens=room)
-        found = await self._policy.generate((*prompt, *self._begins), rest, state=state, continues=continues)
-        ids = (*self._begins, *found.token_ids)
-        return dataclasses.replace(found, token_ids=ids, logprobs=None, sampling_logprobs=None)
+        params = dataclasses.replace(params, max_new_tokens=new_tokens, thought_open=self._in_thought)
+        completion = await self._policy.generate((*prompt, *self.begins), params, state=state, continues=continues)
+        if self.begins:
+            ids = (*self.begins, *completion.token_ids)
+            completion = dataclasses.replace(completion, token_ids=ids, logprobs=None, sampling_logprobs=None)
+        return completion if self.read is None else self._first_piece(completion, self.read)
+
+    def _first_piece(self, completion: Completion, read: Callable[[str], Piece | None]) -> Completion:
+        ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+        text = _spelled(self._tokenizer, ids)
+        self.piece = piece = read(text)
+        if piece is None or piece.kind in ("search", "answer"):
+            return completion
+        if completion.finish_reason == "length" and piece.end == len(text) and not text.endswith("\n"):
+            return completion  # the limit may have cut the piece itself
+        count = _tokens_of(self._tokenizer, ids, text[: piece.end])
+        self.discarded_tokens = len(completion.token_ids) - count
+        logprobs = None if completion.logprobs is None else completion.logprobs[:count]
+        return dataclasses.replace(
+            completion,
+            token_ids=ids[:count],
+            logprobs=logprobs,
+            sampling_logprobs=None,
+            finish_reason="stop_string",
+            stop_string=None,
+        )

@@ -32,7 +32,8 @@ class Episode:
         self, tokenizer: Tokenizer, limits: AgentLimits, attempt: Attempt, environment: Environment, policy: Policy
     ) -> None:
         self.tokenizer, self.limits, self.attempt = tokenizer, limits, attempt
-        self.environment, self.policy = environment, policy
+        self.environment = environment
+        self.policy: Policy = policy
         self.searches: list[Search] = []
         self._began = time.monotonic()
 

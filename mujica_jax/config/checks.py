@@ -12,7 +12,7 @@ from typing import Any
 
 from mujica_jax.config.agents import MujicaConfig, PromptedAgent
 from mujica_jax.config.fields import check_least, check_types, field_value, require
-from mujica_jax.config.method_checks import check_method, has_script
+from mujica_jax.config.method_checks import check_method, check_pairs, has_script
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TaskConfig, TrainerConfig
 from mujica_jax.errors import UserError
 
@@ -131,7 +131,8 @@ def check_agent(config: Config) -> None:
 
 
 def check_demonstrations(config: Config) -> None:
-    """For a run that begins: the warm-up has something to show this agent."""
+    """For a run that begins: the warm-up has something to show this agent, and its rows hold what is learnt."""
+    check_pairs(config)
     kind, warmup = config.agent.kind, config.warmup
     if warmup.steps and warmup.source == "scripted" and not has_script(config):
         raise UserError(

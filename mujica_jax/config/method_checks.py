@@ -150,7 +150,7 @@ def _check_evipath(config: Config, method: EviPathConfig) -> None:
 
 
 def _check_trees(config: Config, method: DecexTreeConfig) -> None:
-    """Of DecEx-RAG: its trees can be grown, end, and are learnt from."""
+    """Check that the settings of DecEx-RAG's trees are consistent."""
     if not isinstance(config.agent, DecexConfig):
         raise UserError(
             f"method.kind is decex, whose trees branch at decex's decisions, and agent.kind is {config.agent.kind}: "
@@ -162,8 +162,27 @@ def _check_trees(config: Config, method: DecexTreeConfig) -> None:
             f"{2 * method.branches**2} times the states of the one before, and method.budget_tokens is 0: give "
             "--method.budget-tokens, as 20000"
         )
-    if not (method.sft or (method.dpo and (method.decision_pairs or method.execution_pairs))):
+    check_remote(method.remote, "method.remote")
+    if not (method.sft or _learns_pairs(method)):
         raise UserError(
             f"method.sft is False, method.dpo {method.dpo}, method.decision_pairs {method.decision_pairs} and "
             f"method.execution_pairs {method.execution_pairs}: nothing is learnt from the trees, so set one to True"
         )
+
+
+def check_pairs(config: Config) -> None:
+    """Check that a row holds both conversations of a preference pair, for a run that begins. Raises UserError."""
+    method = config.method
+    if not isinstance(method, DecexTreeConfig) or not _learns_pairs(method):
+        return
+    conversation, row = config.agent.max_trajectory_tokens, config.trainer.row_tokens
+    if row < 2 * conversation:
+        raise UserError(
+            f"trainer.row_tokens is {row} and agent.max_trajectory_tokens {conversation}: a row holds both "
+            f"conversations of a preference pair, so give --trainer.row-tokens {2 * conversation}, "
+            f"--agent.max-trajectory-tokens {row // 2}, or --method.dpo False"
+        )
+
+
+def _learns_pairs(method: DecexTreeConfig) -> bool:
+    return method.dpo and (method.decision_pairs or method.execution_pairs)

@@ -124,8 +124,14 @@ class DecexTreeConfig:
     # What stays of a layer: the best branch; both branches of a decision, each with its best execution; every execution
     # (nothing is scored by episodes then).
     expansion: Literal["pruned", "unpruned", "full"] = "pruned"
+    # Score both branches of each decision, also the one that is not expanded, so that pairs can prefer either. Without
+    # it, what is pruned costs no episodes and gives no pair.
+    score_both_branches: bool = True
+    # A second model that writes the trees but for the executions of the retrieval decision; without an endpoint the
+    # policy writes all.
+    remote: RemoteConfig = NO_ENDPOINT
     budget_tokens: int = 0  # a tree that has generated so many begins no other layer; 0: no bound
-    sft: bool = True  # learn the best chains
+    sft: bool = True  # learn the best chains: paths from root to leaf, where a leaf has a tree's best reward
     retrievals: Literal["most", "least"] = "most"  # of the chains with a tree's best reward, the one that is learnt
     min_reward: float = 0.5  # a best chain below it is not learnt
     learning_rate: float  # of maximum likelihood, at first

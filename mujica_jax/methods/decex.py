@@ -6,13 +6,14 @@ that policy, a shard at a time; `sft`; `dpo`, whose reference is the policy that
 can be left out. `methods/search_tree.py` has the trees and how we read them, `methods/tree_records.py` what is kept of
 them; a restart finds that, and the log-probabilities of the reference, in the run directory.
 
-Differences from the paper, besides those of the tree:
+The policy writes a tree alone, or a second model behind `method.remote` writes all of it but the executions of
+retrieval decisions, as Qwen3-30B-A3B did in the paper for Qwen2.5-7B-Instruct (section 3.2).
 
-- All parts of a tree are written by the policy that is trained. The paper's Qwen3-30B-A3B wrote all but the remembered
-  answers and the sub-queries for Qwen2.5-7B-Instruct.
-- "Best-reward chains" are those of the tree's leaves and of the episodes played from its nodes, which are whole chains
-  too; one a question is learnt, if it earns `min_reward`. The paper does not say what a pruned tree's several chains
-  are, or whether a wrong one is learnt.
+Differences from the paper, besides those of the tree and of the agent:
+
+- SFT learns the path from root to leaf where a leaf has the tree's best reward, and one path where several have. Where
+  no leaf has it, an episode that was played from a node and has it stands in. A chain is learnt if it earns
+  `min_reward`; the paper does not say whether a wrong one is learnt.
 - A chain is one row with all of its turns trained. The paper cuts it into pairs of input and output at the searches,
   which trains the same tokens given the same tokens before them.
 - beta 0.1, the learning rate 5e-7 and one epoch of DPO are ours, and so are the learning rates and epochs of SFT: the
@@ -23,23 +24,33 @@ import asyncio
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mujica_jax.agents.agent import EnginePolicy, gather_polled
 from mujica_jax.agents.decex import Decex
+from mujica_jax.agents.decex_writer import TreeWriter
 from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import preference
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.phases import WARM_UP, Phase, PhaseResult, PhaseState
+from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.methods.rollouts import score_once
 from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round, sampling
 from mujica_jax.methods.run import KEPT_SHARDS, Run
-from mujica_jax.methods.search_tree import Growth, Tree
+from mujica_jax.methods.search_tree import REPEATS, Growth, Tree
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
-from mujica_jax.methods.tree_records import best_chain, encode_nodes, figures, is_pair, records_of
+from mujica_jax.methods.tree_records import (
+    best_chain,
+    encode_nodes,
+    figures,
+    is_lost,
+    is_pair,
+    pairs_by_preference,
+    records_of,
+)
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.trajectories.packing import pack
 from mujica_jax.trajectories.store import ShardEntry
@@ -61,6 +72,7 @@ def decex(run: Run) -> list[PhaseResult]:
     chains = [tree for tree in trees if tree.reward > 0 and tree.reward >= config.min_reward]
     found = figures(records)
     run.metrics.write("decex", ROUND, {**found, "chains": len(chains)})
+    _tell(run, records, found)
     if found["unfinished"] or found["budget_spent"]:
         run.progress.line(
             f"{found['unfinished']} of {len(trees)} trees have no chain, {found['budget_spent']} trees spent "
@@ -93,6 +105,7 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
     size = run.config.sampling.shard_questions
     questions = run.task.questions("train")[: questions_a_round(run, "trees")]
     name = "trees: expanding"
+    endpoint = None if method_of(run, DecexTreeConfig).remote.base_url is None else _endpoint(run)
     run.preemption.enter(name, kept=KEPT_SHARDS)
     run.use_policy(state, WARM_UP.step)
     entries: list[ShardEntry] = []
@@ -108,7 +121,7 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
         def unit(index: int, callback: object) -> tuple[ShardEntry | None, list[Trajectory]]:
             del callback
             asked = questions[index * size : (index + 1) * size]
-            return run.stored(ROUND, index, lambda: _grown(run, index, asked, on_tree))
+            return run.stored(ROUND, index, lambda: _grown(run, index, asked, endpoint, on_tree))
 
         units = [functools.partial(unit, index) for index in range(-(-len(questions) // size))]
         play_share(run.progress, name, units)
@@ -119,25 +132,50 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
             records += found
             grown = min(len(questions), (index + 1) * size)
             stage.update(grown)
-    rewards = [record.reward for record in records if not is_pair(record)]
+    rewards = [record.reward for record in records if not is_pair(record) and not is_lost(record)]
     close_round(run, ROUND, entries, mean_reward=statistics.fmean(rewards))
     return records
 
 
-def _grown(run: Run, shard: int, asked: Sequence[Question], on_tree: Callable[[int, float], None]) -> list[Trajectory]:
-    """The trees of a shard, which share the engine. Their nodes are written before the shard is."""
+def _endpoint(run: Run) -> Endpoint:
+    return open_endpoint(method_of(run, DecexTreeConfig).remote, run.store.root)
+
+
+def _writer(run: Run, endpoint: Endpoint | None) -> TreeWriter | None:
+    """The second model as it writes one shard."""
+    if endpoint is None:
+        return None
+    version = EnginePolicy(run.generator).version
+    return TreeWriter(EnginePolicy(endpoint.generator), endpoint.tokenizer, run.tokenizer, version)
+
+
+def _grown(
+    run: Run,
+    shard: int,
+    asked: Sequence[Question],
+    endpoint: Endpoint | None,
+    on_tree: Callable[[int, float], None],
+) -> list[Trajectory]:
+    """The trees of a shard, which share the engine. Their nodes are written before the shard is.
+
+    Raises UserError where all of them are lost to the retriever: nothing of the shard is kept then."""
     config, agent, began = method_of(run, DecexTreeConfig), run.agent, time.monotonic()
     assert isinstance(agent, Decex), "checked with the configuration"
+    writer = _writer(run, endpoint)
 
     async def one(question: Question, gate: asyncio.Semaphore) -> Tree:
+        async def rewarded(trajectory: Trajectory) -> Trajectory:
+            return trajectory.with_reward(run.reward(trajectory, question))
+
         tree = await Growth(
             agent,
             attempt(run, question, 0, ROUND),
             run.task.environment(question),
             EnginePolicy(run.generator),
             config,
-            reward=lambda trajectory: trajectory.with_reward(run.reward(trajectory, question)),
+            reward=rewarded,
             gate=gate,
+            writer=writer,
         ).grow()
         on_tree(1, best_chain(tree, config.retrievals)[0].reward)
         return tree
@@ -147,9 +185,29 @@ def _grown(run: Run, shard: int, asked: Sequence[Question], on_tree: Callable[[i
         return await gather_polled([one(question, gate) for question in asked], run.preemption.check)
 
     trees = asyncio.run(all_of_them())
+    if all(is_lost(best_chain(tree, config.retrievals)[0]) for tree in trees):
+        failed = int(sum(tree.counts["retriever_failed"] for tree in trees))
+        raise UserError(
+            f"{failed} searches failed, each in {REPEATS + 1} tries, and none of {len(trees)} trees came to an end: "
+            "start the retriever again or correct its address, then give the same command; finished shards are kept"
+        )
     seconds = (time.monotonic() - began) / len(trees)
     run.store.create(f"trees/shard-{shard:05d}.parquet", encode_nodes(trees))
     return [record for tree in trees for record in records_of(tree, config.retrievals, seconds)]
+
+
+def _tell(run: Run, records: Sequence[Trajectory], found: Mapping[str, float]) -> None:
+    """Say how the trees came out: the share of chains that are leaves, what pairs prefer, and what was lost."""
+    preferred = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in pairs_by_preference(records).items())
+    run.progress.line(
+        f"trees: the best chain is a leaf in {found['leaf_share']:.0%}, its reward {found['best_reward']:.2f}; pairs: "
+        f"{preferred}"
+    )
+    if found["retriever_failed"]:
+        run.progress.line(
+            f"trees: {found['retriever_failed']} pieces and episodes are left out because a search failed, after "
+            f"{found['repeated']} repeats"
+        )
 
 
 def _pairs(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
@@ -157,10 +215,13 @@ def _pairs(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
     config, limit = method_of(run, DecexTreeConfig), run.config.trainer.row_tokens
     kinds = {"decision": config.decision_pairs, "execution": config.execution_pairs}
     pairs = [record.conversations for record in records if is_pair(record)]
-    learnt = [pair for pair in pairs if kinds[pair[0].role] and all(any(side.loss_mask) for side in pair)]
-    kept = [pair for pair in learnt if sum(len(side.token_ids) for side in pair) <= limit]
-    if len(kept) < len(learnt):
-        run.progress.line(f"{len(learnt) - len(kept)} of {len(learnt)} pairs exceed {limit} tokens and are left out")
+    pairs = [pair for pair in pairs if kinds[pair[0].role]]
+    trained = [pair for pair in pairs if all(any(side.loss_mask) for side in pair)]
+    kept = [pair for pair in trained if sum(len(side.token_ids) for side in pair) <= limit]
+    if len(trained) < len(pairs):
+        run.progress.line(f"{len(pairs) - len(trained)} of {len(pairs)} pairs have a side without a token to learn")
+    if len(kept) < len(trained):
+        run.progress.line(f"{len(trained) - len(kept)} of {len(trained)} pairs exceed {limit} tokens and are left out")
     return [side for pair in kept for side in pair]
 
 

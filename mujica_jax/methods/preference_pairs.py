@@ -1,7 +1,8 @@
 """Preference pairs of a search tree: of two executions after the same past, the one whose mean reward is higher is
 chosen (equation 2 of the DecEx-RAG paper: chosen and rejected after the question and the steps before).
 
-    execution   the best execution of a kind against each worse one: sub-questions, sub-answers, sub-queries, answers
+    execution   the best execution of a kind against each worse one: sub-questions, answers from memory, sub-queries,
+                final answers
     decision    the best executions of the two branches of a decision: stop and go on, memory and search
 
 Equal means give no pair, and neither does what was not scored. The paper does not say which siblings it pairs.
@@ -12,10 +13,20 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from mujica_jax.agents.decex import Chain
+from mujica_jax.agents.decex import Chain, PieceKind
 from mujica_jax.records import Conversation
 
 PairKind = Literal["decision", "execution"]
+# What a pair prefers: the kind of both executions, or the branch that is chosen over the other one.
+EXECUTIONS: dict[PieceKind, str] = {
+    "sub-question": "sub_question",
+    "memory": "memory_answer",
+    "search": "sub_query",
+    "answer": "final_answer",
+}
+BRANCHES: dict[PieceKind, str] = {"answer": "stop", "sub-question": "go_on", "memory": "memory", "search": "search"}
+DECISIONS = ("stop_over_go_on", "go_on_over_stop", "memory_over_search", "search_over_memory")
+PREFERENCES = (*DECISIONS, *EXECUTIONS.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +34,7 @@ class Pair:
     """Two conversations that differ in their last turn, which alone is trained; the first one is preferred."""
 
     kind: PairKind
+    prefers: str  # one of PREFERENCES
     chosen: Conversation
     rejected: Conversation
     means: tuple[float, float]
@@ -40,6 +52,11 @@ class Node:
     def mean(self) -> float:
         return statistics.fmean(self.rewards)
 
+    @property
+    def kind(self) -> PieceKind:
+        assert self.chain.last is not None, "a node is a state after an execution"
+        return self.chain.last.kind
+
 
 Group = Sequence[Node]
 
@@ -48,8 +65,11 @@ def execution_pairs(groups: Sequence[Group]) -> list[Pair]:
     """The best of each group of siblings against each that is worse."""
     pairs = []
     for group in groups:
-        scored = [node for node in group if node.rewards]
-        pairs += [_pair("execution", best_of(scored), node) for node in scored if node.mean < best_of(scored).mean]
+        nodes = scored(group)
+        for node in nodes:
+            best = best_of(nodes)
+            if node.mean < best.mean:
+                pairs.append(_pair("execution", EXECUTIONS[best.kind], best, node))
     return pairs
 
 
@@ -57,11 +77,18 @@ def decision_pairs(decisions: Sequence[tuple[Group, Group]]) -> list[Pair]:
     """The best executions of the two branches of a decision, where their means differ."""
     pairs = []
     for decision in decisions:
-        scored = [[node for node in branch if node.rewards] for branch in decision]
-        if all(scored):
-            worse, better = sorted(map(best_of, scored), key=lambda node: node.mean)
-            pairs += [_pair("decision", better, worse)] if worse.mean < better.mean else []
+        branches = [scored(branch) for branch in decision]
+        if all(branches):
+            worse, better = sorted(map(best_of, branches), key=lambda node: node.mean)
+            if worse.mean < better.mean:
+                prefers = f"{BRANCHES[better.kind]}_over_{BRANCHES[worse.kind]}"
+                pairs.append(_pair("decision", prefers, better, worse))
     return pairs
+
+
+def scored(siblings: Group) -> list[Node]:
+    """Those that have a reward. The others' episodes were all lost to the retriever, or none was played."""
+    return [node for node in siblings if node.rewards]
 
 
 def best_of(siblings: Group) -> Node:
@@ -69,9 +96,14 @@ def best_of(siblings: Group) -> Node:
     return max(siblings, key=lambda node: node.mean)
 
 
-def _pair(kind: PairKind, chosen: Node, rejected: Node) -> Pair:
-    sides = (_up_to_last_turn(node.chain.record(), kind) for node in (chosen, rejected))
-    return Pair(kind=kind, chosen=next(sides), rejected=next(sides), means=(chosen.mean, rejected.mean))
+def _pair(kind: PairKind, prefers: str, chosen: Node, rejected: Node) -> Pair:
+    return Pair(
+        kind=kind,
+        prefers=prefers,
+        chosen=_up_to_last_turn(chosen.chain.pieces(), kind),
+        rejected=_up_to_last_turn(rejected.chain.pieces(), kind),
+        means=(chosen.mean, rejected.mean),
+    )
 
 
 def _up_to_last_turn(conversation: Conversation, role: str) -> Conversation:

@@ -1,20 +1,33 @@
 """DecEx-RAG's search tree over one question (sections 2.2 and 4.1 of the paper).
 
-In a state, k turns are sampled that either stop with a final answer or go on with a sub-question. If more than half of
+In a state, k pieces are sampled that either stop with a final answer or go on with a sub-question. If more than half of
 them stop, the tree ends there. Otherwise each distinct sub-question is played to its end n times; the mean reward is
 its score, and the best one is kept. For it, k answers are sampled from memory and scored in the same way. If the best
-of them scores above 0.6, it is the next state and nothing is searched for; otherwise k sub-queries are sampled and
-scored, and the best of them is the next state.
+of them scores above 0.6, it is the next state; otherwise the best of k sub-queries, scored in the same way, is.
 
     pruned     as above: layers grow linearly
     unpruned   both branches of a decision stay, each with its best execution: 2 to the power of the layers
     full       every execution stays and nothing is played to its end: an execution's score is the mean over the
                final answers beneath it
 
-Siblings that were scored become preference pairs (`methods/preference_pairs.py`).
+Siblings that were scored become preference pairs (`methods/preference_pairs.py`). The paper generates all branches of a
+decision before it prunes. With `score_both_branches` both branches of every decision are scored, so that pairs can
+prefer memory to search and stopping to going on, and what is expanded stays as above. Sub-queries are scored where
+memory was good enough; sub-questions where the vote ends the tree. Where no sample took one of the two termination
+decisions, k samples of it are forced: each keeps the thought of a sample and decides otherwise. They are scored for
+pairs and never expanded. Nothing is forced to stop before the first step, where there is nothing to answer from (the
+paper's prompt in table 4 forbids it), nor to go on where no iteration is left. A full tree scores no episodes, and
+forces nothing. Without the flag a branch that is not expanded costs nothing and gives no pair.
 
-Readings, where the paper is silent. The turns that vote are the candidates: table 4's prompt has a decision and what it
-leads to in one output. Where sub-queries were sampled, the best of them is the next state even if memory scored
+A second model may write a tree (`agents/decex_writer.py`): all but the executions of retrieval decisions, which are the
+policy's own. So the episodes that score an execution are the second model's as well.
+
+A search that fails is not the policy's fault. A piece or an episode that ends so is played again by the same seeds,
+at most `repeats` times, and then left out: it is no branch and enters no mean. A node whose episodes are all lost so
+has no score and is not expanded.
+
+Readings, where the paper is silent. The pieces that vote are the candidates: table 4's prompt has a decision and what
+it leads to in one output. Where memory is not good enough, the best sub-query is the next state even if memory scored
 higher, as section 2.2 says; the pair says what the means say. A final answer's score is its own reward. Equal
 executions, but for case, are one. A tree is grown depth first, the best branch first; `budget_tokens` is looked at
 before each layer, so that a tree is a function of its seeds alone, and what was made when it is spent is kept.
@@ -22,18 +35,37 @@ before each layer, so that a tree is a function of its seeds alone, and what was
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Awaitable, Callable, Iterator
 
 from mujica_jax.agents.agent import Attempt, Policy
-from mujica_jax.agents.decex import Chain, Decex, Source
+from mujica_jax.agents.decex import Chain, Decex, Decided, Source
 from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
-from mujica_jax.methods.preference_pairs import Group, Node, Pair, best_of, decision_pairs, execution_pairs
+from mujica_jax.methods.preference_pairs import (
+    Group,
+    Node,
+    Pair,
+    best_of,
+    decision_pairs,
+    execution_pairs,
+    scored,
+)
 from mujica_jax.records import StopReason, Trajectory
 from mujica_jax.tasks.task import Environment
 
-COUNTS = ("nodes", "rollouts", "duplicates", "malformed", "pruned_branches", "skipped_searches")  # docs/metrics.md
+COUNTS = (  # docs/metrics.md
+    "nodes",
+    "rollouts",
+    "rollouts_for_pairs",
+    "forced_decisions",
+    "duplicates",
+    "malformed",
+    "pruned_branches",
+    "skipped_searches",
+    "repeated",
+    "retriever_failed",
+)
+REPEATS = 2  # of a piece or an episode whose search fails
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +81,8 @@ class Tree:
 
 
 class Growth:
-    """One tree while it grows. `reward` gives a finished trajectory with its reward; at most `gate` turns or episodes
-    of all trees are under way."""
+    """One tree while it grows. `reward` gives a finished trajectory with its reward; at most `gate` pieces or episodes
+    of all trees are under way. `writer` is a second model, which writes all but the retrieval decision."""
 
     def __init__(
         self,
@@ -60,11 +92,14 @@ class Growth:
         policy: Policy,
         config: DecexTreeConfig,
         *,
-        reward: Callable[[Trajectory], Trajectory],
+        reward: Callable[[Trajectory], Awaitable[Trajectory]],
         gate: asyncio.Semaphore,
+        writer: Policy | None = None,
+        repeats: int = REPEATS,
     ) -> None:
-        self._config, self._reward, self._gate = config, reward, gate
+        self._config, self._reward, self._gate, self._repeats = config, reward, gate, repeats
         self._policy = _Counted(policy)
+        self._writer = None if writer is None else _Counted(writer)
         self._root = agent.begin(attempt, environment, self._policy)
         self._leaves: list[Trajectory] = []
         self._played: list[Trajectory] = []
@@ -73,150 +108,238 @@ class Growth:
         self._decisions: list[tuple[Group, Group]] = []  # the two branches of a decision
         self._counts = dict.fromkeys((*COUNTS, "forward_tokens", "budget_spent"), 0.0)
 
+    @property
+    def _scores_both(self) -> bool:
+        return self._config.score_both_branches and self._config.expansion != "full"
+
     async def grow(self) -> Tree:
         waiting = [Node(self._root)]
         while waiting:
-            if 0 < self._config.budget_tokens <= self._policy.generated_tokens:
+            if 0 < self._config.budget_tokens <= self._generated_tokens():
                 self._counts["budget_spent"] = 1.0
                 break
             following = await self._layer(waiting.pop())
             waiting += following[::-1]
         pairs = [*execution_pairs(self._executions), *decision_pairs(self._decisions)]
-        reason = StopReason.ITERATION_LIMIT if self._counts["budget_spent"] else StopReason.NO_ACTION
+        written = 0 if self._writer is None else self._writer.generated_tokens
         return Tree(
             finished=(*self._leaves, *self._played),
             leaves=len(self._leaves),
-            unfinished=self._root.trajectory([self._root.record()], "", reason),
+            unfinished=self._root.trajectory([self._root.record()], "", self._why_unfinished()),
             pairs=tuple(pairs),
             nodes=tuple(self._told()),
-            counts={**self._counts, "generated_tokens": float(self._policy.generated_tokens)},
+            counts={
+                **self._counts,
+                "generated_tokens": float(self._policy.generated_tokens),
+                "writer_tokens": float(written),
+            },
         )
+
+    def _generated_tokens(self) -> int:
+        written = 0 if self._writer is None else self._writer.generated_tokens
+        return self._policy.generated_tokens + written
+
+    def _why_unfinished(self) -> StopReason:
+        if self._counts["budget_spent"]:
+            return StopReason.ITERATION_LIMIT
+        nothing = not self._leaves and not self._played
+        is_lost = nothing and self._counts["retriever_failed"] > 0
+        return StopReason.RETRIEVER_FAILED if is_lost else StopReason.NO_ACTION
 
     def _told(self) -> Iterator[dict[str, object]]:
         places = {node: place for place, node in enumerate(self._nodes)}
         for node, place in places.items():
-            kind, text = _execution(node.chain)
+            assert node.chain.last is not None, "a node is a state after an execution"
             parent = None if node.parent is None else places.get(node.parent)
-            yield {"node": place, "parent": parent, "kind": kind, "text": text, "rewards": node.rewards}
+            text = node.chain.last.text
+            yield {"node": place, "parent": parent, "kind": node.kind, "text": text, "rewards": node.rewards}
 
     async def _layer(self, node: Node) -> list[Node]:
         """One iteration: the states that follow, the best one first."""
         pruned = self._config.expansion == "pruned"
-        sampled = await self._sample(node, "decide")
-        stopping = sum(_stops(one.chain) for one in sampled)
-        answers = self._distinct([one for one in sampled if _stops(one.chain)])
-        asked = self._distinct([one for one in sampled if one.chain.asked is not None])
-        over = 2 * stopping > self._config.branches
+        sampled = await self._decide(node)
+        stopping = [one for one in sampled if one.kind == "answer"]
+        answers = self._distinct(stopping)
+        asked = self._distinct([one for one in sampled if one.kind == "sub-question"])
+        over = 2 * len(stopping) > self._config.branches
+        goes_on = bool(asked) and not (pruned and over)
+
         await self._score(answers)
-        if answers and (over or not pruned or not asked):
-            self._leaves += [self._reward(await one.chain.finish()) for one in answers]
-            if self._config.expansion == "full":
-                for one in answers:
-                    above = one.parent
-                    while above is not None:
-                        above.rewards += one.rewards
-                        above = above.parent
         self._executions.append(answers)
-        if not asked or (pruned and over):
+        if answers and (over or not pruned or not asked):
+            await self._add_leaves(answers)
+        if goes_on or self._scores_both:
+            await self._score(asked, for_pairs=not goes_on)
+            self._executions.append(asked)
+            await self._compare_termination(node, sampled, answers, asked)
+        if not goes_on:
             self._counts["pruned_branches"] += len(asked)
             return []
-        await self._score(asked)
-        self._executions.append(asked)
-        self._decisions.append((answers, asked))
+
         self._counts["pruned_branches"] += len(answers) if pruned else 0
         solved = [await self._solve(one) for one in self._kept(asked)]
         return [following for group in solved for following in group]
 
+    async def _add_leaves(self, answers: Group) -> None:
+        self._leaves += [await self._reward(await one.chain.finish()) for one in answers]
+        if self._config.expansion == "full":
+            for one in answers:
+                above = one.parent
+                while above is not None:
+                    above.rewards += one.rewards
+                    above = above.parent
+
+    async def _compare_termination(self, node: Node, sampled: Group, answers: Group, asked: Group) -> None:
+        """Keep the two branches of the termination decision for pairs, one of them forced where nothing chose it."""
+        if self._scores_both and not answers and node.chain.steps:
+            answers = await self._forced(node, sampled, "stop")
+        if self._scores_both and not asked and node.chain.can_ask:
+            asked = await self._forced(node, sampled, "go_on")
+        self._decisions.append((answers, asked))
+
+    async def _forced(self, node: Node, sampled: Group, to: Decided) -> list[Node]:
+        """The other termination decision after the thoughts of what was sampled, scored for pairs."""
+
+        async def one(number: int, sample: Node) -> Node:
+            return await self._execute(node, f"{to}{number}", lambda fork: fork.decide_otherwise(sample.chain, to))
+
+        forced = await asyncio.gather(*(one(number, sample) for number, sample in enumerate(sampled)))
+        self._counts["forced_decisions"] += len(forced)
+        distinct = self._distinct(self._readable(forced))
+        await self._score(distinct, for_pairs=True)
+        return distinct
+
     async def _solve(self, node: Node) -> list[Node]:
         """The retrieval decision for a sub-question."""
         pruned = self._config.expansion == "pruned"
-        memory = await self._executed(node, "memory")
-        if pruned and memory and best_of(memory).mean > self._config.skip_above:
+        memory = await self._solutions(node, "memory")
+        is_enough = pruned and bool(scored(memory)) and best_of(scored(memory)).mean > self._config.skip_above
+        if is_enough:
             self._counts["skipped_searches"] += 1
+            if self._scores_both:
+                found = await self._solutions(node, "search", for_pairs=True)
+                self._decisions.append((memory, found))
+                self._counts["pruned_branches"] += len(found)
             return self._kept(memory)
-        found = await self._executed(node, "search")
+        found = await self._solutions(node, "search")
         self._decisions.append((memory, found))
-        if pruned and found:
+        if pruned and scored(found):
             self._counts["pruned_branches"] += len(memory)
             return self._kept(found)
         both = [*self._kept(memory), *self._kept(found)]
         return both if self._config.expansion == "full" else sorted(both, key=lambda one: -one.mean)
 
-    async def _executed(self, node: Node, source: Source) -> list[Node]:
-        sampled = await self._sample(node, source)
-        distinct = self._distinct([one for one in sampled if one.chain.outcome is None])
-        await self._score(distinct)
+    async def _solutions(self, node: Node, source: Source, *, for_pairs: bool = False) -> list[Node]:
+        """The distinct executions of one branch of the retrieval decision, scored."""
+
+        async def one(number: int) -> Node:
+            return await self._execute(node, f"{source}{number}", lambda fork: fork.solve(source), writes=False)
+
+        sampled = await asyncio.gather(*(one(number) for number in range(self._config.branches)))
+        distinct = self._distinct(self._readable(sampled))
+        await self._score(distinct, for_pairs=for_pairs)
         self._executions.append(distinct)
         return distinct
 
     def _kept(self, siblings: Group) -> list[Node]:
-        """The best execution, the first of equal ones; all of them in a full tree."""
-        if not siblings or self._config.expansion == "full":
+        """The best execution, the first of equal ones; all of them in a full tree. None where none has a score."""
+        if self._config.expansion == "full":
             return list(siblings)
-        self._counts["pruned_branches"] += len(siblings) - 1
-        return [best_of(siblings)]
+        candidates = scored(siblings)
+        if not candidates:
+            return []
+        self._counts["pruned_branches"] += len(candidates) - 1
+        return [best_of(candidates)]
 
-    async def _sample(self, node: Node, what: Literal["decide"] | Source) -> list[Node]:
-        """k forks, each one turn further."""
+    async def _decide(self, node: Node) -> list[Node]:
+        """k forks, each one termination decision further."""
 
         async def one(number: int) -> Node:
-            fork = node.chain.fork(f"{what}{number}")
-            async with self._gate:
-                await (fork.decide() if what == "decide" else fork.solve(what))
-            self._counts["forward_tokens"] += fork.tokens - node.chain.tokens
-            return Node(fork, node)
+            return await self._execute(node, f"decide{number}", lambda fork: fork.decide())
 
         sampled = await asyncio.gather(*(one(number) for number in range(self._config.branches)))
+        return self._readable(sampled)
+
+    async def _execute(
+        self, node: Node, place: str, play: Callable[[Chain], Awaitable[object]], *, writes: bool = True
+    ) -> Node:
+        """A fork of a node after `play`. What a failed search ended is played again, by the same seeds. With `writes`
+        it is the second model's, if there is one."""
+        fork = await self._played_once(node, place, play, writes=writes)
+        repeats = 0
+        while _is_lost(fork) and repeats < self._repeats:
+            repeats += 1
+            fork = await self._played_once(node, place, play, writes=writes)
+        self._counts["repeated"] += repeats
+        return Node(fork, node)
+
+    async def _played_once(
+        self, node: Node, place: str, play: Callable[[Chain], Awaitable[object]], *, writes: bool
+    ) -> Chain:
+        fork = node.chain.fork(place)
+        is_written = writes and self._writer is not None
+        fork.policy = self._writer if writes and self._writer is not None else self._policy
+        async with self._gate:
+            await play(fork)
+        if not is_written:
+            self._counts["forward_tokens"] += fork.tokens - node.chain.tokens
+        return fork
+
+    def _readable(self, sampled: Group) -> list[Node]:
+        """Those that a branch comes of."""
         readable = [one for one in sampled if one.chain.outcome is None or _stops(one.chain)]
-        self._counts["malformed"] += len(sampled) - len(readable)
+        lost = sum(_is_lost(one.chain) for one in sampled)
+        self._counts["retriever_failed"] += lost
+        self._counts["malformed"] += len(sampled) - len(readable) - lost
         return readable
 
     def _distinct(self, sampled: Group) -> list[Node]:
         """The first of each that says the same."""
         distinct: dict[str, Node] = {}
         for one in sampled:
-            distinct.setdefault(_execution(one.chain)[1].casefold(), one)
+            assert one.chain.last is not None, "a node is a state after an execution"
+            distinct.setdefault(one.chain.last.text.casefold(), one)
         self._counts["duplicates"] += len(sampled) - len(distinct)
         self._counts["nodes"] += len(distinct)
         self._nodes += distinct.values()
         return list(distinct.values())
 
-    async def _score(self, nodes: Group) -> None:
-        """Rewards of n episodes from each node, or of the answer that it is."""
-
-        async def one(node: Node, number: int) -> Trajectory:
-            fork = node.chain.fork(f"rollout{number}")
-            async with self._gate:
-                trajectory = await fork.finish()
-            self._counts["forward_tokens"] += fork.tokens - node.chain.tokens
-            return self._reward(trajectory)
-
+    async def _score(self, nodes: Group, *, for_pairs: bool = False) -> None:
+        """Give each node the rewards of n episodes from it, or of the answer that it is."""
         for node in nodes:
             if node.chain.outcome is not None:
-                node.rewards = [self._reward(await node.chain.finish()).reward]
+                trajectory = await self._reward(await node.chain.finish())
+                node.rewards = [trajectory.reward]
         going_on = [node for node in nodes if node.chain.outcome is None]
-        if self._config.expansion == "full" or not going_on:
+        if self._config.expansion == "full":
             return
-        count = self._config.rollouts
-        found = await asyncio.gather(*(one(node, number) for node in going_on for number in range(count)))
-        self._counts["rollouts"] += len(found)
-        self._played += found
-        for place, node in enumerate(going_on):
-            node.rewards = [trajectory.reward for trajectory in found[place * count : (place + 1) * count]]
+        episodes = await asyncio.gather(*(self._episodes(node) for node in going_on))
+        for node, trajectories in zip(going_on, episodes, strict=True):
+            node.rewards = [trajectory.reward for trajectory in trajectories]
+            self._played += trajectories
+        count = len(going_on) * self._config.rollouts
+        self._counts["rollouts"] += count
+        self._counts["rollouts_for_pairs"] += count if for_pairs else 0
+
+    async def _episodes(self, node: Node) -> list[Trajectory]:
+        """Play n episodes from a node. Those that were lost to the retriever are left out and counted."""
+
+        async def one(number: int) -> Node:
+            return await self._execute(node, f"rollout{number}", lambda fork: fork.finish())
+
+        played = await asyncio.gather(*(one(number) for number in range(self._config.rollouts)))
+        whole = [one for one in played if not _is_lost(one.chain)]
+        self._counts["retriever_failed"] += len(played) - len(whole)
+        return [await self._reward(await one.chain.finish()) for one in whole]
 
 
 def _stops(chain: Chain) -> bool:
     return chain.outcome is not None and chain.outcome[1] is StopReason.ANSWERED
 
 
-def _execution(chain: Chain) -> tuple[str, str]:
-    """What the last turn is, and its text."""
-    if chain.outcome is not None:
-        return "answer", chain.outcome[0]
-    if chain.asked is not None:
-        return "sub-question", chain.asked
-    recalled = chain.steps[-1].recalled
-    return ("search", chain.searches[-1].query) if recalled is None else ("memory", recalled)
+def _is_lost(chain: Chain) -> bool:
+    """Whether a search failed. What the chain earns then says nothing about the policy."""
+    return chain.outcome is not None and chain.outcome[1] is StopReason.RETRIEVER_FAILED
 
 
 class _Counted:
@@ -231,6 +354,6 @@ class _Counted:
         return self._policy.version
 
     async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
-        found = await self._policy.generate(prompt, params, state=state, continues=continues)
-        self.generated_tokens += len(found.token_ids)
-        return found
+        completion = await self._policy.generate(prompt, params, state=state, continues=continues)
+        self.generated_tokens += len(completion.token_ids)
+        return completion

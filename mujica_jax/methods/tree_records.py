@@ -9,10 +9,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
+from mujica_jax.methods.preference_pairs import PREFERENCES
 from mujica_jax.methods.search_tree import COUNTS, Tree
-from mujica_jax.records import Trajectory
+from mujica_jax.records import StopReason, Trajectory
 
 CHOSEN, REJECTED = "chosen_mean", "rejected_mean"  # counts of a preference pair
+PREFERS = "prefers_"  # before what a pair prefers: a count of 1
+FAULTS = ("repeated", "retriever_failed")  # of COUNTS, those that are given all together
 LEAF = "leaf"  # of a tree's first trajectory: whether it is a leaf of it
 NODE_COLUMNS = {  # with their Arrow types; a parent is a node of the same question, or null: the question itself
     "question_id": "string",
@@ -29,17 +32,18 @@ def is_pair(record: Trajectory) -> bool:
 
 
 def best_chain(tree: Tree, retrievals: Literal["most", "least"]) -> tuple[Trajectory, bool]:
-    """Of what was finished with the best reward, the chain with most or least searches (figure 2 of the paper), leaves
-    before what was played from a node; and whether it is a leaf. A tree that finished nothing gives its question."""
+    """Return the chain that SFT learns, and whether it is a leaf of the tree.
+
+    Of the leaves with the best reward it is the one with most or least searches (figure 2 of the paper): the path from
+    root to leaf. Only where no leaf has the best reward, it is an episode that was played from a node and has it. A
+    tree that finished nothing gives its question."""
     if not tree.finished:
         return tree.unfinished, False
     best = max(trajectory.reward for trajectory in tree.finished)
+    leaves = [chain for chain in tree.finished[: tree.leaves] if chain.reward == best]
+    candidates = leaves or [chain for chain in tree.finished if chain.reward == best]
     sign = 1 if retrievals == "most" else -1
-    place, chain = max(
-        ((place, chain) for place, chain in enumerate(tree.finished) if chain.reward == best),
-        key=lambda one: (sign * len(one[1].searches), -one[0]),
-    )
-    return chain, place < tree.leaves
+    return max(candidates, key=lambda chain: sign * len(chain.searches)), bool(leaves)
 
 
 def records_of(tree: Tree, retrievals: Literal["most", "least"], seconds: float) -> list[Trajectory]:
@@ -49,7 +53,8 @@ def records_of(tree: Tree, retrievals: Literal["most", "least"], seconds: float)
     first = dataclasses.replace(chain, attempt=0, counts={**chain.counts, **about}, seconds=seconds)
     records = [first]
     for number, pair in enumerate(tree.pairs, start=1):
-        sides, counts = (pair.chosen, pair.rejected), dict(zip((CHOSEN, REJECTED), pair.means, strict=True))
+        sides = (pair.chosen, pair.rejected)
+        counts = {CHOSEN: pair.means[0], REJECTED: pair.means[1], f"{PREFERS}{pair.prefers}": 1.0}
         untimed = dataclasses.replace(tree.unfinished, attempt=number, seconds=0.0)
         records.append(dataclasses.replace(untimed, conversations=sides, counts=counts))
     return records
@@ -67,23 +72,39 @@ def encode_nodes(trees: Sequence[Tree]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def is_lost(record: Trajectory) -> bool:
+    """Whether a tree finished nothing because searches failed. It enters no mean of rewards."""
+    return record.stop_reason is StopReason.RETRIEVER_FAILED
+
+
+def pairs_by_preference(records: Sequence[Trajectory]) -> dict[str, int]:
+    """How many pairs of a run prefer what."""
+    return {name: int(sum(record.counts.get(f"{PREFERS}{name}", 0) for record in records)) for name in PREFERENCES}
+
+
 def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
     """Of the trees of a run, means a question where nothing else is said (docs/metrics.md)."""
     trees = [record for record in records if not is_pair(record)]
+    whole = [tree for tree in trees if not is_lost(tree)]
 
     def mean(name: str) -> float:
         return statistics.fmean(tree.counts[name] for tree in trees)
+
+    def total(name: str) -> int:
+        return int(sum(tree.counts[name] for tree in trees))
 
     kinds = [record.conversations[0].role for record in records if is_pair(record)]
     return {
         "questions": len(trees),
         "seconds": statistics.fmean(tree.seconds for tree in trees),
-        **{name: mean(name) for name in ("generated_tokens", *COUNTS)},
-        "best_reward": statistics.fmean(tree.reward for tree in trees),
-        "leaf_share": mean(LEAF),
-        "retrievals": statistics.fmean(len(tree.searches) for tree in trees),
-        "budget_spent": int(sum(tree.counts["budget_spent"] for tree in trees)),
+        **{name: mean(name) for name in ("generated_tokens", "writer_tokens", *COUNTS) if name not in FAULTS},
+        "best_reward": statistics.fmean(tree.reward for tree in whole) if whole else 0.0,
+        "leaf_share": statistics.fmean(tree.counts[LEAF] for tree in whole) if whole else 0.0,
+        "retrievals": statistics.fmean(len(tree.searches) for tree in whole) if whole else 0.0,
+        "budget_spent": total("budget_spent"),
         "unfinished": sum(not tree.counts["finished"] for tree in trees),
+        **{name: total(name) for name in FAULTS},
         "decision_pairs": kinds.count("decision"),
         "execution_pairs": kinds.count("execution"),
+        **{f"pairs_{name}": count for name, count in pairs_by_preference(records).items()},
     }

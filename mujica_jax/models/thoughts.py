@@ -51,6 +51,14 @@ def end_of_unopened_thought(text: str) -> int:
     return end
 
 
+def ends_in_thought(text: str, *, thought_open: bool = False) -> bool:
+    """Return whether a thought is open at the end of a part of a turn; `thought_open`: whether one was before it."""
+    is_open = thought_open
+    for tag in THOUGHT_TAG.finditer(text):
+        is_open = tag[1] is None
+    return is_open
+
+
 def first_thought(text: str) -> str:
     """Return what stands in the first thought of a turn, empty where no thought is closed."""
     tags = list(THOUGHT_TAG.finditer(text))

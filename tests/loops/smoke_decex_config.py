@@ -16,7 +16,7 @@ def get_config() -> Config:
         task=dataclasses.replace(smoke.task, environment="text", top_k=1, common_knowledge=0.6),
         model=dataclasses.replace(smoke.model, vocab_tokens=1536),
         agent=DecexConfig(
-            prompt="brief", max_iterations=3, max_turn_tokens=48, max_trajectory_tokens=384, max_observation_tokens=96
+            prompt="brief", max_iterations=3, max_turn_tokens=160, max_trajectory_tokens=384, max_observation_tokens=96
         ),
         trainer=dataclasses.replace(smoke.trainer, row_tokens=768, rows_per_step=2),
         method=DecexTreeConfig(

@@ -26,8 +26,9 @@ def test_killed_in_each_phase_it_ends_with_the_numbers_of_a_run_left_alone(tmp_p
     )
     assert [ended.status for ended in killed] == [-signal.SIGKILL] * 3, [ended.messages for ended in killed]
     assert last.status == 0, last.messages
-    grown = ["trees: expanding" in ended.output for ended in (*killed, last)]
-    assert grown == [True, True, False, False], "what was kept is not grown again"
+    # The first start may be killed before its first line about trees; the second one ends them, which is said.
+    grown = ["trees: expanding" in ended.output for ended in (*killed[1:], last)]
+    assert grown == [True, False, False], "what was kept is not grown again"
     found = outcome(tmp_path / "killed")
     assert found == outcome(tmp_path / "alone")
 

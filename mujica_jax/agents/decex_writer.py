@@ -1,0 +1,177 @@
+"""A second model that writes parts of DecEx-RAG's search trees, and the prompts that it is asked with.
+
+In the paper Qwen3-30B-A3B writes all of a tree but the retrieval decision, which the policy that is trained writes
+itself. The second model has a prompt of its own for each kind of execution, as in appendix A.1:
+
+    table 4   whether to stop: the final answer, or the next sub-question
+    table 5   a sub-question
+    table 8   how an episode goes on: a search, or the final answer
+
+Its replies are written again in the policy's format (`decex.py`) and in the policy's tokens, so nothing else of a reply
+is learnt. A reply that cannot be read, or that the endpoint did not give, is an empty piece: no branch comes of it. The
+wording of the prompts is ours. Tables 6 and 7 are of the retrieval decision, so the second model has no use for them.
+Asked for the other decision than the one it took, it has a prompt that leaves no choice.
+"""
+
+import dataclasses
+import re
+
+from mujica_jax.agents import protocol
+from mujica_jax.agents.agent import Policy
+from mujica_jax.agents.decex import (
+    AFTER_THOUGHT,
+    DECEX,
+    DecexState,
+    passages,
+    write_answer,
+    write_search,
+    write_sub_question,
+)
+from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.inference.requests import Completion, ReplyError, SamplingParams, TokenIds
+from mujica_jax.models.thoughts import outside_thoughts
+from mujica_jax.models.tokenizer import Tokenizer, neutralise
+
+_TASK = (
+    "You solve a question step by step: it is broken down into sub-questions, and these are solved one after the other "
+    "until the question can be answered."
+)
+_HISTORY = (
+    "You are given the question and the iterations so far. Each has a thought, a sub-question, and either its answer "
+    "from memory or the passages that a search found."
+)
+_BRIEF = "Keep questions, queries and answers short: nouns or brief phrases where possible."
+_DECIDE = "\n".join(
+    [
+        f"{_TASK} {_HISTORY} Judge whether they are enough to answer the question. Rely on them alone, and bring in "
+        "nothing that does not stand there, also no knowledge of your own.",
+        "If they are enough: give your reasons, with the evidence, inside <reasoning> ... </reasoning>, and then the "
+        "final answer inside <answer> ... </answer>.",
+        "If they are not: say what is missing inside <reasoning> ... </reasoning>, and then write the next "
+        "sub-question inside <question> ... </question>.",
+        "If the last sub-question was not solved, rather ask it again than give a hasty answer.",
+        _BRIEF,
+    ]
+)
+_ASK = "\n".join(
+    [
+        f"{_TASK} {_HISTORY} Write the next sub-question that has to be solved.",
+        "Give your reasons first, and then the sub-question inside <question> ... </question>.",
+        _BRIEF,
+    ]
+)
+_ANSWER = "\n".join(
+    [
+        f"{_TASK} {_HISTORY} Answer the question from them, as well as they allow.",
+        "Give your reasons first, and then the final answer inside <answer> ... </answer>.",
+        _BRIEF,
+    ]
+)
+_GO_ON = "\n".join(
+    [
+        f"{_TASK} {_HISTORY} Take them as true, and reason on from them.",
+        "If you lack knowledge, write a query for a search engine inside <search> ... </search>. If you lack none, "
+        "write the final answer inside <answer> ... </answer>. Give your reasons first, and do not end before one of "
+        "the two.",
+        _BRIEF,
+    ]
+)
+_STOPS = ("</question>", "</answer>", "</search>")
+_FIRST_FIELD = re.compile(r"<(?:question|answer|search)>", re.IGNORECASE)
+_REASONING_TAG = re.compile(r"</?(?:reasoning|think)>", re.IGNORECASE)
+
+
+class TreeWriter:
+    """Implements `Policy`: the second model's turns in the format and the tokens of the policy that is trained."""
+
+    def __init__(self, model: Policy, model_tokenizer: Tokenizer, policy_tokenizer: Tokenizer, version: int) -> None:
+        """`version` is that of the policy whose trees are written."""
+        self._model, self._model_tokenizer, self._policy_tokenizer = model, model_tokenizer, policy_tokenizer
+        self.version = version
+        self.generated_tokens = 0  # in the model's own tokens
+
+    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
+        del prompt, continues  # the model is asked with prompts of its own
+        assert isinstance(state, DecexState), "the configuration was checked to play decex"
+        reply = await self._ask(state, params)
+        text = self._written(state, reply)
+        ids = tuple(self._policy_tokenizer.encode_model(text))
+        is_cut = len(ids) > params.max_new_tokens
+        return Completion(
+            token_ids=ids[: params.max_new_tokens],
+            logprobs=None,
+            finish_reason="length" if is_cut else "stop_string",
+            policy_version=self.version,
+        )
+
+    async def _ask(self, state: DecexState, params: SamplingParams) -> str:
+        """Return the reply; an empty one where the endpoint gave none or a limit cut it."""
+        dialogue = Dialogue(self._model_tokenizer, DECEX, _instruction(state))
+        dialogue.add_user(_request(state))
+        params = dataclasses.replace(params, stop_strings=_STOPS)
+        try:
+            completion = await self._model.generate(dialogue.token_ids, params, state=state, continues=False)
+        except ReplyError:
+            return ""
+        self.generated_tokens += len(completion.token_ids)
+        if completion.finish_reason == "length":
+            return ""
+        is_stopped = completion.finish_reason == "stop"
+        return self._model_tokenizer.decode(completion.token_ids[:-1] if is_stopped else completion.token_ids)
+
+    def _written(self, state: DecexState, reply: str) -> str:
+        """Return the reply in the policy's format; an empty text where it has not what was asked for."""
+        question = _field("question", reply)
+        answer, query = _field("answer", reply), _field("search", reply)
+        if state.begins.endswith(AFTER_THOUGHT["go_on"]):
+            return f" {question}\n" if question else ""
+        if state.begins.endswith(AFTER_THOUGHT["stop"]):
+            return f" {answer} </answer>" if answer else ""
+        thought = _reasons(reply)
+        if not state.turn:
+            thought = f"<think> {thought}"
+        if answer:
+            return write_answer(thought, answer)
+        if state.is_piece:
+            return write_sub_question(thought, question) if question else ""
+        return write_search(query, thought) if query else ""
+
+
+def _instruction(state: DecexState) -> str:
+    if state.begins.endswith(AFTER_THOUGHT["go_on"]):
+        return _ASK
+    if state.begins.endswith(AFTER_THOUGHT["stop"]):
+        return _ANSWER
+    if not state.is_piece:
+        return _GO_ON
+    # Before the first step there is nothing to answer from.
+    return _DECIDE if state.steps else _ASK
+
+
+def _request(state: DecexState) -> str:
+    """Return the question and the iterations so far; the text is untrusted."""
+    lines = [f"Question: {protocol.one_line(state.question.text)}"]
+    for number, step in enumerate(state.steps, start=1):
+        lines += [f"Iteration {number}", f"Thought: {step.thought}", f"Sub-question: {step.question}"]
+        if step.recalled is not None:
+            lines.append(f"Answer from memory: {step.recalled}")
+        else:
+            lines += [f"Query: {step.query}", "Passages:", passages(step.materials)]
+    if state.asked is not None:
+        lines += [f"Iteration {len(state.steps) + 1}", f"Sub-question: {state.asked}"]
+    elif not state.steps:
+        lines.append("There is no iteration so far.")
+    return "\n".join(lines)
+
+
+def _field(tag: str, reply: str) -> str | None:
+    said = protocol.field(tag, reply)
+    return neutralise(said) if said else None
+
+
+def _reasons(reply: str) -> str:
+    """Return the reasons on one line: what stands between their tags, or else before the first field."""
+    reasons = protocol.field("reasoning", reply)
+    if reasons is None:
+        reasons = _FIRST_FIELD.split(outside_thoughts(reply), maxsplit=1)[0]
+    return neutralise(protocol.one_line(_REASONING_TAG.sub(" ", reasons)))
