@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 
 from mujica_jax.inference.requests import Completion
-from mujica_jax.inference.stops import first_stop
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Turn
 
@@ -52,14 +51,11 @@ class Dialogue:
         return self._tokenizer.opened_thought + text
 
     def _tokens_before(self, ids: Sequence[int], stop_string: str) -> int:
-        """How many tokens end before the stop string begins that ended the turn."""
+        """How many tokens end before the stop string begins that ended the turn: its last mention, for thoughts may
+        mention it too."""
         pieces = [self._tokenizer.token_bytes(token) for token in ids]
-        stop = stop_string.encode()
-        ending = first_stop(b"".join(pieces), [stop], thought_open=self.thought_open)
-        if ending is None:
-            return len(ids)
-        begins = ending[0] - len(stop)
-        return sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
+        begins = b"".join(pieces).rfind(stop_string.encode())
+        return len(ids) if begins < 0 else sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
 
     def fork(self) -> "Dialogue":
         """The same so far; what is appended to either does not reach the other."""
