@@ -25,11 +25,14 @@ class Dialogue:
         """Whether the model's turn begins inside of a thought, which the chat template opens."""
         return bool(self._tokenizer.opened_thought)
 
-    def add_user(self, text: str, *, inside: str | None = None) -> None:
-        """Append a user message and the beginning of the model's turn. `text` is untrusted; `inside` is the tag that we
-        put around it. The first message has none."""
+    def add_user(self, text: str, *, tag: str | None = None) -> None:
+        """Append a user message and the beginning of the model's turn. `text` is untrusted.
+
+        With `tag` a later message stands between that tag and its end.
+        """
         if self._turns:
-            ids = self._tokenizer.continue_conversation(text, stopped=self._stopped, inside=inside)
+            ids = self._tokenizer.continue_conversation(text, stopped=self._stopped, tag=tag)
+            text = text if tag is None else f"<{tag}>\n{text}\n</{tag}>"
         else:
             ids = self._tokenizer.open_conversation(self._system, text)
         self._append(Turn(role="context", token_ids=tuple(ids), text=text))
