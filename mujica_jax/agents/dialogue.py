@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from mujica_jax.inference.requests import Completion
+from mujica_jax.models.thoughts import is_open_after
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Turn
 
@@ -22,8 +23,11 @@ class Dialogue:
 
     @property
     def thought_open(self) -> bool:
-        """Whether the model's turn begins inside of a thought, which the chat template opens."""
-        return bool(self._tokenizer.opened_thought)
+        """Whether the model writes on inside of a thought. It does so in a turn whose thought the chat template opens,
+        and in the rest of a turn that was written in parts."""
+        context_turns = [place for place, turn in enumerate(self._turns) if turn.role == "context"]
+        written = "".join(turn.text for turn in self._turns[context_turns[-1] + 1 :]) if context_turns else ""
+        return is_open_after(written, was_open=bool(self._tokenizer.opened_thought))
 
     def add_user(self, text: str, *, tag: str | None = None) -> None:
         """Append a user message and the beginning of the model's turn. `text` is untrusted.
@@ -43,6 +47,7 @@ class Dialogue:
 
         A turn that was cut off by a length limit carries no loss: it would teach the policy to be cut off. Where the
         stop string `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write."""
+        begins_turn = not self._turns or self._turns[-1].role == "context"
         self._stopped = completion.finish_reason == "stop"
         ids, logprobs = completion.token_ids, completion.logprobs or None
         if cut_at is not None and completion.stop_string == cut_at:
@@ -51,7 +56,7 @@ class Dialogue:
         text = self._tokenizer.decode(ids[:-1] if self._stopped else ids)
         trained = completion.finish_reason != "length" and bool(ids)
         self._append(Turn(role="model", token_ids=ids, text=text, logprobs=logprobs, trained=trained))
-        return self._tokenizer.opened_thought + text
+        return self._tokenizer.opened_thought + text if begins_turn else text
 
     def _tokens_before(self, ids: Sequence[int], stop_string: str) -> int:
         """How many tokens end before the stop string begins that ended the turn: its last mention, for thoughts may
