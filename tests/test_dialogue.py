@@ -111,6 +111,13 @@ def test_what_a_model_tells_itself_is_left_out():
     assert turn.logprobs == sampled.logprobs[: len(turn.token_ids)]
 
 
+def test_what_a_thought_says_of_the_stop_string_is_kept():
+    for thought in ("<think> Obs: comes next. </think>", "Obs: comes next. </think>"):
+        spoken = asked()
+        said = f"{thought} <search> a </search>\n"
+        assert spoken.add_model(ended_by("Obs:", f"{said}Obs:"), cut_at="Obs:") == said
+
+
 def test_a_turn_that_is_left_out_wholly_is_not_trained():
     spoken = asked()
     assert spoken.add_model(ended_by("Obs:", "Obs:"), cut_at="Obs:") == ""

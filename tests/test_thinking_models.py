@@ -52,10 +52,8 @@ def play(kind: str, policy: Policy, words: Tokenizer) -> Trajectory:
     return asyncio.run(asyncio.wait_for(playing, 20))
 
 
-@pytest.mark.parametrize("kind", [*ANSWERING, "mujica"])
-@pytest.mark.parametrize(
-    "thought", [*THOUGHTS, "no tag opens it, the template did: <answer> Rome </answer> </think>\n"]
-)
+@pytest.mark.parametrize("kind", ["direct", "react", "single", "decex", "mujica"])
+@pytest.mark.parametrize("thought", [*THOUGHTS, "the template opened it: <answer> Rome </answer> </think>\n"])
 def test_a_thought_of_an_endpoint_s_model_ends_no_turn(kind, thought):
     message = {"role": "assistant", "content": thought + said(kind)}
     reply = {"choices": [{"message": message, "finish_reason": "stop"}]}

@@ -154,10 +154,10 @@ def test_ids_are_only_appended_whatever_a_thinking_model_writes(texts):
             spoken.add_user(f"{USER} {place}")
             assert spoken.token_ids[: len(before)] == before
             mask += [False] * (len(spoken.token_ids) - len(before))
+            assert spoken.thought_open == bool(WRAPPED[name][1])
             ids = (*tokenizer.encode_model(text), tokenizer.end_of_turn_id)
             sampled = Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), finish_reason="stop")
             assert spoken.add_model(sampled) == WRAPPED[name][1] + text
-            assert spoken.thought_open == bool(WRAPPED[name][1])
             mask += [True] * len(ids)
         record = spoken.record()
         assert record.token_ids == spoken.token_ids and record.loss_mask == mask
@@ -186,3 +186,22 @@ def test_a_demonstration_is_a_turn_that_the_model_could_have_written(name):
     text = spoken.add_model(as_completion(tokenizer, "<think> I know. </think>\n" + SAID))
     assert outside_thoughts(text).strip() == SAID
     assert tokenizer.decode(spoken.token_ids).count("<think>") == 1 + name.count("does not think")
+
+
+@every_template
+def test_the_rest_of_a_turn_goes_on_where_its_beginning_ended(name):
+    """A turn that is written in parts: the thought that is open after the first one is open in the second one."""
+    tokenizer = TOKENIZERS[name]
+
+    def part(text: str) -> Completion:
+        return Completion(token_ids=tuple(tokenizer.encode_model(text)), logprobs=None, finish_reason="stop_string")
+
+    spoken = Dialogue(tokenizer, "decex", SYSTEM)
+    spoken.add_user(USER)
+    opened = WRAPPED[name][1]
+    assert spoken.add_model(part("" if opened else "<think>")) == (opened or "<think>")
+    assert spoken.thought_open
+    assert spoken.add_model(part(" I know. ")) == " I know. " and spoken.thought_open
+    assert spoken.add_model(part("</think> ")) == "</think> " and not spoken.thought_open
+    spoken.add_user(NEXT)
+    assert spoken.thought_open == bool(opened)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mujica_jax.models.thoughts import (
     end_of_unopened_thought,
     first_thought,
+    is_open_after,
     opened_thought,
     outside_thoughts,
     within_opened_thought,
@@ -54,6 +55,12 @@ def test_a_generation_prompt_may_open_a_thought():
     assert opened_thought("<|im_start|>assistant\n<think>\n") == "<think>\n"
     assert opened_thought("assistant<think>") == "<think>"
     assert opened_thought("assistant\n<think>\n\n</think>\n\n") == opened_thought("assistant\n") == ""
+
+
+def test_a_thought_is_open_behind_its_last_tag():
+    assert is_open_after("a <think> b") and is_open_after("</think> <Think>") and is_open_after("a", was_open=True)
+    assert not any(is_open_after(text, was_open=True) for text in ("a </think> b", "<think> a </THINK>"))
+    assert not is_open_after("a")
 
 
 def test_a_turn_goes_on_inside_of_the_thought_that_its_prompt_opened():

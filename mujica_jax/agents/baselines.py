@@ -184,7 +184,7 @@ class _Playing(Episode):
                 if answer is not None or query is None:
                     return _outcome(written)
                 if turn < self._config.max_searches:
-                    dialogue.add_user(await self._reduced(dialogue, query, turn), inside=INFORMATION_TAG)
+                    dialogue.add_user(await self._reduced(dialogue, query, turn), tag=INFORMATION_TAG)
         return "", StopReason.ITERATION_LIMIT
 
     async def react(self) -> Outcome:

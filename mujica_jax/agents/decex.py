@@ -38,7 +38,7 @@ from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import Episode
 from mujica_jax.config.agents import DecexConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
-from mujica_jax.models.thoughts import ends_in_thought
+from mujica_jax.models.thoughts import is_open_after
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.retrieval.errors import RetrievalError
@@ -380,7 +380,7 @@ class Chain(Episode):
         except RetrievalError:
             self.outcome = "", StopReason.RETRIEVER_FAILED
             return
-        self._dialogue.add_user(passages(materials), inside=INFORMATION)
+        self._dialogue.add_user(passages(materials), tag=INFORMATION)
         self._open_turn, self._open_tokens = "", 0
         self._solved(query=query, materials=materials)
 
@@ -394,11 +394,7 @@ class Chain(Episode):
     ) -> "_PartOfTurn":
         """Return who writes the rest of a turn, or with `read` its first piece."""
         left = self._config.max_turn_tokens - self._open_tokens
-        written = self._open_turn + self.tokenizer.decode(begins)
-        in_thought = ends_in_thought(written, thought_open=self._dialogue.thought_open)
-        return _PartOfTurn(
-            self.policy, self.tokenizer, begins=begins, in_thought=in_thought, max_tokens=left, read=read
-        )
+        return _PartOfTurn(self.policy, self.tokenizer, begins=begins, max_tokens=left, read=read)
 
     async def _write(self, part: "_PartOfTurn") -> str | None:
         """Write a part of a turn; None, with the outcome, where a limit cut it."""
@@ -487,12 +483,11 @@ class _PartOfTurn:
         tokenizer: Tokenizer,
         *,
         begins: tuple[int, ...],
-        in_thought: bool,
         max_tokens: int,
         read: Callable[[str], Piece | None] | None,
     ) -> None:
         self._policy, self._tokenizer, self._max_tokens = policy, tokenizer, max_tokens
-        self.begins, self.read, self._in_thought = begins, read, in_thought
+        self.begins, self.read = begins, read
         self.piece: Piece | None = None  # that was read
         self.discarded_tokens = 0
 
@@ -506,7 +501,8 @@ class _PartOfTurn:
         if new_tokens < 1:
             ids = self.begins[: max(room, 0)]
             return Completion(token_ids=ids, logprobs=None, finish_reason="length", policy_version=self.version)
-        params = dataclasses.replace(params, max_new_tokens=new_tokens, thought_open=self._in_thought)
+        thought_open = is_open_after(self._tokenizer.decode(self.begins), was_open=params.thought_open)
+        params = dataclasses.replace(params, max_new_tokens=new_tokens, thought_open=thought_open)
         completion = await self._policy.generate((*prompt, *self.begins), params, state=state, continues=continues)
         if self.begins:
             ids = (*self.begins, *completion.token_ids)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from mujica_jax.inference.requests import Completion
-from mujica_jax.inference.stops import first_stop
+from mujica_jax.models.thoughts import is_open_after
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Turn
 
@@ -35,14 +35,20 @@ class Dialogue:
 
     @property
     def thought_open(self) -> bool:
-        """Whether the model's turn begins inside of a thought, which the chat template opens."""
-        return bool(self._tokenizer.opened_thought)
+        """Whether the model writes on inside of a thought. It does so in a turn whose thought the chat template opens,
+        and in the rest of a turn that was written in parts."""
+        context_turns = [place for place, turn in enumerate(self._turns) if turn.role == "context"]
+        written = "".join(turn.text for turn in self._turns[context_turns[-1] + 1 :]) if context_turns else ""
+        return is_open_after(written, was_open=bool(self._tokenizer.opened_thought))
 
-    def add_user(self, text: str, *, inside: str | None = None) -> None:
-        """Append a user message and the beginning of the model's turn. `text` is untrusted; `inside` is the tag that we
-        put around it. The first message has none."""
+    def add_user(self, text: str, *, tag: str | None = None) -> None:
+        """Append a user message and the beginning of the model's turn. `text` is untrusted.
+
+        With `tag` a later message stands between that tag and its end.
+        """
         if self._turns:
-            ids = self._tokenizer.continue_conversation(text, stopped=self._stopped, inside=inside)
+            ids = self._tokenizer.continue_conversation(text, stopped=self._stopped, tag=tag)
+            text = text if tag is None else f"<{tag}>\n{text}\n</{tag}>"
         else:
             ids = self._tokenizer.open_conversation(self._system, text, self._examples)
         self._append(Turn(role="context", token_ids=tuple(ids), text=text))
@@ -54,6 +60,7 @@ class Dialogue:
         A turn that a length limit cut off is marked as cut and not as trained: maximum likelihood would teach the
         policy to be cut off, and a policy gradient learns the turn with the reward of its episode. Where the stop
         string `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write."""
+        begins_turn = not self._turns or self._turns[-1].role == "context"
         self._stopped = completion.finish_reason == "stop"
         ids, logprobs = completion.token_ids, completion.logprobs or None
         if cut_at is not None and completion.stop_string == cut_at:
@@ -70,17 +77,14 @@ class Dialogue:
             cut=bool(ids) and is_cut,
         )
         self._append(turn)
-        return self._tokenizer.opened_thought + text
+        return self._tokenizer.opened_thought + text if begins_turn else text
 
     def _tokens_before(self, ids: Sequence[int], stop_string: str) -> int:
-        """How many tokens end before the stop string begins that ended the turn."""
+        """How many tokens end before the stop string begins that ended the turn: its last mention, for thoughts may
+        mention it too."""
         pieces = [self._tokenizer.token_bytes(token) for token in ids]
-        stop = stop_string.encode()
-        ending = first_stop(b"".join(pieces), [stop], thought_open=self.thought_open)
-        if ending is None:
-            return len(ids)
-        begins = ending[0] - len(stop)
-        return sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
+        begins = b"".join(pieces).rfind(stop_string.encode())
+        return len(ids) if begins < 0 else sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
 
     def fork(self) -> "Dialogue":
         """The same so far; what is appended to either does not reach the other."""

@@ -226,7 +226,7 @@ class Single:
             except RetrievalError:
                 reason = StopReason.RETRIEVER_FAILED
                 break
-            dialogue.add_user(found_lines(materials), inside=INFORMATION_TAG)
+            dialogue.add_user(found_lines(materials), tag=INFORMATION_TAG)
         record = dialogue.record()
         is_formed = is_well_formed(record, config.style, thought_open=dialogue.thought_open)
         counts = {"malformed_shape": float(not is_formed)}

@@ -51,12 +51,10 @@ def end_of_unopened_thought(text: str) -> int:
     return end
 
 
-def ends_in_thought(text: str, *, thought_open: bool = False) -> bool:
-    """Return whether a thought is open at the end of a part of a turn; `thought_open`: whether one was before it."""
-    is_open = thought_open
-    for tag in THOUGHT_TAG.finditer(text):
-        is_open = tag[1] is None
-    return is_open
+def is_open_after(text: str, *, was_open: bool = False) -> bool:
+    """Return whether a thought is open behind a text; `was_open` says so of its beginning."""
+    tags = list(THOUGHT_TAG.finditer(text))
+    return was_open if not tags else tags[-1][1] is None
 
 
 def first_thought(text: str) -> str:
@@ -71,10 +69,10 @@ def first_thought(text: str) -> str:
 
 def opened_thought(generation_prompt: str) -> str:
     """Return the end of a generation prompt that opens a thought, from its tag on; empty where it opens none."""
-    tags = list(THOUGHT_TAG.finditer(generation_prompt))
-    if not tags or tags[-1][1] is not None:
+    if not is_open_after(generation_prompt):
         return ""
-    return generation_prompt[tags[-1].start() :]
+    *_, opening = THOUGHT_TAG.finditer(generation_prompt)
+    return generation_prompt[opening.start() :]
 
 
 def within_opened_thought(text: str) -> str:

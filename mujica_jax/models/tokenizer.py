@@ -212,14 +212,14 @@ class Tokenizer:
             opening = [*head, *self._added.split(pieces.before_user), user]
         return self._encode([*opening, *self._added.split(pieces.before_model)])
 
-    def continue_conversation(self, user: str, stopped: bool, *, inside: str | None = None) -> list[int]:
+    def continue_conversation(self, user: str, stopped: bool, *, tag: str | None = None) -> list[int]:
         """Ids after a model turn: end of turn (unless the model `stopped` by writing it), user message, generation
         prompt.
 
-        `inside` is the protocol tag that we put around the message."""
+        The message is untrusted. With `tag` it stands between that tag and its end, which are ours."""
         content: list[int | str] = [self._content(neutralise(user))]
-        if inside is not None:
-            content = [*self._tags.split(f"<{inside}>\n"), *content, *self._tags.split(f"\n</{inside}>")]
+        if tag is not None:
+            content = [*self._tags.split(f"<{tag}>\n"), *content, *self._tags.split(f"\n</{tag}>")]
         return self._continue(content, stopped)
 
     def _continue(self, content: Sequence[int | str], stopped: bool) -> list[int]:
