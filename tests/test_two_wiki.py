@@ -354,7 +354,8 @@ def test_missing_folder_and_files_are_named(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"question": ""}, {"_id": None}, {"answer": ["x"]}, {"evidences": [["a", "b"]]}, {"supporting_facts": [3]}]
+    "changes",
+    [{"question": ""}, {"_id": None}, {"answer": ["x"]}, {"evidences": [["a", "b"]]}, {"supporting_facts": [3]}],
 )
 def test_a_malformed_question_is_refused_with_its_line(folder, changes):
     (folder / "dev.json").unlink()

@@ -190,7 +190,7 @@ def question_files(folder: Path, kind: str) -> list[Path]:
         for pattern in PATTERNS
         for suffix in ("", ".gz")
         for file in sorted(folder.glob(pattern + suffix))
-        if "corpus" not in file.name
+        if "corpus" not in file.name and not file.name.startswith(".")  # macOS puts ._NAME beside NAME
     ]
     if not found:
         what = "does not exist" if not folder.is_dir() else "has no file of questions"
@@ -280,6 +280,8 @@ def _whole_object(file: Path) -> Any:
         content = text.read().removeprefix(BYTE_ORDER_MARK)
     try:
         return json.loads(content)
+    except RecursionError:
+        return None
     except ValueError as error:
         is_record_a_line = isinstance(error, json.JSONDecodeError) and error.msg.startswith("Extra data")
         if is_record_a_line or not content.lstrip().startswith(("{\n", "{\r", '{"Data"')):
@@ -321,6 +323,8 @@ def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
     for entry in value["paragraphs"]:
         passage = GoldPassage(title=read_title(entry["title"]), text=read_passage_text(entry["paragraph_text"]))
         passage = context.setdefault(passage_key(passage), passage)
+        if not isinstance(entry["is_supporting"], int):
+            raise TypeError(f"is_supporting is {entry['is_supporting']!r} and must be true or false")
         if entry["is_supporting"]:
             gold[passage_key(passage)] = passage
     id = read_id(value["id"])
