@@ -352,7 +352,20 @@ def test_titles_may_be_numbers_or_missing_and_a_paragraph_given_twice_counts_onc
     assert record.gold == record.context[:1]
 
 
+def test_a_paragraph_says_by_true_or_false_whether_it_supports(tmp_path):
+    paragraph = {"idx": 0, "title": "Lisma", "paragraph_text": "The mill.", "is_supporting": "false"}
+    with pytest.raises(UserError, match=r"line 1: .* is_supporting is 'false' and must be true or false"):
+        one(tmp_path, "musique", lines(musique(paragraphs=[paragraph])))
+
+
 # Folders, on the command line
+
+
+def test_what_macos_puts_beside_a_file_is_no_file_of_questions(tmp_path):
+    (tmp_path / "dev.json").write_text(json.dumps([hotpot()]))
+    (tmp_path / "._dev.json").write_bytes(b"\x00\x05\x16\x07\x00\xff")
+    task = open_domain.build(HotpotConfig(data_dir=str(tmp_path), top_k=1, dev_percent=0))
+    assert [question.id for question in task.questions("test")] == ["h1"]
 
 
 @pytest.mark.parametrize(
