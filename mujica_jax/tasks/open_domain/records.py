@@ -78,6 +78,8 @@ class OpenRecord:
     @property
     def has_gold_in_context(self) -> bool:
         """Whether the record names gold passages and all of them are among the passages given with the question."""
+        if self.gold and set(self.gold) <= set(self.context):  # by far the most records
+            return True
         keys = {passage_key(passage) for passage in self.context}
         titles = {title_key(passage.title) for passage in self.context}
         return bool(self.gold) and all(
