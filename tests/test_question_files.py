@@ -13,7 +13,7 @@ from local_endpoint import Answer, Request, serving
 
 from mujica_jax import eval as evaluation
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import load_config
+from mujica_jax.config.files import load_config, override
 from mujica_jax.config.tasks import HotpotConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import score
@@ -446,3 +446,15 @@ def test_keeping_incomplete_questions_needs_the_distractor_setting():
     check(dataclasses.replace(config, task=kept))
     with pytest.raises(UserError, match=r"task\.keep_incomplete is True and task\.setting is open"):
         check(dataclasses.replace(config, task=dataclasses.replace(kept, setting="open")))
+
+
+def test_a_flag_that_is_true_or_false_means_true_alone():
+    config = load_config("hotpotqa_distractor_v5e")
+    for words in (
+        ["--task.keep-incomplete"],
+        ["--task.keep_incomplete", "--seed", "3"],
+        ["--task.keep-incomplete", "True"],
+    ):
+        assert override(config, words, prog="eval").task.keep_incomplete
+    assert not override(config, ["--task.keep-incomplete", "False"], prog="eval").task.keep_incomplete
+    assert override(config, [], prog="eval") == config
