@@ -351,9 +351,7 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
     assert "Evidence:\nAmber Tide: A film by Ilse Vand.\nIlse Vand: B. Ghent." in teacher.read[0][1], "without triples"
     assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
     pools = [set(search.materials) for search in trajectory.searches]
-    assert pools[0] == {"Amber Tide: A film by Ilse Vand.", "Ilse Vand: B. Ghent.", "Tin Orchard: x"}, (
-        "not another text"
-    )
+    assert pools[0] == {"Amber Tide: A film by Ilse Vand.", "Ilse Vand: B. Ghent.", "Tin Orchard: x"}, "no other text"
     assert pools[1] == {"Amber Tide: A film by Ilse Vand.", "Ilse Vand: B. Ghent."}, "as many as were found"
 
 

@@ -55,7 +55,7 @@ def task(folder: Path, **changes) -> two_wiki.TwoWiki:
 
 
 def test_the_index_is_searched_and_the_data_folder_is_demonstrated(folder):
-    searched = task(folder, index=str(folder / "index"))
+    searched = task(folder, index=str(folder / "index"), split_dev_files=True)
     assert isinstance(world_of(searched), GraphEnvironment)
     found = search(world_of(searched), "x", BRICK)
     assert {material.text for material in found} == {
@@ -69,7 +69,7 @@ def test_the_index_is_searched_and_the_data_folder_is_demonstrated(folder):
     shown = list(searched.demonstrations())
     assert isinstance(shown[0][1], GraphEnvironment)
     assert len(search(shown[0][1], "x", BRICK)) == 2, "of the data folder's graph"
-    plain = task(folder)
+    plain = task(folder, split_dev_files=True)
     assert [q for q, _ in shown] == [q for q, _ in plain.demonstrations()]
     assert list(searched.tokenizer_text()) == list(plain.tokenizer_text())
     assert next(searched.pretraining_documents(0)) == next(plain.pretraining_documents(0))

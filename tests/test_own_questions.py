@@ -79,7 +79,7 @@ def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folde
         ({"entity_ids": ["a", "b"]}, "evidences, entity_ids, .* not in the official format"),
         (
             {"_id": "q3"},
-            r"question q3 is 'Who was .* here and 'Where was .* elsewhere \(.*line 1\); give each question its own _id",
+            r"question q3 is 'Who was .* here and 'Where was .* elsewhere \(.*line 1\); give each question",
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_split_of_ones_own_is_kept_and_a_hash_decides_without(folder, environm
     once = (folder / "questions.jsonl").read_text().splitlines()[1]
     (folder / "dev.jsonl").write_text(once.replace('"split": "test"', '"split": "dev"'))
     with pytest.raises(
-        UserError, match=r"the split of question q5 is test here and dev elsewhere \(.*dev\.jsonl, line 1\)"
+        UserError, match=r"split of question q5 is test here and dev elsewhere \(.*dev\.jsonl, line 1\)"
     ):
         build(folder, environment=environment)
 

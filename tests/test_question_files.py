@@ -1,17 +1,19 @@
 """Files of questions as people have them: read in the one way that they can mean, or refused with file and line."""
 
 import csv
+import dataclasses
 import gzip
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_endpoint import Answer, Request, serving
 
+from mujica_jax import eval as evaluation
+from mujica_jax.config.checks import check
+from mujica_jax.config.files import load_config, override
 from mujica_jax.config.tasks import HotpotConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import score
@@ -21,7 +23,6 @@ from mujica_jax.tasks.open_domain import task as open_domain
 from mujica_jax.tasks.open_domain.records import OpenRecord, read_open_records, read_question_files
 from mujica_jax.tasks.two_wiki.records import read_questions
 
-ROOT = Path(__file__).resolve().parents[1]
 HALF = "Ann \\ud83d Ode"  # half of a surrogate pair, as JSON writes it
 BOM = "\ufeff"
 
@@ -351,7 +352,20 @@ def test_titles_may_be_numbers_or_missing_and_a_paragraph_given_twice_counts_onc
     assert record.gold == record.context[:1]
 
 
+def test_a_paragraph_says_by_true_or_false_whether_it_supports(tmp_path):
+    paragraph = {"idx": 0, "title": "Lisma", "paragraph_text": "The mill.", "is_supporting": "false"}
+    with pytest.raises(UserError, match=r"line 1: .* is_supporting is 'false' and must be true or false"):
+        one(tmp_path, "musique", lines(musique(paragraphs=[paragraph])))
+
+
 # Folders, on the command line
+
+
+def test_what_macos_puts_beside_a_file_is_no_file_of_questions(tmp_path):
+    (tmp_path / "dev.json").write_text(json.dumps([hotpot()]))
+    (tmp_path / "._dev.json").write_bytes(b"\x00\x05\x16\x07\x00\xff")
+    task = open_domain.build(HotpotConfig(data_dir=str(tmp_path), top_k=1, dev_percent=0))
+    assert [question.id for question in task.questions("test")] == ["h1"]
 
 
 @pytest.mark.parametrize(
@@ -368,14 +382,79 @@ def test_titles_may_be_numbers_or_missing_and_a_paragraph_given_twice_counts_onc
         ),
     ],
 )
-def test_a_mistake_in_a_folder_is_one_sentence_and_status_2(tmp_path, kind, name, content, said):
+def test_a_mistake_in_a_folder_is_one_sentence_and_status_2(
+    tmp_path, tokenizer, capsys, monkeypatch, kind, name, content, said
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_text(content)
     (tmp_path / "data" / "corpus.jsonl").write_text('{"title": "Lisma", "text": "A town."}\n')
-    words = ["two_wiki_text_smollm2", "--init", "smollm2", "--task.kind", kind, "--task.data-dir", "data"]
+    words = ["two_wiki_text_smollm2", *"--remote.base-url http://127.0.0.1:9/v1 --remote.model m".split()]
+    words += ["--remote.mode", "chat", "--remote.tokenizer", str(tokenizer)]
+    words += ["--task.kind", kind, "--task.data-dir", "data", "--agent.prompt", "zero_shot"]
     words += ["--task.setting", "distractor"] if kind == "hotpotqa" else []
-    command = [sys.executable, "-m", "mujica_jax.eval", *words]
-    surroundings = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=surroundings, timeout=120)
-    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert evaluation.main(words) == 2
+    complaint = capsys.readouterr().err.strip()
+    assert said in complaint and "Traceback" not in complaint and len(complaint.splitlines()) == 1
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_the_distractor_row_says_how_many_passages_are_shown_and_how_many_questions_are_kept(
+    tmp_path, tokenizer, capsys, monkeypatch, bare
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    context = [["Lisma", ["The mill of Lisma was built by Ann Ode."]], ["Kolm", ["A hill."]], ["Ulmby", ["A town."]]]
+    records = [hotpot(context=context), hotpot(_id="h2", question="Who owns it?", context=context[1:])]
+    (tmp_path / "hotpot_dev_fullwiki_v1.json").write_text(json.dumps(records))
+
+    def answer(request: Request, before: int) -> Answer:
+        message = {"role": "assistant", "content": "<answer>Ann Ode</answer>"}
+        return Answer(content={"choices": [{"message": message, "finish_reason": "stop"}]})
+
+    words = [
+        "hotpotqa_distractor_v5e",
+        "--remote.model",
+        "m",
+        "--remote.mode",
+        "chat",
+        "--remote.tokenizer",
+        str(tokenizer),
+    ]
+    words += "--agent.kind rag --eval.split test --sampled False --task.dev-percent 0 --task.top-k 2 --out out".split()
+    words += ["--task.data-dir", str(tmp_path)]
+    kept = ["--task.keep-incomplete"] if bare else ["--task.keep_incomplete", "True"]
+    with serving(answer) as endpoint:
+        assert evaluation.main([*words, "--remote.base-url", endpoint.base_url]) == 0
+        without = " ".join(capsys.readouterr().out.split())
+        result = json.loads((tmp_path / "out" / "hotpotqa-text-distractor-rag-test.json").read_text())
+        assert evaluation.main([*words, "--remote.base-url", endpoint.base_url, *kept]) == 0
+        with_all = " ".join(capsys.readouterr().out.split())
+    left_out = "1 of 2 questions have not all gold passages among their own and are left out"
+    assert left_out in without and "a search shows 2 of 3 passages of its question" in without
+    assert (result["greedy"]["questions"], result["left_out"], result["shown"]) == (1, 1, "2 of 3 passages")
+    assert result["notes"][0].startswith(left_out)
+    assert "are asked all the same" in with_all and "a search shows 2 of 2 to 3 passages of its question" in with_all
+    result = json.loads((tmp_path / "out" / "hotpotqa-text-distractor-rag-test.json").read_text())
+    assert (result["greedy"]["questions"], result["left_out"]) == (2, 0)
+
+
+def test_keeping_incomplete_questions_needs_the_distractor_setting():
+    config = load_config("hotpotqa_distractor_v5e")
+    kept = dataclasses.replace(config.task, keep_incomplete=True)
+    check(dataclasses.replace(config, task=kept))
+    with pytest.raises(UserError, match=r"task\.keep_incomplete is True and task\.setting is open"):
+        check(dataclasses.replace(config, task=dataclasses.replace(kept, setting="open")))
+
+
+def test_a_flag_that_is_true_or_false_means_true_alone():
+    config = load_config("hotpotqa_distractor_v5e")
+    for words in (
+        ["--task.keep-incomplete"],
+        ["--task.keep_incomplete", "--seed", "3"],
+        ["--task.keep-incomplete", "True"],
+    ):
+        assert override(config, words, prog="eval").task.keep_incomplete
+    assert not override(config, ["--task.keep-incomplete", "False"], prog="eval").task.keep_incomplete
+    assert override(config, [], prog="eval") == config

@@ -69,9 +69,10 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
 def _with_true(words: Sequence[str], flags: Collection[str]) -> list[str]:
     """The words with True behind each of these flags that has no value."""
     complete: list[str] = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for place, word in enumerate(words):
         complete.append(word)
-        if word.replace("_", "-") in flags and following.startswith("--"):
+        has_value = place + 1 < len(words) and not words[place + 1].startswith("--")
+        if word.replace("_", "-") in flags and not has_value:
             complete.append("True")
     return complete
 

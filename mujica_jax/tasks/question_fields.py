@@ -28,7 +28,7 @@ Paragraph = tuple[GoldPassage, int]  # a passage, and how many sentences it has
 
 def unescaped(text: str) -> str:
     """Return the text with HTML entities replaced. A lone "&" and what only looks like an entity stay."""
-    return _entity.sub(lambda entity: html.unescape(entity[0]), text)
+    return _entity.sub(lambda entity: html.unescape(entity[0]), text) if "&" in text else text
 
 
 def read_id(value: object) -> str:

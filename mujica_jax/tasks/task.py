@@ -65,6 +65,11 @@ class Environment(Protocol):
 
 
 class Task(Protocol):
+    """A task may say more of its questions: `left_out`, ids of those that cannot be asked; `notes`, sentences that are
+    printed before questions are asked and kept with results; `shown`, how many of a question's own passages one search
+    shows, as in "5 of 10 passages".
+    """
+
     name: str
     rule: Rule  # scoring rule of `metrics.score`
     environment_kind: EnvironmentKind
