@@ -92,7 +92,12 @@ class QaldConfig:
     # The graph: a directory made by `python -m mujica_jax.index build --kind graph`, or sparql+https://HOST/sparql.
     index: str | None = None
     queries_per_second: float = 10.0  # what a SPARQL endpoint is asked at most
-    language: Literal["en", "de", "zh", "ru"] = "en"  # of the questions
+    # How the triples of an entity that has more than top_k are ranked: by their words, or by embeddings.
+    retriever: Literal["bm25", "dense"] = "bm25"
+    # With retriever dense: a folder, minilm, or a Hugging Face name.
+    embedder: str = DEFAULT_EMBEDDER
+    # Of the questions, and of the labels of entities where the graph has them.
+    language: Literal["en", "de", "zh", "ru"] = "en"
     dev_percent: int = 30  # the rest, by the hash of the ids, is test
     max_questions: int | None = None  # of each split, the first by the hash of their ids
 

@@ -11,19 +11,18 @@ from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.graph.triples import End, TripleGraph
 from mujica_jax.retrieval.retriever import Retriever
 from mujica_jax.retrieval.statistics import RetrievalStatistics
+from mujica_jax.tasks.ranking import Ranking, WordRanking
 from mujica_jax.tasks.task import Environment, Material
 
 _words = re.compile(r"\w+")
-
-Ranking = Callable[[str, Sequence[str]], Sequence[int]]  # (query, texts) to positions, best first
 
 
 class GraphEnvironment:
     """Triples of a graph that name the searched entity, in either direction, at most `top_k`.
 
-    An entity with more triples shows those that share most words with the query, or those that `ranked` puts first.
-    Without need, nothing is reordered. The searched entity is written as the caller calls it, so that materials,
-    candidates and queries agree where the graph has several labels.
+    An entity with more triples shows those that `ranked` puts first: by default those that share the rarest words with
+    the query (`ranking.py`). Without need, nothing is reordered. The searched entity is written as the caller calls it,
+    so that materials, candidates and queries agree where the graph has several labels.
 
     On disk or behind an endpoint, an entity whose id the graph does not know is searched by its label, where exactly
     one entity is called so: ids are merged and deleted, and a table may name an entity without its id.
@@ -32,7 +31,8 @@ class GraphEnvironment:
     kind: Literal["graph", "text"] = "graph"
 
     def __init__(self, graph: TripleGraph | KnowledgeGraph, top_k: int, ranked: Ranking | None = None) -> None:
-        self.graph, self.top_k, self._ranked = graph, top_k, ranked
+        self.graph, self.top_k = graph, top_k
+        self._ranked: Ranking = ranked or WordRanking()
 
     @property
     def statistics(self) -> RetrievalStatistics:
@@ -53,12 +53,10 @@ class GraphEnvironment:
             material = _material(entity, end)
             by_text.setdefault(material.text, material)
         materials = list(by_text.values())
-        if len(materials) > self.top_k and self._ranked is not None:
-            return tuple(materials[place] for place in self._ranked(query, list(by_text))[: self.top_k])
-        if len(materials) > self.top_k:
-            asked = words(query) - words(entity.label)
-            materials.sort(key=lambda material: -len(asked & (words(material.text) - words(entity.label))))
-        return tuple(materials[: self.top_k])
+        if len(materials) <= self.top_k:
+            return tuple(materials)
+        places = await self._ranked(query, list(by_text))
+        return tuple(materials[place] for place in places[: self.top_k])
 
 
 class TextEnvironment:

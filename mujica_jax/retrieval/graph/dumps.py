@@ -17,6 +17,7 @@ from pyoxigraph import NamedNode, Quad, RdfFormat, Store, parse
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.files import Counts, GraphSpec, Piece
+from mujica_jax.retrieval.graph.values import UNKNOWN_VALUE
 
 DESCRIBING = (
     b"http://www.wikidata.org/",
@@ -133,7 +134,7 @@ class Lines:
                 return True
             language = after[1:].split(maxsplit=1)[:1]  # none where the line is cut there: the parser refuses it
             return not language or language[0].rstrip(b".").lower() in self._languages
-        return role != "name" and not rest.startswith(b"_:") and sparql.UNKNOWN_VALUE.encode() not in rest
+        return role != "name" and not rest.startswith(b"_:") and UNKNOWN_VALUE.encode() not in rest
 
 
 def claim_quads(claims: set[bytes]) -> list[Quad]:

@@ -14,9 +14,6 @@ import random
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable
-from typing import Any
-
-from pyoxigraph import BlankNode, Literal, NamedNode
 
 from mujica_jax import __version__
 from mujica_jax.config.cache_folders import cache_folder
@@ -155,17 +152,4 @@ def _rows(text: str, query: str) -> list[sparql.Row]:
     columns, bindings = set(found["head"]["vars"]), found["results"]["bindings"]
     if columns != sparql.columns(query):
         raise ValueError("other columns than were asked for")
-    return [{name: _term(row.get(name)) for name in columns} for row in bindings]
-
-
-def _term(said: dict[str, Any] | None) -> Any:
-    """As pyoxigraph reads it; None for what is not there, and for a quoted triple: no text can be made of it."""
-    if said is None or said["type"] == "triple":
-        return None
-    if said["type"] == "bnode":
-        return BlankNode(said["value"])
-    if said["type"] == "uri":
-        return NamedNode(said["value"])
-    if said.get("datatype") is not None and "xml:lang" not in said:
-        return Literal(said["value"], datatype=NamedNode(said["datatype"]))
-    return Literal(said["value"], language=said.get("xml:lang"))
+    return [{name: sparql.term_of(row.get(name)) for name in columns} for row in bindings]

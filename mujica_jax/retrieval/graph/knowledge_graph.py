@@ -17,6 +17,7 @@ from pyoxigraph import NamedNode, Store
 from mujica_jax.retrieval.errors import RetrieverTimeout, RetrieverUnavailable
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.triples import End, Triple
+from mujica_jax.retrieval.graph.values import readable_iri
 from mujica_jax.retrieval.statistics import Counted
 
 MAX_TRIPLES = 500  # of an entity, in each direction
@@ -30,6 +31,10 @@ class KnowledgeGraph(Counted, abc.ABC):
     def __init__(self, *, version: str, languages: tuple[str, ...]) -> None:
         self.version, self.languages = version, languages
         super().__init__()
+
+    def prefer_language(self, language: str) -> None:
+        """Write labels in `language` where the graph has them, else as `sparql.languages_for` orders the others."""
+        self.languages = sparql.languages_for(language, self.languages)
 
     @abc.abstractmethod
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
@@ -53,6 +58,28 @@ class KnowledgeGraph(Counted, abc.ABC):
             if not ends and taken_over is not None:
                 ends, _ = await self._ends(sparql.entity_iri(taken_over) or found)
             return ends[:limit]
+
+    async def label_of(self, key: str) -> str | None:
+        """Return the label that the triples of other entities show for the entity with this Q-id or IRI.
+
+        None where it has none in the graph's languages. The id of an entity that was merged into another one has the
+        label of that one. Raises RetrievalError.
+        """
+        entity = sparql.entity_iri(key)
+        if entity is None:
+            return None
+        with self.counted_search():
+            label, taken_over = await self._label(entity)
+            if label is None and taken_over is not None:
+                label, _ = await self._label(sparql.entity_iri(taken_over) or entity)
+        return label or readable_iri(entity.value) or None
+
+    async def _label(self, entity: NamedNode) -> tuple[str | None, str | None]:
+        def read(rows: Iterable[sparql.Row]) -> tuple[str | None, str | None]:
+            rows = list(rows)
+            return sparql.read_label(rows, self.languages), sparql.read_redirect(rows)
+
+        return await self.ask(sparql.label_query(entity, self.languages), read)
 
     async def _ends(self, entity: NamedNode) -> tuple[list[End], str | None]:
         def read(rows: Iterable[sparql.Row]) -> tuple[list[End], str | None]:

@@ -10,8 +10,7 @@ What a triple reads as:
 - a label is the one in the first of `languages` that has any, then one without a language;
 - an entity without such a label (a Q-id alone says nothing to a model) makes no triple; another IRI reads as its last
   part;
-- a date is written `14 November 1961`. Truthy statements do not say how exact a date is, so the first of January reads
-  as its year;
+- dates, numbers, coordinates and other values are printed as `values.py` says;
 - texts in other languages, unknown values, and properties whose values are for machines (MACHINE_TYPES) are left out.
 
 Names and keys come from users and models. They enter a query as terms that pyoxigraph has checked and written, never as
@@ -19,17 +18,15 @@ text.
 """
 
 import re
-import urllib.parse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pyoxigraph import Literal, NamedNode
+from pyoxigraph import BlankNode, Literal, NamedNode
 
-from mujica_jax.dates import MONTHS
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph.triples import End, Triple, normalise_label, without_parenthesis
+from mujica_jax.retrieval.graph.values import ENTITY, one_line, readable, readable_iri
 
-ENTITY = "http://www.wikidata.org/entity/"
 DIRECT = "http://www.wikidata.org/prop/direct/"
 LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
@@ -40,12 +37,13 @@ REDIRECT = "http://www.w3.org/2002/07/owl#sameAs"  # from the id of an entity th
 PROPERTY_TYPE = "http://wikiba.se/ontology#propertyType"
 NAMED = "urn:mujica:named:"  # an entity of which a file says nothing but its label
 RELATION = "urn:mujica:relation:"
-UNKNOWN_VALUE = "/.well-known/genid/"
 MACHINE_TYPES = (
-    "ExternalId", "Url", "CommonsMedia", "GeoShape", "TabularData", "Math", "MusicalNotation", "GlobeCoordinate",
+    "ExternalId", "Url", "CommonsMedia", "GeoShape", "TabularData", "Math", "MusicalNotation",
     "WikibaseSense", "WikibaseLexeme", "WikibaseForm", "EntitySchema",
 )  # fmt: skip
 LANGUAGES = ("en", "mul")  # mul: Wikidata's for names that are the same in every language
+# Under which Wikidata writes labels of a language too.
+LANGUAGE_VARIANTS = {"zh": ("zh-hans", "zh-cn", "zh-hant", "zh-tw", "zh-hk")}
 MAX_NAMESAKES = 1000  # entities of one name that are looked at
 PREFIXES = f"""PREFIX wikibase: <http://wikiba.se/ontology#>
 PREFIX rdfs: <{LABEL.removesuffix("label")}>
@@ -55,8 +53,6 @@ CLAIMS_QUERY = f"{PREFIXES}SELECT ?property WHERE {{ ?property wikibase:directCl
 
 _identifier = re.compile(r"[QP]\d+", re.ASCII)
 _language = re.compile(r"[A-Za-z]{1,8}(-[A-Za-z0-9]{1,8})*")
-_date = re.compile(r"(-?\d{4,})(?:-(\d\d)(?:-(\d\d)(?:T[\d:.]*)?)?)?(?:Z|[+-]\d\d:\d\d)?")
-_control = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _wikidata = re.compile(re.escape(ENTITY) + r"([QP]\d+)", re.ASCII)
 
 Row = Any  # pyoxigraph.QuerySolution: a variable's name to its term, or None
@@ -88,9 +84,20 @@ def check_languages(languages: Sequence[str]) -> None:
         raise UserError("no language is given: give at least one, as in en")
 
 
+def languages_for(language: str, available: Sequence[str]) -> tuple[str, ...]:
+    """Return the order in which labels are looked for when a question is in `language`.
+
+    That language comes first, then names that are the same in every language, then English, then what else the graph
+    has (`available`).
+    """
+    variants = LANGUAGE_VARIANTS.get(language, ())
+    first = LANGUAGES if language == "en" else (language, *variants, "mul", "en")
+    return tuple(dict.fromkeys((*first, *available)))
+
+
 def triples_query(entity: NamedNode, languages: Sequence[str], most: int) -> str:
     """At most `most` triples in each direction with their labels, the entity's own label, and who took over from it."""
-    spoken = ", ".join(f'"{language}"' for language in (*languages, ""))
+    spoken = _spoken(languages)
     outgoing, incoming = (
         f"""{{ {{ SELECT ?property ?other WHERE {{
       {pattern}
@@ -108,6 +115,15 @@ def triples_query(entity: NamedNode, languages: Sequence[str], most: int) -> str
     OPTIONAL {{ ?property rdfs:label ?name FILTER(LANG(?name) IN ({spoken})) }}
     OPTIONAL {{ ?other rdfs:label ?label FILTER(LANG(?label) IN ({spoken})) }}
   }} UNION {{ {entity} rdfs:label ?own FILTER(LANG(?own) IN ({spoken})) }}
+  UNION {{ {entity} <{REDIRECT}> ?same }}
+}}"""
+
+
+def label_query(entity: NamedNode, languages: Sequence[str]) -> str:
+    """The entity's own label, and who took over from it."""
+    spoken = _spoken(languages)
+    return f"""{PREFIXES}SELECT ?own ?same WHERE {{
+  {{ {entity} rdfs:label ?own FILTER(LANG(?own) IN ({spoken})) }}
   UNION {{ {entity} <{REDIRECT}> ?same }}
 }}"""
 
@@ -135,6 +151,22 @@ def exists_query(entity: NamedNode) -> str:
     return f"SELECT ?claim WHERE {{ {{ {entity} ?claim ?other }} UNION {{ ?other ?claim {entity} }} }} LIMIT 1"
 
 
+def term_of(said: Mapping[str, Any] | None) -> Any:
+    """Return a term of a SPARQL result in JSON as pyoxigraph has it.
+
+    The result is None for what is not there, and for a quoted triple: no text can be made of it.
+    """
+    if said is None or said["type"] == "triple":
+        return None
+    if said["type"] == "bnode":
+        return BlankNode(said["value"])
+    if said["type"] == "uri":
+        return NamedNode(said["value"])
+    if said.get("datatype") is not None and "xml:lang" not in said:
+        return Literal(said["value"], datatype=NamedNode(said["datatype"]))
+    return Literal(said["value"], language=said.get("xml:lang"))
+
+
 def columns(query: str) -> set[str]:
     """The variables that one of our queries asks for."""
     return set(re.findall(r"\?(\w+)", query[query.index("SELECT") : query.index("WHERE")]))
@@ -160,15 +192,20 @@ def read_namesakes(rows: Iterable[Row]) -> list[str]:
     return sorted((key_of(iri) for iri, rank in ranks.items() if rank == best), key=_natural)
 
 
+def read_label(rows: Iterable[Row], languages: Sequence[str]) -> str | None:
+    """Return the entity's label in the first of `languages` that has one, as `read_ends` writes it."""
+    labels = {_ranked_label(row["own"], languages) for row in rows if row["own"] is not None}
+    return min(labels)[1] if labels else None
+
+
 def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) -> list[End]:
     """Triples in a fixed order, no two alike: as subject before as object, by property, by label."""
     labels: dict[str, set[tuple[int, str]]] = {}
     found: dict[tuple[bool, str, Any], None] = {}
-    order = {language: place for place, language in enumerate(languages)}
 
     def note(iri: str, label: Any) -> None:
         if label is not None:
-            labels.setdefault(iri, set()).add((order.get(label.language, len(order)), _line(label.value)))
+            labels.setdefault(iri, set()).add(_ranked_label(label, languages))
 
     for row in rows:
         if row["own"] is not None:
@@ -192,28 +229,26 @@ def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) 
 def _end(inverse: bool, relation: str, other: Any, entity: str, labels: dict[str, str]) -> tuple[Any, End] | None:
     """The triple with what it is sorted by; None where it cannot be read."""
     literal = _is_literal(other)
-    text = readable(other) if literal else labels.get(other.value) or _last_part(other.value)
+    text = readable(other) if literal else labels.get(other.value) or readable_iri(other.value)
     if not text:
         return None
-    own = labels.get(entity) or _last_part(entity) or key_of(entity)
-    name = labels.get(relation) or _last_part(relation) or key_of(relation)
+    own = labels.get(entity) or readable_iri(entity) or key_of(entity)
+    name = labels.get(relation) or readable_iri(relation) or key_of(relation)
     ends = [(own, _id(entity)), (text, "" if literal else _id(other.value))]
     (subject, key), (found, found_key) = reversed(ends) if inverse else ends
     triple = Triple(subject=subject, relation=name, object=found, subject_id=key, object_id=found_key, literal=literal)
     return (inverse, _natural(key_of(relation)), text, other.value), End.of(triple, inverse)
 
 
-def readable(literal: Literal) -> str:
-    kind = literal.datatype.value.rpartition("#")[2]
-    if kind in ("dateTime", "date", "gYear", "gYearMonth") and (found := _date.fullmatch(literal.value)):
-        year, month, day = (int(part or 0) for part in found.groups())
-        written = f"{year}" if year > 0 else f"{1 - year} BC"  # the year before 1 is 0000
-        if month in (0, 1) and day in (0, 1):
-            return written
-        return " ".join([*([str(day)] if day else ()), MONTHS[month - 1], written]) if 1 <= month <= 12 else written
-    if kind in ("decimal", "integer"):
-        return literal.value.removeprefix("+")
-    return _line(literal.value)
+def _spoken(languages: Sequence[str]) -> str:
+    """What LANG() may be: one of the languages, or none."""
+    return ", ".join(f'"{language}"' for language in (*languages, ""))
+
+
+def _ranked_label(label: Any, languages: Sequence[str]) -> tuple[int, str]:
+    """A label that sorts by the place of its language, one without a language last."""
+    place = languages.index(label.language) if label.language in languages else len(languages)
+    return place, one_line(label.value)
 
 
 def _id(iri: str) -> str:
@@ -221,22 +256,9 @@ def _id(iri: str) -> str:
     return "" if iri.startswith(NAMED) else key_of(iri)
 
 
-def _last_part(iri: str) -> str:
-    """`Norman Foster` of http://example.org/resource/Norman_Foster; empty where it says nothing."""
-    if _wikidata.fullmatch(iri) or UNKNOWN_VALUE in iri:
-        return ""
-    part = re.split(r"[/#:]", iri.rstrip("/#"))[-1]
-    return _line(urllib.parse.unquote(part).replace("_", " "))
-
-
 def _natural(key: str) -> tuple[Any, ...]:
     """Q9 before Q10."""
     return (0, int(key[1:]), "") if _identifier.fullmatch(key) else (1, 0, key)
-
-
-def _line(text: str) -> str:
-    """One line: a label with a line end in it could pass for two materials."""
-    return " ".join(_control.sub(" ", text).split())
 
 
 def _is_literal(term: Any) -> bool:

@@ -2,7 +2,8 @@
 
 Entities with Q-ids are Wikidata's, under the first label that is met, the others being aliases. An end without a Q-id
 is the entity with one that alone is called so in these files, up to case, spacing and a closing parenthesis, else an
-entity of its own.
+entity of its own. An object without a Q-id that spells a value as RDF does (`1961-11-14T00:00:00Z`, `+157`,
+`Point(114.1 22.5)`) is that value, and is printed as every graph prints it (`values.py`).
 """
 
 import urllib.parse
@@ -15,7 +16,8 @@ from pyoxigraph import Literal, NamedNode, Quad, Store
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.files import Counts, Piece, pieces
-from mujica_jax.retrieval.graph.triples import COLUMNS, Triple, normalise_label, without_parenthesis
+from mujica_jax.retrieval.graph.triples import COLUMNS, LITERAL_ID, Triple, normalise_label, without_parenthesis
+from mujica_jax.retrieval.graph.values import readable, value_in_text
 
 
 class Table:
@@ -120,7 +122,15 @@ def _row(place: str, line: bytes) -> Triple:
         raise UserError(f"{place}: {len(cells)} columns where {len(COLUMNS)} belong: {', '.join(COLUMNS)}")
     if not all(cells[:3]):
         raise UserError(f"{place}: subject, relation and object must not be empty; got {cells[:3]}")
-    return Triple(subject=cells[0], relation=cells[1], object=cells[2], subject_id=cells[3], object_id=cells[4])
+    value = value_in_text(cells[2]) if cells[4] in ("", LITERAL_ID) else None
+    return Triple(
+        subject=cells[0],
+        relation=cells[1],
+        object=cells[2] if value is None else readable(value),
+        subject_id=cells[3],
+        object_id=cells[4],
+        literal=value is not None,
+    )
 
 
 def _searched(iri: Any, text: str) -> list[Quad]:

@@ -50,9 +50,13 @@ def check_k(k: int, passages: Sequence[Passage]) -> None:
         raise UserError(f"k is {k} and the index holds {len(passages):,} passages: give 1 to {len(passages)}")
 
 
-def ranked(embedder: "Embedder", query: str, texts: Sequence[str]) -> list[int]:
-    """Positions of a few texts (ten given passages, an entity's triples), best first, embedded on the spot."""
-    vectors = embedder.embed(texts, "passage")
+def ranked(embedder: "Embedder", query: str, texts: Sequence[str], vectors: np.ndarray | None = None) -> list[int]:
+    """Return the positions of a few texts (an entity's triples), best first.
+
+    `vectors` are the embeddings of the texts; without them they are embedded on the spot.
+    """
+    if vectors is None:
+        vectors = embedder.embed(texts, "passage")
     return best_rows(embedder.embed([query], "query"), vectors, len(texts))[1][0].tolist()
 
 

@@ -1,8 +1,11 @@
 """QALD-10: questions over Wikidata whose answers are what a SPARQL query finds, answered over a knowledge graph.
 
-A question's candidates are the entities that its query names, and its answers what the query found: labels of entities,
-values as they read, yes or no. Labels come from the graph that is searched, so that an answer is called what the graph
-calls it; a question with an answer or without a candidate that the graph does not know is left out, and counted.
+A question's candidates are the entities that its query names. Its answers are what the query found: labels of entities,
+values, yes or no. Each is written as the graph that is searched prints it, so that an answer copied from a search
+result is correct: values as `retrieval/graph/values.py` prints them, entities by their labels in the question's
+language (`sparql.languages_for`). Other spellings of a value (1996-06-15, June 15, 1996) are its aliases.
+
+A question with an answer or without a candidate that the graph does not know is left out, and counted.
 """
 
 import asyncio
@@ -12,23 +15,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pyoxigraph import Literal, NamedNode
+
 from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import Entity, Question
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
+from mujica_jax.retrieval.graph.sparql import term_of
+from mujica_jax.retrieval.graph.values import BOOLEANS, readable_iri, spellings
 from mujica_jax.retrieval.text.corpus_records import open_text
 from mujica_jax.tasks.environment import GraphEnvironment
 from mujica_jax.tasks.open_domain.records import is_prepared, prepared_records
 from mujica_jax.tasks.open_domain.task import OpenDomain
 from mujica_jax.tasks.passages import fetched_index
 from mujica_jax.tasks.task import Split, hash_of
-from mujica_jax.tasks.two_wiki.search import open_knowledge_graph
+from mujica_jax.tasks.two_wiki.search import open_knowledge_graph, ranking
 
-WIKIDATA = "http://www.wikidata.org/entity/"
-MIDNIGHT = "T00:00:00Z"  # the time of day that Wikidata gives every date
 PATTERNS = ("qald*.json", "qald*.json.gz")
 _named = re.compile(r"\bwd:(Q\d+)\b|<http://www\.wikidata\.org/entity/(Q\d+)>")
+# An entity or a property of Wikidata, under its own address, as a page or as a predicate.
+_wikidata_key = re.compile(
+    r"https?://www\.wikidata\.org/(?:entity|wiki|prop(?:/[a-z-]+)*)/(?:Property:)?([QP]\d+)", re.ASCII
+)
 
 
 def build(config: QaldConfig) -> OpenDomain:
@@ -38,9 +47,11 @@ def build(config: QaldConfig) -> OpenDomain:
             "sparql+https://HOST/sparql (docs/graphs.md)"
         )
     records = sorted(read_qald(config.data_dir, config.language), key=lambda record: hash_of(record["id"]))
+    ranked = ranking(config)
     graph = open_knowledge_graph(str(fetched_index(config.index)), config.queries_per_second)
     if not isinstance(graph, KnowledgeGraph):
         raise UserError(f"the index {config.index} is no knowledge graph: give one of kind graph")
+    graph.prefer_language(config.language)
     try:
         found = asyncio.run(_asked_of(graph, records[: config.max_questions]))
     except RetrievalError as error:
@@ -57,11 +68,15 @@ def build(config: QaldConfig) -> OpenDomain:
         for record, question in zip(records[: config.max_questions], found, strict=True)
         if question is None
     ]
-    return OpenDomain(config, questions, GraphEnvironment(graph, config.top_k), {}, left_out=lost)
+    return OpenDomain(config, questions, GraphEnvironment(graph, config.top_k, ranked), {}, left_out=lost)
 
 
 def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
-    """`id`, `text`, `entities` (Q-ids) and `answers`: (kind, value) each. Raises UserError naming file and question."""
+    """Read the questions: `id`, `text`, `entities` (Q-ids), `answers` and `spellings`.
+
+    An answer is ("uri", its IRI) or ("literal", its printed form). `spellings` has for each answer the other ways to
+    write it. Raises UserError naming file and question.
+    """
     folder = Path(data_dir)
     for place, value in prepared_records(folder) if is_prepared(folder) else official_records(folder):
         try:
@@ -95,38 +110,87 @@ def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
     texts = {entry["language"]: entry["string"] for entry in value["question"]}
     (answer,) = value["answers"]
     if "boolean" in answer:
-        answers = [("literal", "yes" if answer["boolean"] else "no")]
+        terms = [Literal(BOOLEANS[str(answer["boolean"]).lower()])]
     else:
         (name,) = answer["head"]["vars"]
-        answers = [(row[name]["type"], row[name]["value"]) for row in answer["results"]["bindings"]]
+        terms = [term_of(row[name]) for row in answer["results"]["bindings"]]
+
+    answers: list[tuple[str, str]] = []
+    others: list[tuple[str, ...]] = []
+    for term in terms:
+        if isinstance(term, Literal):
+            printed, *other_forms = spellings(term)
+            answers.append(("literal", printed))
+            others.append(tuple(other_forms))
+        elif isinstance(term, NamedNode):
+            answers.append(("uri", term.value))
+            others.append(())
+        else:
+            answers.append(("unknown", ""))  # a blank node has no name
+            others.append(())
+
     named = dict.fromkeys(short or long for short, long in _named.findall(value["query"]["sparql"]))
-    asked = {"id": f"qald-{value['id']}", "text": texts[language].strip()}
-    return asked | {"entities": tuple(named), "answers": tuple(answers)}
+    return {
+        "id": f"qald-{value['id']}",
+        "text": texts[language].strip(),
+        "entities": tuple(named),
+        "answers": tuple(answers),
+        "spellings": tuple(others),
+    }
 
 
 async def _asked_of(graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]]) -> list[Question | None]:
-    labels: dict[str, str | None] = {}
-
-    async def label(key: str) -> str | None:
-        if key not in labels:
-            ends = await graph.ends_of(key)
-            end = ends[0] if ends else None
-            labels[key] = None if end is None else (end.triple.object if end.as_object else end.triple.subject)
-        return labels[key]
-
-    found: list[Question | None] = []
+    """Return the question of each record, None where the graph does not know an answer or any candidate."""
+    labels = _Labels(graph)
+    questions: list[Question | None] = []
     for record in records:
-        answers = []
-        for kind, value in record["answers"]:
-            is_entity = kind == "uri" and value.startswith(WIKIDATA)
-            answers.append(await label(value.removeprefix(WIKIDATA)) if is_entity else value.removesuffix(MIDNIGHT))
-        named = [(key, await label(key)) for key in record["entities"]]
-        candidates = tuple(Entity(id=key, label=known) for key, known in named if known is not None)
-        known_answers = tuple(answer for answer in answers if answer is not None)
-        if not candidates or not known_answers or len(known_answers) < len(answers):
-            found.append(None)
+        written = [
+            await labels.answer(kind, value, other_forms)
+            for (kind, value), other_forms in zip(record["answers"], record["spellings"], strict=True)
+        ]
+        known = tuple(forms for forms in written if forms)
+        candidates = []
+        for key in record["entities"]:
+            label = await labels.of_key(key)
+            if label is not None:
+                candidates.append(Entity(id=key, label=label))
+        if not candidates or not known or len(known) < len(written):
+            questions.append(None)
             continue
-        sets = (tuple((answer,) for answer in known_answers),)
-        asked = {"id": record["id"], "text": record["text"], "answer_sets": sets}
-        found.append(Question(**asked, answers=known_answers, candidates=candidates))
-    return found
+        printed = [forms[0] for forms in known]
+        aliases = [alias for forms in known for alias in forms[1:]]
+        question = Question(
+            id=record["id"],
+            text=record["text"],
+            answers=tuple(dict.fromkeys((*printed, *aliases))),
+            answer_sets=(known,),
+            candidates=tuple(candidates),
+        )
+        questions.append(question)
+    return questions
+
+
+class _Labels:
+    """What a graph calls entities, each looked up once."""
+
+    def __init__(self, graph: KnowledgeGraph) -> None:
+        self._graph = graph
+        self._labels: dict[str, str | None] = {}
+
+    async def of_key(self, key: str) -> str | None:
+        if key not in self._labels:
+            self._labels[key] = await self._graph.label_of(key)
+        return self._labels[key]
+
+    async def answer(self, kind: str, value: str, other_forms: tuple[str, ...]) -> tuple[str, ...]:
+        """Return an answer as the graph prints it, then its aliases; nothing for what the graph does not know."""
+        if kind == "literal":
+            return (value, *other_forms)
+        if kind != "uri":
+            return ()
+        wikidata = _wikidata_key.fullmatch(value)
+        if wikidata is not None:
+            label = await self.of_key(wikidata[1])
+            return () if label is None else (label,)
+        label = await self.of_key(value) or readable_iri(value)
+        return (label, value) if label else ()

@@ -1,17 +1,16 @@
 """What 2WikiMultihopQA is searched in: an index or a service of passages, a graph or an endpoint."""
 
-import functools
 from collections.abc import Sequence
 
 from mujica_jax.config.schema import TwoWikiConfig
+from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
 from mujica_jax.retrieval.graph.index import open_graph
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
 from mujica_jax.retrieval.text.corpus import Passage, read_corpus
-from mujica_jax.retrieval.text.dense import ranked
 from mujica_jax.retrieval.text.embedders import find_embedder
-from mujica_jax.tasks.environment import Ranking
+from mujica_jax.tasks.ranking import DenseRanking, Ranking, WordRanking
 from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, Record, data_files, passages_of
 
 
@@ -27,11 +26,12 @@ def open_knowledge_graph(index: str, queries_per_second: float) -> KnowledgeGrap
     return open_graph(index)
 
 
-def ranking(config: TwoWikiConfig) -> Ranking | None:
-    """The order of an entity's triples where they exceed `top_k`. None: by the words they share with the query."""
-    if config.retriever == "bm25":
-        return None
-    return functools.partial(ranked, find_embedder(config.embedder).load())
+def ranking(config: TwoWikiConfig | QaldConfig) -> Ranking:
+    """Return what orders the triples of an entity that has more than `top_k`. Raises UserError without the embedder."""
+    if config.retriever == "dense":
+        return DenseRanking(find_embedder(config.embedder).load())
+    language = config.language if isinstance(config, QaldConfig) else "en"
+    return WordRanking(language)
 
 
 def corpus_of(config: TwoWikiConfig, records: Sequence[Record]) -> list[Passage]:

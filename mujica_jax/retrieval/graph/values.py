@@ -1,0 +1,189 @@
+"""How values of RDF read: one printed form for the triples that a model sees and for the gold answers of a data set.
+
+| datatype | value | printed |
+|---|---|---|
+| `xsd:dateTime`, `xsd:date` | `1961-11-14T00:00:00Z` | 14 November 1961 |
+| the same, on the first of January | `1961-01-01T00:00:00Z` | 1961 |
+| `xsd:gYearMonth`, `xsd:gYear` | `1961-11`, `-0043` | November 1961, 44 BC |
+| `xsd:gMonthDay`, `xsd:gMonth`, `xsd:gDay` | `--11-14`, `--11`, `---14` | 14 November, November, 14 |
+| numbers | `+157`, `5.0`, `1.0E3` | 157, 5, 1000 |
+| `xsd:boolean` | `true`, `0` | yes, no |
+| `geo:wktLiteral` | `Point(114.054 22.535)` | 22.535 N, 114.054 E |
+| all others, also texts with a language | | the text on one line |
+
+**How exact a date is.** Wikidata's truthy statements and query results do not say it: a date that is known to the year
+is written as the first of January at midnight. Far more of these dates mean the year than the day, and data sets such
+as 2WikiMultihopQA have the year there. So the first of January reads as its year, unless the value has a time of day.
+Every other date reads as its day, although the first of a month may mean the month. A time of day is not printed. The
+readings that a date leaves open are among its `spellings`.
+
+**Years before Christ.** XSD 1.1 and Wikidata count the year 0000, so `-0043` is 44 BC. Wikidata does so for dates that
+are exact to the year. It writes centuries and millennia without that shift, so `-7000` may also be 7000 BC.
+"""
+
+import re
+import urllib.parse
+from decimal import Decimal, InvalidOperation
+
+from pyoxigraph import Literal, NamedNode
+
+from mujica_jax.dates import MONTHS, written_date
+
+XSD = "http://www.w3.org/2001/XMLSchema#"
+WKT = "http://www.opengis.net/ont/geosparql#wktLiteral"
+ENTITY = "http://www.wikidata.org/entity/"
+UNKNOWN_VALUE = "/.well-known/genid/"
+
+DATES = frozenset(f"{XSD}{name}" for name in ("dateTime", "dateTimeStamp", "date", "gYear", "gYearMonth"))
+PARTS_OF_DATES = frozenset(f"{XSD}{name}" for name in ("gMonthDay", "gMonth", "gDay"))
+NUMBERS = frozenset(
+    f"{XSD}{name}"
+    for name in (
+        "integer", "int", "long", "short", "byte", "unsignedInt", "unsignedLong", "unsignedShort", "unsignedByte",
+        "positiveInteger", "nonNegativeInteger", "negativeInteger", "nonPositiveInteger", "decimal", "double", "float",
+    )
+)  # fmt: skip
+BOOLEANS = {"true": "yes", "1": "yes", "false": "no", "0": "no"}
+MAX_DIGITS = 30  # of a number that is written in full
+
+_date = re.compile(
+    r"(?P<year>-?\d{4,})(?:-(?P<month>\d\d)(?:-(?P<day>\d\d)(?:T(?P<time>[\d:.]*))?)?)?(?:Z|[+-]\d\d:\d\d)?"
+)
+_part_of_date = re.compile(r"--(?:(?P<month>\d\d)|-)(?:-?(?P<day>\d\d))?(?:Z|[+-]\d\d:\d\d)?")
+_decimal = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_point = re.compile(
+    rf"(?:<[^>]*>\s*)?point\s*(?:z\s*)?\(\s*({_decimal})\s+({_decimal})(?:\s+{_decimal})*\s*\)", re.IGNORECASE
+)
+_control = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# What a cell of a table may spell. Wikidata's JSON puts a sign before every year and every number.
+_date_in_text = re.compile(r"\+?-?\d{4,}-\d\d-\d\d(?:T[\d:.]+)?(?:Z|[+-]\d\d:\d\d)?")
+_signed_number = re.compile(r"\+(?:\d+\.?\d*|\.\d+)")
+
+
+def readable(literal: Literal) -> str:
+    """Return the printed form of a literal."""
+    return spellings(literal)[0]
+
+
+def spellings(literal: Literal) -> tuple[str, ...]:
+    """Return the printed form of a literal, then other ways to write the same value, the literal's own text last."""
+    text = one_line(literal.value)
+    datatype = literal.datatype.value
+    if datatype in DATES:
+        forms = _date_spellings(text)
+    elif datatype in PARTS_OF_DATES:
+        forms = _part_of_date_spellings(text)
+    elif datatype in NUMBERS:
+        forms = _number_spellings(text)
+    elif datatype == f"{XSD}boolean":
+        forms = _boolean_spellings(text)
+    elif datatype == WKT:
+        forms = _point_spellings(text)
+    else:
+        forms = []
+    return tuple(dict.fromkeys((*forms, text)))
+
+
+def value_in_text(text: str) -> Literal | None:
+    """Return the value that a cell of a table spells as RDF or Wikidata's JSON does, or None if it is a text.
+
+    Dates, points and numbers with a plus sign are recognised. A number without a sign may be a name.
+    """
+    if _date_in_text.fullmatch(text):
+        return Literal(text.removeprefix("+"), datatype=NamedNode(f"{XSD}dateTime"))
+    if _signed_number.fullmatch(text):
+        return Literal(text, datatype=NamedNode(f"{XSD}decimal"))
+    if _point.fullmatch(text):
+        return Literal(text, datatype=NamedNode(WKT))
+    return None
+
+
+def readable_iri(iri: str) -> str:
+    """Return the last part of an IRI as text: `Norman Foster` of http://example.org/resource/Norman_Foster.
+
+    The result is empty where that says nothing: for Wikidata's own ids and for unknown values.
+    """
+    if iri.startswith(ENTITY) or UNKNOWN_VALUE in iri:
+        return ""
+    part = re.split(r"[/#:]", iri.rstrip("/#"))[-1]
+    return one_line(urllib.parse.unquote(part).replace("_", " "))
+
+
+def one_line(text: str) -> str:
+    """Return a text on one line: a label with a line end in it could pass for two materials."""
+    return " ".join(_control.sub(" ", text).split())
+
+
+def _date_spellings(text: str) -> list[str]:
+    match = _date.fullmatch(text)
+    if match is None:
+        return []
+    number = int(match["year"])
+    month = int(match["month"] or 0)
+    day = int(match["day"] or 0)
+    year = str(number) if number > 0 else f"{1 - number} BC"
+    has_time = bool((match["time"] or "").strip("0:."))
+    day_form = written_date(year, month, day)
+    if month == day == 1 and not has_time:
+        forms = [year]
+        if number < 0 and number % 10 == 0:
+            forms.append(f"{-number} BC")
+        forms.append(day_form)
+    else:
+        forms = [day_form]
+    if day and day_form != year:
+        forms.append(f"{MONTHS[month - 1]} {day}, {year}")
+        if day == 1:
+            forms.append(written_date(year, month))
+        forms.append(text.partition("T")[0])
+    return forms
+
+
+def _part_of_date_spellings(text: str) -> list[str]:
+    match = _part_of_date.fullmatch(text)
+    if match is None:
+        return []
+    month = int(match["month"] or 0)
+    day = str(int(match["day"])) if match["day"] else ""
+    if not 1 <= month <= 12:
+        return [day] if day else []
+    name = MONTHS[month - 1]
+    return [f"{day} {name}", f"{name} {day}"] if day else [name]
+
+
+def _number_spellings(text: str) -> list[str]:
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        return []
+    if not number.is_finite():
+        return []
+    if abs(number.adjusted()) > MAX_DIGITS:
+        return [str(number.normalize())]
+    plain = _without_trailing_zeros(number, "f")
+    return [plain, _without_trailing_zeros(number, ",f")]
+
+
+def _without_trailing_zeros(number: Decimal, form: str) -> str:
+    written = format(number, form)
+    if "." in written:
+        written = written.rstrip("0").rstrip(".")
+    return "0" if written == "-0" else written
+
+
+def _boolean_spellings(text: str) -> list[str]:
+    word = BOOLEANS.get(text)
+    if word is None:
+        return []
+    return [word, "true" if word == "yes" else "false"]
+
+
+def _point_spellings(text: str) -> list[str]:
+    match = _point.fullmatch(text)
+    if match is None:
+        return []
+    # WKT writes the longitude first.
+    longitude, latitude = (_without_trailing_zeros(Decimal(number), "f") for number in match.groups())
+    north = f"{latitude.removeprefix('-')} {'S' if latitude.startswith('-') else 'N'}"
+    east = f"{longitude.removeprefix('-')} {'W' if longitude.startswith('-') else 'E'}"
+    return [f"{north}, {east}", f"{latitude}, {longitude}"]

@@ -1,0 +1,127 @@
+"""Which triples of an entity are shown where it has more than fit: by the words of the query, or by an embedder.
+
+Both give all positions of the texts, best first, and leave texts that they cannot tell apart in their order.
+"""
+
+import asyncio
+import functools
+import math
+import re
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverUnavailable
+from mujica_jax.retrieval.text.corpus_records import check_text
+from mujica_jax.retrieval.text.dense import ranked
+
+if TYPE_CHECKING:
+    from mujica_jax.models.embedder import Embedder
+
+MAX_KEPT_ROWS = 65_536  # embeddings of triples that are kept: 256 MiB of bge-large's
+
+# Question words that the lists of bm25s lack.
+MORE_STOP_WORDS = {
+    "en": "could many may might much would",
+    "de": "gibt wann warum welche welchem welchen welcher welches wem wen wer wessen wie wieso wo woher wurde wurden",
+    "ru": "где какая какие какое какой каком кем ком сколько чего чем",
+    "zh": "",
+}
+
+# Chinese and Japanese write no spaces, so each of their characters counts as a word.
+_CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_words = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")
+
+
+class Ranking(Protocol):
+    """What orders the triples of an entity."""
+
+    async def __call__(self, query: str, texts: Sequence[str]) -> Sequence[int]:
+        """Return the positions of `texts`, best first. Raises RetrievalError."""
+        ...
+
+
+class WordRanking:
+    """Ranks texts by the words that they share with the query; stop words count nothing.
+
+    A word weighs the more the fewer of the texts have it, by BM25's formula over these texts alone:
+
+        score(q, d) = sum over words w in both of  ln(1 + (N - n(w) + 1/2) / (n(w) + 1/2))
+
+    So the searched entity's own label, which is in each of its triples, decides nothing. Words are compared as they
+    are: "wife" does not find the relation "spouse". That takes an embedder.
+    """
+
+    def __init__(self, language: str = "en") -> None:
+        """`language` is that of the queries. They may be in English too, as the prompts are."""
+        self._language = language
+
+    async def __call__(self, query: str, texts: Sequence[str]) -> list[int]:
+        asked = _words_of(query) - stop_words(self._language) - stop_words("en")
+        matches = [asked & _words_of(text) for text in texts]
+        counts = Counter(word for match in matches for word in match)
+        weights = {word: math.log1p((len(texts) - n + 0.5) / (n + 0.5)) for word, n in counts.items()}
+        # Summed in a fixed order: sets of strings have none, and equal scores must stay equal.
+        scores = [sum(weights[word] for word in sorted(match)) for match in matches]
+        return sorted(range(len(texts)), key=lambda place: -scores[place])
+
+
+class DenseRanking:
+    """Ranks texts by the inner product of their embeddings with the query's.
+
+    The texts of an entity are embedded together in batches, and their embeddings are kept for its next search. They are
+    kept and embedded by entity, so that what a search finds does not depend on the searches before it. From any thread.
+    """
+
+    def __init__(self, embedder: "Embedder") -> None:
+        self._embedder = embedder
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, ...], np.ndarray] = OrderedDict()
+        self._kept_rows = 0
+
+    async def __call__(self, query: str, texts: Sequence[str]) -> list[int]:
+        try:
+            check_text(query)
+        except UserError as error:
+            raise RetrieverRefused(str(error)) from error
+        return await asyncio.to_thread(self._ranked, query, tuple(texts))
+
+    def _ranked(self, query: str, texts: tuple[str, ...]) -> list[int]:
+        try:
+            with self._lock:
+                return ranked(self._embedder, query, texts, self._vectors(texts))
+        except (OSError, RuntimeError) as error:  # a device that ran out of memory
+            raise RetrieverUnavailable(f"the embedder failed ({error})") from error
+
+    def _vectors(self, texts: tuple[str, ...]) -> np.ndarray:
+        vectors = self._kept.pop(texts, None)
+        if vectors is None:
+            vectors = self._embedder.embed(texts, "passage")
+            self._kept_rows += len(texts)
+        self._kept[texts] = vectors  # at the end: the entity that was searched last
+        while self._kept_rows > MAX_KEPT_ROWS and len(self._kept) > 1:
+            dropped, _ = self._kept.popitem(last=False)
+            self._kept_rows -= len(dropped)
+        return vectors
+
+
+@functools.cache
+def stop_words(language: str) -> frozenset[str]:
+    """Return the words of a language that say nothing about what is asked: those of bm25s, and question words."""
+    from bm25s import stopwords
+
+    lists = {
+        "en": stopwords.STOPWORDS_EN_PLUS,
+        "de": stopwords.STOPWORDS_GERMAN,
+        "ru": stopwords.STOPWORDS_RUSSIAN,
+        "zh": stopwords.STOPWORDS_CHINESE,
+    }
+    return frozenset((*lists[language], *MORE_STOP_WORDS[language].split()))
+
+
+def _words_of(text: str) -> set[str]:
+    return set(_words.findall(text.casefold()))
