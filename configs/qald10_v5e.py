@@ -7,7 +7,8 @@
 Mujica-MyGO, table 5: EM 39.85 and F1 49.73; few-shot 27.92 and 37.11 (--init CHECKPOINT --agent.prompt few_shot).
 
 Not run. All questions whose entities and answers the graph knows are the test: nothing is chosen on them, and none are
-for training. The graph is Wikidata's endpoint or the one that --task.index names (docs/graphs.md). The rest is
+for training. The graph is Wikidata's endpoint or the one that --task.index names (docs/graphs.md). The triples of an entity that has
+more than 30 are ranked by bge-large-en-v1.5, as in the paper; --task.retriever bm25 ranks them by words. The rest is
 `two_wiki_kg_v5e.py`.
 """
 
@@ -19,7 +20,13 @@ from mujica_jax.config.tasks import QaldConfig
 
 
 def get_config() -> Config:
-    task = QaldConfig(data_dir="data/qald10", dev_percent=0, top_k=30, index="sparql+https://query.wikidata.org/sparql")
+    task = QaldConfig(
+        data_dir="data/qald10",
+        dev_percent=0,
+        top_k=30,
+        index="sparql+https://query.wikidata.org/sparql",
+        retriever="dense",
+    )
     return dataclasses.replace(
         load_config("two_wiki_kg_v5e"), name="qald10_v5e", task=task, eval=EvalConfig(questions=394, split="test")
     )

@@ -131,5 +131,7 @@ def searched_bytes(name: str) -> float:
     if getattr(task, "retriever", "bm25") != "dense":
         return 0
     numbers, dimension = EMBEDDERS[task.embedder]
+    if task.environment == "graph":
+        return BFLOAT16_BYTES * numbers  # the triples of an entity are embedded when it is searched
     chips = int(rows) * int(columns) if task.index_rows == "job" else CHIPS_A_HOST
     return BFLOAT16_BYTES * (numbers + PASSAGES[task.index.split("/")[1]] * dimension / chips)

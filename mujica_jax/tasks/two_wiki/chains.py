@@ -142,6 +142,28 @@ def parse_date(text: str) -> Date | None:
     return (-year if before_christ else year), month, day
 
 
+def with_printed_dates(answers: Sequence[str]) -> tuple[str, ...]:
+    """Return the answers, followed by the dates among them as a knowledge graph prints them.
+
+    The data write "June 9, 1880" or "9 June 1880", and every graph prints the second (`retrieval/graph/values.py`). It
+    prints the first of January as its year.
+    """
+    printed = []
+    for answer in answers:
+        date = parse_date(answer)
+        if date is None:
+            continue
+        year, month, day = date
+        if not month:
+            continue
+        written_year = f"{-year} BC" if year < 0 else str(year)
+        if (month, day) == (1, 1):
+            printed.append(written_year)
+        else:
+            printed.append(dates.written_date(written_year, month, day))
+    return tuple(dict.fromkeys((*answers, *printed)))
+
+
 def compare_dates(first: Date, second: Date) -> int:
     """-1 if the first is earlier, 1 if later, 0 if equal or not comparable. Parts that one side lacks do not count."""
     for one, other in zip(first, second, strict=True):

@@ -36,7 +36,7 @@ from mujica_jax.tasks.passages import OwnPassages, fetched_index, open_passages,
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
 from mujica_jax.tasks.task import Environment, Split, hash_of
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
-from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, follows_from_evidence
+from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, follows_from_evidence, with_printed_dates
 from mujica_jax.tasks.two_wiki.demonstrations import CopyPlan, copy_plan, renamed_copy
 from mujica_jax.tasks.two_wiki.records import (
     CORPUS_QUESTION_FILES,
@@ -219,7 +219,9 @@ def graph_question(record: Record, graph: TripleGraph) -> Question | None:
     if places is not None:
         order = sorted(range(len(candidates)), key=lambda position: places[position].start)
         candidates = [candidates[position] for position in order]
-    return dataclasses.replace(_question(record, dict.fromkeys(record.titles, "")), candidates=tuple(candidates))
+    question = _question(record, dict.fromkeys(record.titles, ""))
+    answers = with_printed_dates(question.answers)
+    return dataclasses.replace(question, answers=answers, candidates=tuple(candidates))
 
 
 def _text_task(config: TwoWikiConfig, records: Sequence[Record], splits: Mapping[str, Split]) -> TwoWiki:
