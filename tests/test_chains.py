@@ -12,6 +12,7 @@ from mujica_jax.tasks.two_wiki.chains import (
     evidence_rounds,
     follows_from_evidence,
     parse_date,
+    with_printed_dates,
 )
 
 
@@ -41,6 +42,23 @@ def question(kind: str, text: str, answer: str, *evidences: tuple[str, str, str]
 )
 def test_parse_date(text, date):
     assert parse_date(text) == date
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (("June 9, 1880",), ("June 9, 1880", "9 June 1880")),
+        (("9 June 1880",), ("9 June 1880",)),
+        (("Jan 1, 1880",), ("Jan 1, 1880", "1880")),
+        (("March 1961", "Paris"), ("March 1961", "Paris")),
+        (("1961-03-02",), ("1961-03-02", "2 March 1961")),
+        (("March 15, 44 BC",), ("March 15, 44 BC", "15 March 44 BC")),
+        (("007",), ("007",)),
+        (("yes",), ("yes",)),
+    ],
+)
+def test_a_date_of_the_gold_answer_is_followed_by_it_as_graphs_print_it(answers, expected):
+    assert with_printed_dates(answers) == expected
 
 
 @given(st.integers(1, 2100), st.integers(1, 12), st.integers(1, 31))

@@ -9,7 +9,7 @@ import pyoxigraph
 import pytest
 from little_agent import ToldPolicy, answer, play, read
 from little_agent import search as search_call
-from little_graph import WDT, fact, graph_in_memory, label
+from little_graph import WDT, date, fact, graph_in_memory, label, write_dump
 from local_endpoint import Answer, serving
 from shared_data import TWO_WIKI, needs_data
 from test_graph_index import HEADER
@@ -19,6 +19,7 @@ from tiny_embedder import tiny_embedder, write_corpus
 from mujica_jax import index
 from mujica_jax.errors import UserError
 from mujica_jax.http.retry import RetryPolicy
+from mujica_jax.metrics import score
 from mujica_jax.records import Entity, StopReason
 from mujica_jax.retrieval.errors import RetrievalError, RetrieverUnavailable
 from mujica_jax.retrieval.graph.dumps import claim_quads
@@ -102,6 +103,34 @@ def test_a_name_is_searched_on_and_an_unknown_entity_has_no_materials(folder):
         search(environment, "x", None)
     assert isinstance(environment, GraphEnvironment)
     assert (environment.statistics.queries, environment.statistics.failed) == (2, 0)
+
+
+def test_a_gold_date_is_right_as_the_data_and_as_a_graph_of_wikidata_write_it(tmp_path):
+    """The data say April 27, 1961, and a dump of Wikidata 1961-04-27T00:00:00Z."""
+    record = {
+        "_id": "d1",
+        "type": "compositional",
+        "question": "When did the director of Taxi! die?",
+        "entity_ids": "Q11_Q2",
+        "supporting_facts": [["Taxi!", 0], ["Roy Del Ruth", 0]],
+        "evidences": [["Taxi!", "director", "Roy Del Ruth"], ["Roy Del Ruth", "date of death", "April 27, 1961"]],
+        "evidences_id": [["Q11", "director", "Q2"], ["Q2", "date of death", "date_information"]],
+        "answer": "April 27, 1961",
+    }
+    (tmp_path / "dev.json").write_text(json.dumps([record]))
+    lines = [
+        label("Q2", "Roy Del Ruth"),
+        label("P570", "date of death"),
+        fact("Q2", "P570", date("1961-04-27T00:00:00Z")),
+    ]
+    built = ["build", "--corpus", str(write_dump(tmp_path / "dump.nt", lines)), "--kind", "graph"]
+    assert index.main([*built, "--out", str(tmp_path / "index")]) == 0
+    for changes, shown in (({}, "April 27, 1961"), ({"index": str(tmp_path / "index")}, "27 April 1961")):
+        of = two_wiki.build(config(tmp_path, hold_out_percent=99, **changes))
+        (asked,) = [*of.questions("dev"), *of.questions("test"), *of.questions("train")]
+        found = search(world_of(of), "x", Entity(id="Q2", label="Roy Del Ruth"))
+        assert f"Roy Del Ruth, date of death, {shown}" in {material.text for material in found}
+        assert score(shown, asked.answers, "two_wiki").em == 1.0
 
 
 def test_a_crowded_entity_shows_what_fits(folder, tmp_path):
