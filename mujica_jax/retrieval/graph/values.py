@@ -17,8 +17,9 @@ as 2WikiMultihopQA have the year there. So the first of January reads as its yea
 Every other date reads as its day, although the first of a month may mean the month. A time of day is not printed. The
 readings that a date leaves open are among its `spellings`.
 
-**Years before Christ.** XSD 1.1 and Wikidata count the year 0000, so `-0043` is 44 BC. Wikidata does so for dates that
-are exact to the year. It writes centuries and millennia without that shift, so `-7000` may also be 7000 BC.
+**Years before Christ.** XSD 1.1 counts the year 0000, so `-0043` is 44 BC. Wikidata follows it for dates that are exact
+to the year, and writes decades, centuries and millennia without that shift. So the first of January of a round hundred
+(`-7000-01-01`) reads as 7000 BC. The other reading of a round year is among its `spellings`.
 """
 
 import re
@@ -125,10 +126,10 @@ def _date_spellings(text: str) -> list[str]:
     has_time = bool((match["time"] or "").strip("0:."))
     day_form = written_date(year, month, day)
     if month == day == 1 and not has_time:
-        forms = [year]
+        forms = [year, day_form]
         if number < 0 and number % 10 == 0:
-            forms.append(f"{-number} BC")
-        forms.append(day_form)
+            # A century is written without the shift far more often than such a year is known exactly.
+            forms.insert(0 if number % 100 == 0 else 1, f"{-number} BC")
     else:
         forms = [day_form]
     if day and day_form != year:
