@@ -145,7 +145,7 @@ def query(given: argparse.Namespace) -> None:
             lines = [f"{one['subject']} | {one['relation']} | {one['object']}"]
         else:
             text = textwrap.fill(one["text"], max(width - 4, 20))
-            lines = [f"{one['title']} (id {one['id']}, score {one['score']})", *text.splitlines()]
+            lines = [f"{one['title'] or 'untitled'} (id {one['id']}, score {one['score']})", *text.splitlines()]
         print("\n".join([f"{number:>3}. {lines[0]}", *(f"     {line}" for line in lines[1:])]))
 
 

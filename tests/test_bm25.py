@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_data import TWO_WIKI, needs_data
 
+from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text import bm25
 from mujica_jax.retrieval.text.bm25 import Bm25Index, lucene_length, unicode_words
 from mujica_jax.retrieval.text.corpus import Passage, read_corpus
@@ -94,8 +95,8 @@ def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
         sizes.append(len(texts))
         return tokens(texts, of)
 
-    tokens = bm25._tokens
-    monkeypatch.setattr(bm25, "_tokens", recorded)
+    tokens = bm25.indexed_words
+    monkeypatch.setattr(bm25, "indexed_words", recorded)
     monkeypatch.setattr(bm25, "TEXTS_AT_ONCE", 5)
     few = Bm25Index(passages, tokeniser, told.append)
     assert sizes == [5, 5, 2] and told == [5, 10, 12] and few.version == whole.version
@@ -124,3 +125,71 @@ def test_a_shorter_result_is_a_prefix_of_a_longer_one(texts, tokeniser):
     assert {position for position, _ in longest} == {n for n, words in enumerate(texts) if {"red", "blue"} & set(words)}
     for k in range(1, len(passages) + 1):
         assert index.search(["red blue"], k)[0] == longest[:k]
+
+
+# Passages of several scripts, and a query that shares a word with one of them alone.
+SCRIPTS = {
+    "东京大学是日本的第一所国立大学。": "东京大学",
+    "猫在屋顶上睡觉": "猫",
+    "織田信長は尾張の大名である": "信長は誰",
+    "ラーメンの店": "ラーメン",
+    "세종대왕은 한글을 창제하였다.": "한글을 만든",
+    "กรุงเทพมหานครเป็นเมืองหลวง": "กรุงเทพ",
+    "हिन्दी भारत की भाषा है": "हिन्दी",
+    "ভাষা বাংলা": "বাংলা",
+    "ភ្នំពេញ": "ភ្នំពេញ",
+}
+
+
+@pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
+@pytest.mark.parametrize("text", list(SCRIPTS))
+def test_text_of_scripts_without_spaces_is_found(tokeniser, text):
+    texts = [*SCRIPTS, "The cat purrs."]
+    index = Bm25Index([Passage(id=str(n), title="", text=one) for n, one in enumerate(texts)], tokeniser)
+    (best, *_), *_ = index.search([SCRIPTS[text]], 1)
+    assert texts[best[0]] == text
+
+
+@pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
+def test_pairs_are_those_of_lucenes_analyser(tokeniser):
+    index = Bm25Index([], tokeniser)
+    assert index.encode(["东京大学 iPhone手机, 猫!"]) == [["iphone", "东京", "京大", "大学", "手机", "猫"]]
+    assert bm25.indexed_words(["东京大学"], tokeniser) == [["东京", "京大", "大学", "东", "京", "大", "学"]]
+    assert bm25.indexed_words(["한글"], tokeniser) == [["한글"]]
+
+
+@pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
+def test_widths_and_accents_do_not_matter(tokeniser):
+    index = Bm25Index([], tokeniser)
+    assert index.encode(["ＡＢＣ ﾗｰﾒﾝ"]) == index.encode(["ABC ラーメン"])
+    assert index.encode(["Cafe\u0301 de\u0301ja\u0300"]) == [["café", "déjà"]]
+
+
+@given(st.text(st.characters(max_codepoint=0x2FF), max_size=40), st.sampled_from(["default", "elasticsearch"]))
+def test_words_of_latin_text_are_those_of_the_tokeniser(text, tokeniser):
+    assert bm25.indexed_words([text], tokeniser) == bm25._spaced_words([text], tokeniser)
+
+
+def test_an_index_from_before_pairs_is_searched_by_its_own_words(tmp_path):
+    passages = [Passage(id="0", title="", text="东京大学 Tokyo"), Passage(id="1", title="", text="京都 Kyoto")]
+    Bm25Index(passages).save(tmp_path / "new")
+    new = Bm25Index.load(tmp_path / "new", passages, version="v")
+    assert [position for position, _ in new.search(["大学"], 2)[0]] == [0]
+    (tmp_path / "new" / bm25.WORDS_FILE).unlink()
+    old = Bm25Index.load(tmp_path / "new", passages, version="v")
+    assert old.encode(["大学 kyoto 东京大学"]) == [["大学", "kyoto", "东京大学"]]
+    assert [position for position, _ in old.search(["kyoto"], 2)[0]] == [1]
+
+
+def test_an_index_with_words_of_a_later_release_is_refused(tmp_path):
+    Bm25Index(ANIMALS).save(tmp_path / "index" / "bm25")
+    (tmp_path / "index" / "bm25" / bm25.WORDS_FILE).write_text('{"scripts_without_spaces": "dictionary"}')
+    with pytest.raises(
+        UserError, match=r"words\.json describes words that this release does not make: remove .*index "
+    ):
+        Bm25Index.load(tmp_path / "index" / "bm25", ANIMALS, version="v")
+
+
+def test_the_version_of_latin_text_is_the_one_it_had():
+    """What was searched and kept under it stays right."""
+    assert Bm25Index(ANIMALS).version == "2d969526aabc8e50"

@@ -20,7 +20,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped
 from mujica_jax.retrieval.graph.files import GraphSpec, pieces
 from mujica_jax.retrieval.graph.index import Loaded, load
-from mujica_jax.retrieval.text.bm25 import Bm25Index
+from mujica_jax.retrieval.text.bm25 import Bm25Index, indexed_words
 from mujica_jax.retrieval.text.corpus import Passage, stream_corpus
 from mujica_jax.retrieval.text.embeddings import DTYPES
 from mujica_jax.retrieval.text.index import IndexSpec
@@ -148,8 +148,8 @@ def _estimate_words(spec: IndexSpec, sample: Sequence[Passage], passages: int, d
     with tempfile.TemporaryDirectory() as folder:
         index.save(Path(folder))
         disk["words"] = sum(path.stat().st_size for path in Path(folder).iterdir()) * passages // len(sample)
-    found = index.encode([passage.contents for passage in sample])
-    held = WORD_BYTES * sum(len(of) for of in found) + POSTING_BYTES[spec.tokeniser] * sum(len(set(of)) for of in found)
+    words = indexed_words([passage.contents for passage in sample], spec.tokeniser)
+    held = WORD_BYTES * sum(map(len, words)) + POSTING_BYTES[spec.tokeniser] * sum(len(set(of)) for of in words)
     return {
         "disk_bytes": disk,
         "building_bytes": passages * (PASSAGE_BYTES + held // len(sample)),

@@ -144,7 +144,7 @@ class WithAllGoldPassages:
 
 
 def _passage_material(title: str, text: str) -> Material:
-    return Material(text=f"{title}: {text}", title=title)
+    return Material(text=f"{title}: {text}" if title else text, title=title)
 
 
 def _material(entity: Entity, end: End) -> Material:

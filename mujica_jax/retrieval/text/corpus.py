@@ -1,12 +1,17 @@
 """Passages of files, local or in a bucket, one at a time: records of `{title, text}` in any form that
 `corpus_records.py` reads.
 
-Records that say it otherwise are understood too: wiki-18 (`contents` is the title in quotes, a newline, the text) and
-the HotpotQA abstracts (a tar of bz2 JSON Lines whose `text` is a list of sentences).
+Published corpora are read as they are:
 
-A passage without a title or text, or with an id that came before, is refused with its file and line, or skipped and
-counted where the caller asks for that. Where a record carries no `id` (or `_id`), its position in the whole corpus is
-its id.
+- DPR and BEIR: `id` or `_id`, `title`, `text`; a title may be empty or missing.
+- wiki-18 (FlashRAG): `contents` is the title in quotes, a newline, the text.
+- Pyserini: `contents` is the text, or title, newline, text.
+- MedRAG: `title`, `content`, and `contents`, which holds both. A title that a record gives stays, whatever `contents`
+  begins with.
+- HotpotQA's abstracts: a tar of bz2 JSON Lines whose `text` is a list of sentences.
+
+A passage without a text, or with an id that came before, is refused with its file and line, or skipped and counted
+where the caller asks for that. Where a record has no `id` (or `_id`), its position in the whole corpus is its id.
 
 An index keeps them in an Arrow file that is mapped, not read, so that a corpus of any size costs the memory of what is
 looked at. A passage's position in the file is its position in every index made of it.
@@ -14,8 +19,11 @@ looked at. A passage's position in the file is its position in every index made 
 
 import dataclasses
 import hashlib
+import html
 import itertools
+import math
 import reprlib
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, overload
@@ -25,7 +33,7 @@ import numpy as np
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped
 from mujica_jax.retrieval.manifest import again
-from mujica_jax.retrieval.text.corpus_records import FORMATS, check_text, records_of
+from mujica_jax.retrieval.text.corpus_records import FORMATS, check_text, in_one_form, records_of
 
 Hits = list[tuple[int, float]]  # positions of passages and their scores, best first
 
@@ -40,13 +48,13 @@ _repr.maxlevel, _repr.maxdict, _repr.maxlist, _repr.maxstring, _repr.maxother = 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Passage:
     id: str
-    title: str
+    title: str  # empty where the corpus has none
     text: str
 
     @property
     def contents(self) -> str:
         """What is indexed, by words and by embeddings alike."""
-        return f"{self.title}\n{self.text}"
+        return f"{self.title}\n{self.text}" if self.title else self.text
 
 
 class Index(Protocol):
@@ -129,17 +137,26 @@ class PassageFile(Sequence[Passage]):
             yield from _passages(batch)
 
     def titled(self, titles: Iterable[str]) -> list[Passage]:
-        """The passages with one of these titles, in order."""
+        """Return the passages with one of these titles, in order."""
         import pyarrow.compute
 
-        wanted = pyarrow.compute.SetLookupOptions(pyarrow.array(sorted(set(titles)), pyarrow.string()))
+        spellings = set().union(*map(_spellings, titles))
+        wanted = pyarrow.compute.SetLookupOptions(pyarrow.array(sorted(spellings), pyarrow.string()))
         matches = pyarrow.compute.call_function("is_in", [self._table.column("title")], wanted)
         return _passages(self._table.filter(matches))
 
 
+def _spellings(title: str) -> set[str]:
+    """Return how an index may hold a title: an older one has it as its corpus wrote it."""
+    return {title, html.escape(title), html.escape(title, quote=False), unicodedata.normalize("NFD", title)}
+
+
 def _passages(rows: Any) -> list[Passage]:
-    """Of a table or a batch."""
-    return [Passage(**row) for row in rows.to_pylist()]
+    """Return the passages of a table or a batch."""
+    return [
+        Passage(id=row["id"], title=in_one_form(row["title"]), text=in_one_form(row["text"]))
+        for row in rows.to_pylist()
+    ]
 
 
 def write_passages(passages: Iterable[Passage], path: Path, on_rows: Callable[[int], None] = lambda done: None) -> int:
@@ -193,19 +210,14 @@ def _passage(record: object, position: str, place: str) -> Passage:
         raise UserError(
             f"{place}: a passage must be an object and this is a {type(record).__name__}; expected {FORMATS}"
         )
-    fields = _wiki_18(record) if isinstance(record.get("contents"), str) and "text" not in record else dict(record)
-    if isinstance(text := fields.get("text"), list) and all(isinstance(sentence, str) for sentence in text):
-        fields["text"] = "".join(text)  # the abstracts' sentences begin with their own space
-    for field in ("title", "text"):
-        value = fields.get(field)
-        if not isinstance(value, str) or not value.strip():
-            raise UserError(
-                f"{place}: the passage's {field} is {_repr.repr(value)}; every passage needs a title and a text that "
-                "is not empty"
-            )
-    identifier = fields.get("id", fields.get("_id"))
-    identifier = position if identifier is None else str(identifier)
-    passage = Passage(id=identifier, title=fields["title"], text=fields["text"])
+    title, text = _title_and_text(record)
+    if not isinstance(title, str):
+        raise UserError(f"{place}: the passage's title is {_repr.repr(title)}; give a text, or leave the title out")
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(
+            f"{place}: the passage's text is {_repr.repr(text)}; every passage needs a text that is not empty"
+        )
+    passage = Passage(id=_identifier(record, position, place), title=title, text=text)
     for field in ("id", "title", "text"):
         try:
             check_text(getattr(passage, field))
@@ -214,6 +226,75 @@ def _passage(record: object, position: str, place: str) -> Passage:
     return passage
 
 
-def _wiki_18(record: dict[str, Any]) -> dict[str, Any]:
-    title, _, text = record["contents"].partition("\n")
-    return {**record, "title": title.strip().removeprefix('"').removesuffix('"'), "text": text}
+def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
+    """Return what a record gives as title and text, not yet checked. A title that is missing is empty."""
+    title = "" if _is_blank(record.get("title")) else record["title"]
+    contents = record.get("contents")
+    if not title and isinstance(contents, str) and not _is_blank(contents):
+        return _title_in_contents(contents)
+    given = (record.get(field) for field in ("text", "content", "contents", "sentences"))
+    text = next((value for value in given if not _is_blank(value)), record.get("text"))
+    if isinstance(text, list):
+        text = _joined(text)
+    if text is contents and isinstance(text, str):
+        text = _without_title(text, title)
+    return title, text
+
+
+def _is_blank(value: object) -> bool:
+    """Tell whether a record leaves a field out. Tables without a value hold NaN there."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+
+
+def _title_in_contents(contents: str) -> tuple[str, str]:
+    """Split contents into the title of its first line, and the text. A single line is a text without a title, unless
+    quotes say that it is a title alone.
+    """
+    first, _, text = contents.partition("\n")
+    first = first.strip()
+    title = first.removeprefix('"').removesuffix('"')
+    if text.strip() or first == f'"{title}"':
+        return title, text
+    return "", contents
+
+
+def _without_title(contents: str, title: str) -> str:
+    """Return contents without its first line where that repeats the title."""
+    first, _, text = contents.partition("\n")
+    repeats = first.strip().removeprefix('"').removesuffix('"') == title.strip()
+    return text if repeats and text.strip() else contents
+
+
+def _joined(sentences: list[Any]) -> Any:
+    """Return a list of sentences, or of paragraphs of sentences, as one text. Any other list is returned as it is.
+
+    Some corpora keep the space before a sentence and some do not.
+    """
+    text = ""
+    for sentence in sentences:
+        if isinstance(sentence, list):
+            sentence = _joined(sentence)
+        if not isinstance(sentence, str):
+            return sentences
+        is_apart = not text or text[-1].isspace() or sentence[:1].isspace()
+        text += sentence if is_apart else f" {sentence}"
+    return text
+
+
+def _identifier(record: dict[str, Any], position: str, place: str) -> str:
+    """Return the id as a text. Numbers are ids; a table that lacks some holds the others as 7.0."""
+    identifier = record.get("id")
+    if identifier is None:
+        identifier = record.get("_id", position)
+    if identifier is None:
+        return position
+    if isinstance(identifier, float) and identifier.is_integer():
+        identifier = int(identifier)
+    is_finite = not isinstance(identifier, float) or math.isfinite(identifier)
+    if isinstance(identifier, bool) or not isinstance(identifier, str | int | float) or not is_finite:
+        raise UserError(
+            f"{place}: the passage's id is {_repr.repr(identifier)}; give a text or a number, or leave the id out"
+        )
+    return str(identifier)

@@ -1,15 +1,21 @@
-"""Records of files, local or in a bucket, one at a time: JSON arrays and JSON Lines, plain, `.gz` or `.bz2`, in a tar
-or not; Parquet.
+"""Read the records of files, local or in a bucket, one at a time.
 
-What is no JSON, or cannot be read at all, is refused with file and line.
+A file is a JSON array, JSON Lines or a table (`.tsv`, `.csv`), plain, `.gz` or `.bz2`, in a tar or not; or Parquet.
+What cannot be read is refused with file and line.
+
+Every text has one form: HTML entities are the characters that they stand for (HotpotQA writes "Key &amp; Peele"), and
+accents are composed (Unicode NFC). So the titles of a corpus and of its questions are equal where they look equal.
 """
 
 import contextlib
+import csv
+import html
 import io
 import json
 import lzma
 import re
 import tarfile
+import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,14 +25,18 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import decompressed, open_file
 
 FORMATS = (
-    "a JSON array or JSON Lines of objects (passages have a title and a text), plain, .gz or .bz2, a .tar of such "
-    "files, or .parquet"
+    "a JSON array or JSON Lines of objects (passages have a text and may have a title), or a .tsv or .csv table whose "
+    "first line names its columns, plain, .gz or .bz2; a .tar of such files; or .parquet"
 )
+TABLES = {".tsv": "\t", ".csv": ","}
+TABLE_COLUMNS = ("text", "content", "contents", "question")  # a table's first line names one of them
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2")
 SHOWN_CHARACTERS = 50  # of a text before and behind what is wrong with it
 READ_CHARACTERS = 2**20  # of an array, at once
 MAX_RECORD_CHARACTERS = 2**24  # of an array: a record that does not end within so much is broken JSON
 _space = re.compile(r"[ \t\r\n]*")
+# Entities end in a semicolon here: without one, `&para=1` of an address would be a paragraph sign.
+_entity = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
@@ -42,8 +52,27 @@ def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
 @contextlib.contextmanager
 def open_text(path: str | Path) -> Iterator[TextIO]:
     """A local file or one in a bucket, decompressed."""
-    with open_file(path) as raw, io.TextIOWrapper(decompressed(str(path), raw), "utf-8") as text:
+    # The encoding drops a byte order mark.
+    with open_file(path) as raw, io.TextIOWrapper(decompressed(str(path), raw), "utf-8-sig") as text:
         yield text
+
+
+def in_one_form(text: str) -> str:
+    """Return the text with HTML entities decoded and in Unicode's composed form."""
+    if "&" in text:
+        text = _entity.sub(lambda entity: html.unescape(entity[0]), text)
+    return unicodedata.normalize("NFC", text)
+
+
+def _texts_in_one_form(value: object) -> object:
+    """Return a record whose every text is in one form."""
+    if isinstance(value, str):
+        return in_one_form(value)
+    if isinstance(value, list):
+        return [_texts_in_one_form(element) for element in value]
+    if isinstance(value, dict):
+        return {key: _texts_in_one_form(element) for key, element in value.items()}
+    return value
 
 
 def check_text(text: str) -> None:
@@ -74,7 +103,7 @@ def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None:
-                with io.TextIOWrapper(decompressed(member.name, content), "utf-8") as text:
+                with io.TextIOWrapper(decompressed(member.name, content), "utf-8-sig") as text:
                     for number, record in _text_records(f"{path}, {member.name}", text):
                         yield member.name, number, record
 
@@ -87,7 +116,7 @@ def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:
         for batch in table.iter_batches():
             for record in batch.to_pylist():
                 row += 1
-                yield row, record
+                yield row, _texts_in_one_form(record)
 
 
 @contextlib.contextmanager
@@ -109,31 +138,84 @@ def explained(path: str | Path) -> Iterator[None]:
 
 
 def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    """An array where the text begins with a bracket, else lines."""
-    begun = file.read(1)
-    while begun and (begun[-1].isspace() or begun[-1] == "\ufeff"):
-        begun += file.read(1)
-    yield from _array_records(path, file, begun) if begun.endswith("[") else _line_records(path, file, begun)
+    """Read a table by its name. Another text is an array where it begins with a bracket, and lines where not."""
+    name = Path(str(path).removesuffix(".gz").removesuffix(".bz2"))
+    if name.suffix in TABLES:
+        yield from _table_records(path, file, TABLES[name.suffix])
+        return
+    line_number = 1
+    first = file.read(1)
+    # At the end of the file `first` is empty, which is no space.
+    while first.isspace() or first == "\ufeff":
+        line_number += first == "\n"
+        first = file.read(1)
+    if first == "[":
+        yield from _array_records(path, file, line_number)
+    else:
+        yield from _line_records(path, file, first, line_number)
 
 
-def _line_records(path: str | Path, file: TextIO, begun: str) -> Iterator[tuple[int, object]]:
-    """`begun` is what was read already: blank lines and the first character that is none."""
-    before, _, first = begun.rpartition("\n")
-    line_number = before.count("\n") + ("\n" in begun)
+def _table_records(path: str | Path, file: TextIO, delimiter: str) -> Iterator[tuple[int, object]]:
+    """Read the rows of a table whose first line names its columns, quoted as spreadsheets and DPR do."""
+    csv.field_size_limit(MAX_RECORD_CHARACTERS)
+    rows = csv.reader(file, delimiter=delimiter, strict=True)
+    columns: list[str] = []
+    line_number = 1  # where the row begins: a quoted field may hold line breaks
+    try:
+        for row in rows:
+            place = f"{path}, line {line_number}"
+            is_blank = not "".join(row).strip("\ufeff \t")
+            if not is_blank and not columns:
+                columns = [name.strip() for name in row]
+                _check_columns(columns, place)
+            elif not is_blank:
+                _check_width(row, columns, place)
+                yield line_number, dict(zip(columns, map(in_one_form, row), strict=True))
+            line_number = rows.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}, line {line_number}: not a row of a table ({error}): put the field in double quotes and double "
+            "the quotes inside it"
+        ) from error
+
+
+def _check_columns(columns: list[str], place: str) -> None:
+    """Check the first line of a table. Raises UserError where it names no columns, or one twice."""
+    shown = ", ".join(columns)[: 2 * SHOWN_CHARACTERS]
+    if not set(columns) & set(TABLE_COLUMNS):
+        raise UserError(
+            f"{place}: the first line of a table names its columns and this is {shown}: name them, as id, text, title"
+        )
+    if len(set(columns)) < len(columns):
+        raise UserError(f"{place}: a column of the table is named twice ({shown}): give each its own name")
+
+
+def _check_width(row: list[str], columns: list[str], place: str) -> None:
+    """Check that a row has as many fields as the table has columns. Raises UserError."""
+    if len(row) != len(columns):
+        raise UserError(
+            f"{place}: the row has {len(row)} fields and the first line names {len(columns)} columns "
+            f"({', '.join(columns)}): give every row as many, in double quotes where a field holds the separator, a "
+            "quote or a line break"
+        )
+
+
+def _line_records(path: str | Path, file: TextIO, first: str, line_number: int) -> Iterator[tuple[int, object]]:
+    """Read JSON Lines. `first` is a character of line `line_number` that was read already."""
     while line := first + file.readline():
         first = ""
-        line_number += 1
         if line.strip():
             try:
-                yield line_number, json.loads(line.lstrip("\ufeff"))
+                yield line_number, _texts_in_one_form(json.loads(line.lstrip("\ufeff")))
             except (ValueError, RecursionError) as error:
                 raise _no_record(path, line_number, error) from error
+        line_number += 1
 
 
-def _array_records(path: str | Path, file: TextIO, begun: str) -> Iterator[tuple[int, object]]:
-    """Decoded one by one, so that each record has the line it begins on and the file is never held whole."""
+def _array_records(path: str | Path, file: TextIO, line_number: int) -> Iterator[tuple[int, object]]:
+    """Decode records one by one, so that each has the line it begins on and the file is never held whole."""
     decoder = json.JSONDecoder()
-    text, position, counted, line_number, ended = "", 0, 0, 1 + begun.count("\n"), False
+    text, position, counted, ended = "", 0, 0, False
 
     def more() -> bool:
         """Drop what is done and read on. False at the end of the file."""
@@ -155,7 +237,8 @@ def _array_records(path: str | Path, file: TextIO, begun: str) -> Iterator[tuple
     while next_character() != "]":
         while True:
             try:
-                record, end = decoder.raw_decode(text, position)
+                decoded, end = decoder.raw_decode(text, position)
+                record = _texts_in_one_form(decoded)
                 if end < len(text) or ended:  # else a number may go on
                     break
             except json.JSONDecodeError as error:
