@@ -24,6 +24,7 @@ from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.standard_output import run_program
 
 PROGRAM = "python -m mujica_jax.serve"
+MAX_TOKENS = 4096  # of a prompt with its answer, where the model reads as many
 GRACE_SECONDS = 30.0  # for the requests under way when it is asked to end
 
 
@@ -37,7 +38,7 @@ class ServeArguments:
     host: str = "127.0.0.1"  # 0.0.0.0 for other machines; the connection is not encrypted
     port: int = 9000  # 0: any that is free
     metrics_port: int | None = None  # for Prometheus (default: none)
-    max_tokens: int = 4096  # of a prompt with its answer
+    max_tokens: int | None = None  # of a prompt with its answer (default: 4096, or the model's context if shorter)
     max_new_tokens: int = 512  # of an answer, where a request does not say
     temperature: float = 0.0  # 0: the likeliest token
     queue_size: int = 64  # requests that wait beside those that run; what comes on top is refused
@@ -63,12 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(given: ServeArguments) -> None:
     check_engine(given)
     for name, least in (("max_tokens", 2), ("max_new_tokens", 1), ("temperature", 0), ("queue_size", 0), ("seed", 0)):
-        if (value := getattr(given, name)) < least:
+        value = getattr(given, name)
+        if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
     for name, port in (("port", given.port), ("metrics-port", given.metrics_port)):
         if port is not None and not 0 <= port < 2**16:
             raise UserError(f"--{name} is {port} and must be from 0, for any that is free, to {2**16 - 1}")
-    if given.max_new_tokens >= given.max_tokens:
+    if given.max_tokens is not None and given.max_new_tokens >= given.max_tokens:
         raise UserError(
             f"--max-new-tokens is {given.max_new_tokens} and leaves no room for a prompt in --max-tokens "
             f"{given.max_tokens}: lower the one or raise the other"
@@ -87,12 +89,16 @@ def serve(given: ServeArguments) -> None:
 
     policy = find_policy(given.checkpoint, policy=given.policy, adapter=given.adapter)
     use_compilation_cache()
-    tokenizer, decoder = policy.load(given.dtype)
-    engine = make_engine(decoder, given.engine, positions=given.max_tokens, stop_token_ids=tokenizer.stop_token_ids)
+    tokenizer, decoder = policy.load(given.dtype, context_tokens=given.max_tokens or 0)
+    max_tokens, max_new_tokens = given.max_tokens, given.max_new_tokens
+    if max_tokens is None:
+        max_tokens = min(MAX_TOKENS, decoder.config.context_tokens)
+        max_new_tokens = min(max_new_tokens, max_tokens // 2)  # the other half is for the prompt
+    engine = make_engine(decoder, given.engine, positions=max_tokens, stop_token_ids=tokenizer.stop_token_ids)
     generator = BatchedGenerator(
         engine, prefix_reuse=given.engine.prefix_reuse, queue_size=given.queue_size, token_bytes=tokenizer.token_bytes
     )
-    sampling = SamplingParams(max_new_tokens=given.max_new_tokens, temperature=given.temperature, seed=given.seed)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=given.temperature, seed=given.seed)
     server = Server(generator, sampling, tokenizer=tokenizer, host=given.host, port=given.port)
     asked_to_end = threading.Event()
     for name in (signal.SIGINT, signal.SIGTERM):

@@ -165,7 +165,7 @@ def test_an_empty_corpus_is_refused(tmp_path, embedder):
 def test_skipped_passages_are_counted(tmp_path):
     records = [
         {"title": "a", "text": "b"},
-        {"title": "", "text": "b"},
+        {"title": "b", "text": ""},
         {"title": "c", "text": "d", "id": 0},
         {"title": "e", "text": "f"},
     ]
@@ -173,7 +173,7 @@ def test_skipped_passages_are_counted(tmp_path):
     spec = indexes.IndexSpec(kind="bm25", corpus=(str(tmp_path / "corpus.jsonl"),), skip=True)
     manifest, _ = indexes.build(tmp_path / "index", spec, Silent())
     assert (manifest["passages"], manifest["skipped"]) == (2, 2)
-    assert "line 2: the passage's title is ''" in manifest["first_skipped"]
+    assert "line 2: the passage's text is ''" in manifest["first_skipped"]
     assert [passage.id for passage in indexes.open_index(tmp_path / "index").passages] == ["0", "1"]
 
 

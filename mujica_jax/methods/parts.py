@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 from flax import nnx
@@ -80,15 +81,15 @@ def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer, reser
 
 
 def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
-    """What training goes on from, if the configuration names an adapter: it has to be of the rank that is trained."""
+    """Return what training goes on from, if the configuration names an adapter: it has the rank that is trained."""
     if config.adapter is None:
         return None
     adapter, trainer = read_adapter(decoder, local_folder(config.adapter)), config.trainer
-    if (adapter.rank, adapter.alpha) != (trainer.lora_rank, trainer.lora_alpha):
+    rank, alpha = adapter.rank_and_alpha()
+    if rank != trainer.lora_rank or not math.isclose(alpha, trainer.lora_alpha, rel_tol=1e-4):
         raise UserError(
-            f"{config.adapter} has rank {adapter.rank} and alpha {adapter.alpha:g}, and trainer.lora_rank is "
-            f"{trainer.lora_rank}, trainer.lora_alpha {trainer.lora_alpha:g}: give --trainer.lora-rank {adapter.rank} "
-            f"--trainer.lora-alpha {adapter.alpha:g}"
+            f"{config.adapter} has rank {rank} and alpha {alpha:g}, and trainer.lora_rank is {trainer.lora_rank}, "
+            f"trainer.lora_alpha {trainer.lora_alpha:g}: give --trainer.lora-rank {rank} --trainer.lora-alpha {alpha:g}"
         )
     return adapter
 

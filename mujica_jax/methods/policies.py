@@ -38,12 +38,17 @@ class SavedPolicy:
     run: RunPath | None  # the directory of the run that made it
     adapter: Path | None = None
 
-    def load(self, dtype: str, mesh: "Mesh | None" = None) -> "tuple[Tokenizer, Decoder]":
-        """In the type it computes in, over `mesh`. An adapter is added in float32."""
+    def load(self, dtype: str, mesh: "Mesh | None" = None, *, context_tokens: int = 0) -> "tuple[Tokenizer, Decoder]":
+        """Load the policy in the type it computes in, over `mesh`. An adapter is added in float32.
+
+        Raises UserError, before the weights are read, where the model cannot read `context_tokens`.
+        """
+        from mujica_jax.inference.engine.factory import check_context
         from mujica_jax.methods.setup import open_model
         from mujica_jax.models.adapters import with_adapter
 
-        tokenizer, _, load = open_model(self.model, dtype)
+        tokenizer, abstract, load = open_model(self.model, dtype)
+        check_context(abstract.config, context_tokens)
         if self.adapter is None:
             return tokenizer, load(mesh, dtype)
         return tokenizer, with_adapter(load(mesh), self.adapter)
@@ -64,7 +69,9 @@ class Checkpoint(SavedPolicy):
         from mujica_jax.inference.engine.factory import engine_mesh
         from mujica_jax.methods.parts import make_generator, use_weights
 
-        tokenizer, decoder = self.load(config.trainer.dtype, engine_mesh(config.engine))
+        tokenizer, decoder = self.load(
+            config.trainer.dtype, engine_mesh(config.engine), context_tokens=config.agent.max_trajectory_tokens
+        )
         generator = make_generator(decoder, config, tokenizer)
         if config.engine.weights != "compute" or self.adapter is not None:
             use_weights(generator, decoder, nnx.state(decoder), config.engine.weights, self.version)

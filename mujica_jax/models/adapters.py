@@ -1,16 +1,17 @@
 """LoRA adapters in and out, as PEFT stores them: `adapter_config.json` and `adapter_model.safetensors`.
 
 PEFT keeps `lora_A` as [rank, inputs] and `lora_B` as [outputs, rank] of each projection of each layer, so that
-transformers with PEFT reads such a folder too. Values are float16: they are small and need its three bits more than the
-range of bfloat16. One field of the configuration is ours, `base_fingerprint`: an adapter fits every model of its shapes
-and means something on one of them alone. Called by `methods.run`, which writes one beside each policy and may begin
-with one, and by `methods.policies`.
+transformers with PEFT reads such a folder too. `adapter_config` says which projections an adapter corrects, and by what
+scale. Values are written in float16: they are small and need its three bits more than the range of bfloat16. One field
+of the configuration is ours, `base_fingerprint`: an adapter fits every model of its shapes and means something on one
+of them alone. Called by `methods.run`, which writes one beside each policy and may begin with one, and by
+`methods.policies`.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 from safetensors.numpy import save_file
 
 from mujica_jax.errors import UserError
+from mujica_jax.models.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
 from mujica_jax.models.decoder import Decoder
-from mujica_jax.models.layers import projections
+from mujica_jax.models.layers import Weight, projections
 from mujica_jax.models.lora import add_product
 from mujica_jax.models.sharding import on_host
-from mujica_jax.models.tensors import open_file, read_json
+from mujica_jax.models.tensors import PICKLED, open_file
 
-CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+TENSORS_FILE = "adapter_model.safetensors"
 
 
 def fingerprint(decoder: Decoder) -> str:
@@ -46,10 +48,11 @@ def adapter_tensors(decoder: Decoder, layers: Mapping[str, Array]) -> dict[str, 
     a job takes part in gathering them."""
     tensors = {}
     for weight in projections(decoder.config):
+        modules = _modules(weight, decoder.config.num_layers)
         for ours, theirs in (("a", "A"), ("b", "B")):
             stacked = on_host(layers[f"{weight.name}_lora_{ours}"]).astype(np.float16)
-            for layer, values in enumerate(stacked):
-                tensors[_name(weight.hugging_face, layer, theirs)] = np.ascontiguousarray(values.T)
+            for module, values in zip(modules, stacked, strict=True):
+                tensors[_tensor_name(module, theirs)] = np.ascontiguousarray(values.T)
     return tensors
 
 
@@ -71,67 +74,79 @@ def save_adapter(tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: floa
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """What an adapter has for one kernel: nothing in layers that it does not correct."""
+
+    a: np.ndarray  # [layers, inputs, rank], zero beyond a layer's rank
+    b: np.ndarray  # [layers, rank, outputs]
+    ranks: tuple[int, ...]  # of each layer, 0 where it is not corrected
+    scales: np.ndarray  # [layers], float32, 0 where it is not corrected
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
     """An adapter of a folder, for the decoder that it was read for."""
 
-    rank: int
-    alpha: float
-    # Of each kernel, by name: A [layers, inputs, rank] and B [layers, rank, outputs].
-    matrices: dict[str, tuple[np.ndarray, np.ndarray]]
+    folder: Path
+    matrices: dict[str, Matrices]  # of each kernel that it corrects, by name
+
+    def rank_and_alpha(self) -> tuple[int, float]:
+        """Return the one rank and alpha with which training goes on: alpha / rank is the adapter's scale.
+
+        Raises UserError where layers or kernels differ in them: what is trained has one of each."""
+        forms = {form for of in self.matrices.values() for form in zip(of.ranks, of.scales.tolist(), strict=True)}
+        if len(forms) > 1:
+            shown = ", ".join(f"rank {rank} and scale {scale:g}" for rank, scale in sorted(forms))
+            raise UserError(
+                f"{self.folder} corrects some matrices with {shown}, and adapters are trained with one rank and one "
+                "scale in all layers: merge it into its base with PEFT (merge_and_unload) and give --init the result"
+            )
+        ((rank, scale),) = forms
+        return rank, scale * rank
 
 
 def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
-    """Raises UserError where the folder holds none, or that of another base than `decoder`."""
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"there is no {folder / CONFIG_FILE}: give --adapter a folder as RUN/policies/N/adapter")
-    fields = read_json(folder / CONFIG_FILE)
-    if not {"r", "lora_alpha"} <= fields.keys():
-        raise UserError(f"{folder / CONFIG_FILE} has no r or no lora_alpha: give a LoRA adapter in PEFT's format")
-    rank = int(fields["r"])
-    made_for, given = fields.get("base_fingerprint"), fingerprint(decoder)
-    base = fields.get("base_model_name_or_path")
-    if made_for not in (None, given):  # PEFT's own adapters name no fingerprint
+    """Read an adapter. Raises UserError where the folder holds none, or one of another base than `decoder`."""
+    config = read_adapter_config(folder)
+    fingerprint_here = fingerprint(decoder)
+    if config.base_fingerprint not in (None, fingerprint_here):  # PEFT's own adapters name no fingerprint
         raise UserError(
-            f"{folder} corrects {base} (fingerprint {made_for}) and the model given has fingerprint {given}: "
-            "give the checkpoint that the adapter was trained on"
+            f"{folder} corrects {config.base_model} (fingerprint {config.base_fingerprint}) and the model given has "
+            f"fingerprint {fingerprint_here}: give the checkpoint that the adapter was trained on"
         )
-    matrices = {}
+    _check_tensors_file(folder)
     with open_file(folder / TENSORS_FILE) as opened:
-        foreign = set(opened.keys())
+        names = set(opened.keys())
+        _check_names(names, decoder, config)
+        matrices = {}
         for weight in projections(decoder.config):
-            inputs, outputs = weight.sides
-            a_and_b = []
-            for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                names = [_name(weight.hugging_face, layer, part) for layer in range(decoder.config.num_layers)]
-                for name in names:
-                    _check(opened, name, shape, folder, base)
-                foreign -= set(names)
-                a_and_b.append(np.stack([opened.get_tensor(name).T for name in names]).astype(np.float32))
-            matrices[weight.name] = (a_and_b[0], a_and_b[1])
-    if foreign:
+            modules = _modules(weight, decoder.config.num_layers)
+            if any(map(config.corrects, modules)):
+                matrices[weight.name] = _read_matrices(opened, names, weight, modules, config)
+    if not matrices:
         raise UserError(
-            f"{folder} has a tensor {min(foreign)} and the model no such matrix: give the checkpoint that the adapter "
-            f"was trained on ({base})"
+            f"{config.file} has target_modules {config.targets!r}, which names no projection of this model's layers "
+            f"({', '.join(weight.hugging_face.removesuffix('.weight') for weight in projections(decoder.config))}): "
+            f"give the checkpoint that the adapter was trained on ({config.base_model})"
         )
-    return Adapter(rank=rank, alpha=float(fields["lora_alpha"]), matrices=matrices)
+    return Adapter(folder=folder, matrices=matrices)
 
 
 def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
-    """The decoder with the adapter of a folder merged into its weights. Raises UserError as `read_adapter` does."""
-    adapter = read_adapter(decoder, folder)
-    for name, (a, b) in adapter.matrices.items():
+    """Merge the adapter of a folder into the decoder's weights. Raises UserError as `read_adapter` does."""
+    for name, of in read_adapter(decoder, folder).matrices.items():
         kernel = getattr(decoder.layers, name)
-        kernel.set_value(add_product(kernel.get_value(), jnp.asarray(a), jnp.asarray(b), adapter.alpha / adapter.rank))
+        scales = jnp.asarray(of.scales)[:, None, None]
+        kernel.set_value(add_product(kernel.get_value(), jnp.asarray(of.a), jnp.asarray(of.b), scales))
     return decoder
 
 
 def with_trained_adapters(params: nnx.State, adapter: Adapter) -> nnx.State:
-    """An adapted decoder's parameters with these adapters in the place of its own, laid out as those are."""
-    stacked = {
-        f"{name}_lora_{part}": values
-        for name, both in adapter.matrices.items()
-        for part, values in zip("ab", both, strict=True)
-    }
+    """Return an adapted decoder's parameters with these adapters in the place of its own, laid out as those are.
+
+    A kernel that the adapter does not correct keeps its fresh one, which changes nothing yet."""
+    stacked = {f"{name}_lora_a": of.a for name, of in adapter.matrices.items()}
+    stacked |= {f"{name}_lora_b": of.b for name, of in adapter.matrices.items()}
 
     def placed(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         values = stacked.get(str(path[-1]))
@@ -149,15 +164,80 @@ def trained_adapters(params: nnx.State) -> dict[str, Array]:
     return {str(path[-1]): variable.get_value() for path, variable in found}
 
 
-def _check(opened: Any, name: str, shape: tuple[int, int], folder: Path, base: str | None) -> None:
-    found = tuple(opened.get_slice(name).get_shape()) if name in set(opened.keys()) else None
-    if found != shape:
-        said = "no tensor" if found is None else f"a tensor of {found[0]} x {found[1]} as"
+def _check_tensors_file(folder: Path) -> None:
+    file = folder / TENSORS_FILE
+    if file.exists():
+        return
+    pickled = next((path.name for path in sorted(folder.glob("*")) if path.suffix in PICKLED), None)
+    if pickled is not None:
         raise UserError(
-            f"{folder} has {said} {name} and the model needs {shape[0]} x {shape[1]}: give the checkpoint that the "
-            f"adapter was trained on ({base})"
+            f"{folder} has its matrices pickled ({pickled}), which can run code when opened: save the adapter as "
+            "safetensors"
+        )
+    raise UserError(f"{file} is missing: download the adapter again")
+
+
+def _check_names(names: set[str], decoder: Decoder, config: AdapterConfig) -> None:
+    """Check that each tensor belongs to a matrix that the configuration says is corrected. Raises UserError."""
+    known: set[str] = set()
+    corrected: set[str] = set()
+    for weight in projections(decoder.config):
+        for module in _modules(weight, decoder.config.num_layers):
+            tensors = {_tensor_name(module, part) for part in "AB"}
+            known |= tensors
+            if config.corrects(module):
+                corrected |= tensors
+    folder = config.file.parent
+    if foreign := names - known:
+        raise UserError(
+            f"{folder} has a tensor {min(foreign)} and the model no such matrix in its layers' projections: give the "
+            f"checkpoint that the adapter was trained on ({config.base_model}), or merge the adapter into it with PEFT "
+            "(merge_and_unload)"
+        )
+    if beyond := names - corrected:
+        raise UserError(
+            f"{folder} has a tensor {min(beyond)} and {CONFIG_FILE} does not name its module (target_modules "
+            f"{config.targets!r}, exclude_modules {config.excluded!r}, layers_to_transform {config.layers!r}): the two "
+            "files do not belong together, so download the adapter again"
         )
 
 
-def _name(module: str, layer: int, part: str) -> str:
-    return f"base_model.model.model.layers.{layer}.{module.removesuffix('.weight')}.lora_{part}.weight"
+def _read_matrices(
+    opened: Any, names: set[str], weight: Weight, modules: Sequence[str], config: AdapterConfig
+) -> Matrices:
+    """Read the matrices of one kernel in all layers."""
+    inputs, outputs = weight.sides
+    ranks = tuple(config.rank_of(module) if config.corrects(module) else 0 for module in modules)
+    scales = np.zeros(len(modules), np.float32)
+    a = np.zeros((len(modules), inputs, max(ranks)), np.float32)
+    b = np.zeros((len(modules), max(ranks), outputs), np.float32)
+    for layer, (module, rank) in enumerate(zip(modules, ranks, strict=True)):
+        if rank:
+            scales[layer] = config.scale_of(module)
+            a[layer, :, :rank] = _read_tensor(opened, names, _tensor_name(module, "A"), (rank, inputs), config).T
+            b[layer, :rank] = _read_tensor(opened, names, _tensor_name(module, "B"), (outputs, rank), config).T
+    return Matrices(a=a, b=b, ranks=ranks, scales=scales)
+
+
+def _read_tensor(
+    opened: Any, names: set[str], name: str, shape: tuple[int, int], config: AdapterConfig
+) -> Float[np.ndarray, "rows columns"]:
+    found = tuple(opened.get_slice(name).get_shape()) if name in names else None
+    if found != shape:
+        said = "no tensor" if found is None else f"a tensor of {' x '.join(map(str, found))} as"
+        raise UserError(
+            f"{config.file.parent} has {said} {name} and the model needs {shape[0]} x {shape[1]} with the rank and the "
+            f"target_modules of {CONFIG_FILE}: give the checkpoint that the adapter was trained on "
+            f"({config.base_model})"
+        )
+    return opened.get_tensor(name).astype(np.float32)
+
+
+def _modules(weight: Weight, layers: int) -> list[str]:
+    """Return the names of one projection in all layers, as PEFT calls them."""
+    module = weight.hugging_face.removesuffix(".weight")
+    return [f"model.layers.{layer}.{module}" for layer in range(layers)]
+
+
+def _tensor_name(module: str, part: str) -> str:
+    return f"base_model.model.{module}.lora_{part}.weight"

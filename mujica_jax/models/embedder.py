@@ -25,8 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from mujica_jax.errors import UserError
+from mujica_jax.models.companions import read_json, refuse_pointer
 from mujica_jax.models.encoder import Encoder, encoder_config
-from mujica_jax.models.tensors import Folder, read_json
+from mujica_jax.models.tensors import Folder
 
 Pooling = Literal["cls", "mean"]
 Role = Literal["query", "passage"]
@@ -70,10 +71,15 @@ def embedder_config(directory: Folder, *, prefixes: str | None = None) -> Embedd
     max_tokens = encoder_config(read_json(folder / "config.json")).max_positions
     stated = folder / "sentence_bert_config.json"
     if stated.exists():
-        max_tokens = min(max_tokens, read_json(stated).get("max_seq_length") or max_tokens)
+        limit = read_json(stated).get("max_seq_length") or max_tokens
+        if type(limit) is not int or limit < 1:
+            raise UserError(f"{stated} sets max_seq_length to {limit!r} and a whole number is needed: correct it")
+        max_tokens = min(max_tokens, limit)
     pooling, normalised = _pooling(folder)
     prompts_file = folder / "config_sentence_transformers.json"
     prompts = (read_json(prompts_file).get("prompts") or {}) if prompts_file.exists() else {}
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise UserError(f"{prompts_file} sets prompts to {prompts!r} and a map of texts is needed: correct it")
     own = (prompts.get("query", ""), prompts.get("passage", prompts.get("document", "")))
     query_prefix, passage_prefix = own if prefixes is None else PREFIXES[prefixes]
     return EmbedderConfig(
@@ -88,7 +94,7 @@ def embedder_config(directory: Folder, *, prefixes: str | None = None) -> Embedd
 def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
     if not (folder / "modules.json").exists():
         return "mean", False
-    modules = json.loads((folder / "modules.json").read_text())
+    modules = _modules(folder / "modules.json")
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
     if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
         raise UserError(f"{folder}/modules.json has a module {unknown[0]}, which is not computed here")
@@ -103,6 +109,19 @@ def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
     return poolings[chosen[0]], "Normalize" in kinds
 
 
+def _modules(file: pathlib.Path) -> list[dict[str, str]]:
+    """Read the modules of an embedder: a list of objects with a type and a path. Raises UserError."""
+    refuse_pointer(file)
+    try:
+        modules = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not JSON ({error}): download it again") from error
+    is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
+    if not is_list or not all(isinstance(module.get(name), str) for module in modules for name in ("type", "path")):
+        raise UserError(f"{file} holds no list of modules with type and path: download it again")
+    return modules
+
+
 class Embedder:
     """Texts to vectors."""
 
@@ -111,7 +130,11 @@ class Embedder:
         path = pathlib.Path(directory) / "tokenizer.json"
         if not path.exists():
             raise UserError(f"{path} is missing: give the directory of an embedder with its fast tokenizer")
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        read_json(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing more special
+            raise UserError(f"{path} cannot be used ({error}): download it again") from error
         self._tokenizer.encode_special_tokens = True  # a passage that says [SEP] says five characters
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(config.max_tokens)

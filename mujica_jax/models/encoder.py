@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.attention import MASKED_SCORE, softmax_mix
+from mujica_jax.models.companions import read_json
 from mujica_jax.models.layers import Weight
-from mujica_jax.models.tensors import Folder, Tensors, WeightTable, read_json
+from mujica_jax.models.tensors import Folder, Tensors, WeightTable
 
 # A buffer, and a head that no embedder uses.
 IGNORED = re.compile(r"(^|\.)(position_ids|pooler\.dense\.(weight|bias))$")
@@ -69,6 +70,12 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
         )
     except KeyError as missing:
         raise UserError(f"config.json lacks {missing.args[0]}: give a BERT checkpoint") from None
+    for name, value in vars(config).items():
+        is_size = type(value) is int and value > 0
+        if not is_size and not (name == "layer_norm_eps" and isinstance(value, float)):
+            raise UserError(
+                f"config.json has {value!r} for {name} where a number above 0 is needed: give a BERT checkpoint"
+            )
     if config.hidden_size % config.num_heads:
         raise UserError(
             f"config.json has hidden_size {config.hidden_size} and num_attention_heads {config.num_heads}: the heads "

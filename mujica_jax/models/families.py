@@ -7,7 +7,7 @@ name, never ignored.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from mujica_jax.errors import UserError
@@ -19,6 +19,23 @@ THEIR_NAMES = {  # where a `config.json` calls a field of ours otherwise
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
 }
+# Other fields that are read where a `config.json` has them, and what they hold.
+FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "model_type": str,
+    "architectures": list,
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "rope_theta": (int, float),
+    "rope_scaling": dict,
+    "rope_parameters": dict,
+    "partial_rotary_factor": (int, float),
+    "rms_norm_eps": (int, float),
+    "initializer_range": (int, float),
+    "layer_types": list,
+    "max_window_layers": int,
+    "bos_token_id": int,
+}
+POSITIVE = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps")
 REQUIRED = ("num_heads", "hidden_size", "vocab_size", "intermediate_size", "num_layers", "max_position_embeddings")
 
 
@@ -89,9 +106,17 @@ class DecoderConfig:
     def traits(self) -> FamilyTraits:
         return FAMILIES[self.family]
 
+    @property
+    def context_tokens(self) -> int:
+        """The longest sequence that the model can read: what it was made for, or what its rotary scaling reaches."""
+        scaling = self.rope_scaling
+        scaled = 0 if scaling is None else int(scaling.factor * scaling.original_max_position_embeddings)
+        return max(self.max_position_embeddings, scaled)
+
 
 def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
     """Read the contents of a `config.json`, in the layout of transformers 4 or 5."""
+    _check_types(config)
     family: Any = config.get("model_type")
     architectures = config.get("architectures") or []
     if family not in FAMILIES or architectures not in ([], [FAMILIES[family].architecture]):
@@ -113,7 +138,7 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
         rope_scaling=rope_scaling,
         rms_norm_eps=_or(config.get("rms_norm_eps"), 1e-6),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        eos_token_ids=token_ids(config.get("eos_token_id")),
+        eos_token_ids=token_ids(config.get("eos_token_id"), "config.json"),
         bos_token_id=config.get("bos_token_id"),
         initializer_range=_or(config.get("initializer_range"), 0.02),
     )
@@ -140,11 +165,31 @@ def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
     return written
 
 
-def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """An `eos_token_id` field, which may be absent, one id or a list."""
+def token_ids(value: object, file: object) -> tuple[int, ...]:
+    """Read an `eos_token_id` field, which may be absent, one id or a list. An error names `file`."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids: list[Any] = value if isinstance(value, list) else [value]
+    if not all(type(id) is int and id >= 0 for id in ids):
+        raise UserError(
+            f"{file} sets eos_token_id to {value!r} and a token id or a list of them is needed: correct it, or "
+            "download it again"
+        )
+    return tuple(ids)
+
+
+def _check_types(config: Mapping[str, Any]) -> None:
+    """Check that fields hold what they should. Raises UserError that names one which does not."""
+    for name, kind in FIELD_TYPES.items():
+        value = config.get(name)
+        is_of_kind = isinstance(value, kind) and not isinstance(value, bool)
+        if value is not None and (not is_of_kind or (name in POSITIVE and not value > 0)):
+            needed = {str: "a text", list: "a list", dict: "a map", int: "a whole number"}.get(kind, "a number")
+            positive = " above 0" if name in POSITIVE else ""
+            raise UserError(
+                f"config.json sets {name} to {value!r} and {needed}{positive} is needed: correct it, or download it "
+                "again"
+            )
 
 
 def _refuse_other_mathematics(family: Family, config: Mapping[str, Any]) -> None:
@@ -173,6 +218,7 @@ def _refuse_other_mathematics(family: Family, config: Mapping[str, Any]) -> None
 def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     fields = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    _check_rotary_numbers(fields)
     theta = float(_or(fields.pop("rope_theta", None), _or(config.get("rope_theta"), 10_000.0)))
     kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
     fields.pop("type", None)
@@ -195,9 +241,22 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]
     return theta, Llama3RopeScaling(**fields)
 
 
+def _check_rotary_numbers(fields: Mapping[str, Any]) -> None:
+    """Check the numbers of a rotary scaling. Raises UserError that names one which is none."""
+    names = {field.name for field in dataclasses.fields(Llama3RopeScaling)} | {"rope_theta", "partial_rotary_factor"}
+    for name in sorted(names & fields.keys()):
+        value = fields[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and value > 0):
+            raise UserError(
+                f"config.json sets {name} of its rotary positions to {value!r} and a number above 0 is needed: correct "
+                "it, or download it again"
+            )
+
+
 def _required(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise UserError(f"config.json has {name} = {value!r} where a positive number is needed: correct it")
     return value
 

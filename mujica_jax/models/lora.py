@@ -70,7 +70,7 @@ def add_product(
     kernel: Float[Array, "layers *shape"],
     a: Float[Array, "layers inputs rank"],
     b: Float[Array, "layers rank outputs"],
-    scale: float,
+    scale: float | Float[Array, "layers 1 1"],
 ) -> Float[Array, "layers *shape"]:
     """W + scale * A B, float32."""
     # In full float32: the accelerators' default precision would round what is added to the weights for good.

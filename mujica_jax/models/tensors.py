@@ -1,7 +1,8 @@
 """The safetensors files of a Hugging Face folder, checked by name before the first tensor is read. Pickled weights are
 never opened.
 
-Reading has three refusals: a tensor that none of the expected weights is mapped to, one that is set twice, and one that
+A file that is cut, damaged or only the pointer that Git LFS leaves in its place is named in one sentence. Reading has
+three refusals: a tensor that none of the expected weights is mapped to, one that is set twice, and one that
 is missing. Called by `weights` and `encoder`, which say what they expect.
 """
 
@@ -10,7 +11,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +23,9 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
 from mujica_jax.errors import UserError
+from mujica_jax.models.companions import read_json, refuse_pointer
 from mujica_jax.models.layers import Weight
 from mujica_jax.models.sharding import partition_spec
-from mujica_jax.storage.manifest import json_object
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -191,8 +192,7 @@ def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
     if (folder / INDEX_FILE).exists():
-        weight_map = read_json(folder / INDEX_FILE).get("weight_map") or {}
-        return [folder / name for name in sorted(set(weight_map.values()))]
+        return _indexed_files(folder)
     pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLED)
     if pickled:
         raise UserError(
@@ -203,17 +203,22 @@ def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
     raise UserError(f"{folder} has neither {either}: give the directory of a Hugging Face checkpoint")
 
 
+def _indexed_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the files that the index of a split checkpoint names. Raises UserError where one is missing."""
+    file = folder / INDEX_FILE
+    weight_map = read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(of, str) for of in weight_map.values()):
+        raise UserError(f"{file} has no weight_map of tensor names to file names: download it again")
+    paths = [folder / name for name in sorted(set(weight_map.values()))]
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path} is named by {INDEX_FILE} but missing: download it again")
+    return paths
+
+
 def open_file(path: pathlib.Path) -> Any:
+    refuse_pointer(path)
     try:
         return safe_open(path, framework="numpy")
-    except FileNotFoundError:
-        raise UserError(f"{path} is named by {INDEX_FILE} but missing: download it again") from None
     except SafetensorError as error:
         raise UserError(f"{path} is truncated or damaged ({error}): download it again") from None
-
-
-def read_json(path: pathlib.Path) -> Mapping[str, Any]:
-    try:
-        return json_object(path.read_bytes(), path, "download it again")
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: give the directory of a Hugging Face checkpoint") from None

@@ -19,7 +19,7 @@ import tokenizers
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.chat_template import FIRST_SURROGATE, ChatPieces, read_messages, take_apart
-from mujica_jax.models.families import token_ids
+from mujica_jax.models.companions import read_json, refuse_pointer, stop_tokens
 
 PROTOCOL_TAGS = ("think", "search", "action", "answer", "select", "sentence", "information")
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -32,6 +32,14 @@ TEMPLATE_DATE = "26 Jul 2024"
 # Neutralised in what comes from outside; the last ones are no tokens.
 UNTRUSTED_TAGS = (*PROTOCOL_TAGS, "reflect", "question", "recall")
 TAG_PATTERN = re.compile(rf"<(\s*/?\s*(?:{'|'.join(UNTRUSTED_TAGS)})\s*/?\s*)>", re.IGNORECASE)
+# Read by transformers where they stand beside tokenizer.json; each holds a JSON object.
+JSON_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+)
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -48,10 +56,13 @@ WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\[-?\d{1,2}\]| ?\p{L}+| ?\p{N}+| ?\[| ?[^\
 class Tokenizer:
     """A Hugging Face fast tokenizer with its chat template."""
 
-    def __init__(self, wrapped: Any, *, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, wrapped: Any, *, stop_token_ids: Sequence[int] = (), template_place: str = "the chat template"
+    ) -> None:
         """`wrapped` is a transformers PreTrainedTokenizerFast. Without stop tokens given: its end of text and end of
-        turn."""
+        turn. `template_place` says where the chat template stands, for errors."""
         self._wrapped = wrapped
+        self._template_place = template_place
         self._backend: tokenizers.Tokenizer = wrapped.backend_tokenizer
         added = {token.content: id for id, token in self._backend.get_added_tokens_decoder().items()}
         self._added_ids = frozenset(added.values())
@@ -77,9 +88,15 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json: give the directory of a checkpoint with a fast tokenizer, of a run "
                 "RUN/policies/N/model"
             )
-        generation = folder / "generation_config.json"
-        stops = token_ids(json.loads(generation.read_text()).get("eos_token_id")) if generation.exists() else ()
-        return cls(PreTrainedTokenizerFast.from_pretrained(folder), stop_token_ids=stops)
+        stops = stop_tokens(folder)
+        template_place = _check_companions(folder)
+        try:
+            wrapped = PreTrainedTokenizerFast.from_pretrained(folder)
+            return cls(wrapped, stop_token_ids=stops, template_place=template_place)
+        except UserError:
+            raise
+        except Exception as error:  # transformers raises whatever its parsing of a damaged file meets
+            raise UserError(_damage(folder, error)) from error
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write tokenizer.json and its companions; the stop tokens stand in the model's generation_config.json."""
@@ -212,7 +229,15 @@ class Tokenizer:
 
     @functools.cached_property
     def _pieces(self) -> ChatPieces:
-        pieces = take_apart(self._render)
+        try:
+            pieces = take_apart(self._render)
+        except UserError:
+            raise
+        except Exception as error:  # a template is a program: it may raise anything
+            raise UserError(
+                f"{self._template_place} cannot be used ({one_line_reason(error)}): correct the chat template, or "
+                "download it again"
+            ) from error
         first = self._added.split(pieces.after_model)[:1]
         if not first or not isinstance(first[0], int):
             raise UserError(
@@ -248,6 +273,37 @@ class Tokenizer:
             if part is not None:
                 ids.append(part)
         return ids
+
+
+def _check_companions(folder: pathlib.Path) -> str:
+    """Check the files that are read beside the model's, and return where the chat template stands. Raises UserError."""
+    for name in JSON_COMPANIONS:
+        if (folder / name).exists():
+            read_json(folder / name)
+    templates = [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    for file in templates:
+        if file.exists():
+            refuse_pointer(file)
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    place = next((folder / name for name in names if (folder / name).exists()), folder / names[-1])
+    return str(place)
+
+
+def _damage(folder: pathlib.Path, error: Exception) -> str:
+    """Say which file of a tokenizer that cannot be loaded is to blame."""
+    file = folder / "tokenizer.json"
+    try:
+        tokenizers.Tokenizer.from_file(str(file))
+    except Exception as own_error:  # the package raises nothing more special
+        error = own_error
+    else:
+        if (folder / "tokenizer_config.json").exists():
+            file = folder / "tokenizer_config.json"
+    return f"{file} cannot be used for this tokenizer ({one_line_reason(error)}): download it again"
+
+
+def one_line_reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
 
 
 class _TokenSplitter:

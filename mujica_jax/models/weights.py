@@ -20,11 +20,12 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from mujica_jax.errors import UserError
+from mujica_jax.models.companions import read_json, stop_tokens
 from mujica_jax.models.decoder import Decoder
-from mujica_jax.models.families import FAMILIES, DecoderConfig, from_hugging_face, to_hugging_face, token_ids
+from mujica_jax.models.families import FAMILIES, DecoderConfig, from_hugging_face, to_hugging_face
 from mujica_jax.models.layers import Weight, block_weights, model_weights
 from mujica_jax.models.sharding import on_host
-from mujica_jax.models.tensors import INDEX_FILE, Folder, Tensors, WeightTable, read_json
+from mujica_jax.models.tensors import INDEX_FILE, Folder, Tensors, WeightTable
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.storage.local import write_folder
 
@@ -34,12 +35,10 @@ LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def load_config(directory: Folder) -> DecoderConfig:
-    """The configuration of a checkpoint, with the stop tokens of `generation_config.json` where that file names
-    some."""
+    """Read the configuration of a checkpoint, with the stop tokens of `generation_config.json` if it names some."""
     folder = pathlib.Path(directory)
     config = from_hugging_face(read_json(folder / "config.json"))
-    generation = folder / "generation_config.json"
-    stops = token_ids(read_json(generation).get("eos_token_id")) if generation.exists() else ()
+    stops = stop_tokens(folder)
     return dataclasses.replace(config, eos_token_ids=stops) if stops else config
 
 

@@ -20,7 +20,7 @@ def json_object(data: bytes, place: object, advice: str, kind: type[UserError] =
     """What a file at this place holds. `advice` is for a user whose file holds no JSON object."""
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise kind(f"{place} is not JSON ({error}): {advice}") from error
     if not isinstance(value, dict):
         raise kind(f"{place} holds no JSON object: {advice}")

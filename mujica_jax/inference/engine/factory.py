@@ -29,6 +29,7 @@ def make_engine(
     """An engine for requests of up to `positions` tokens, on this platform and over `engine.tensor` devices. Where
     `engine.cache_gigabytes` does not say what its memory may take, `reserved_bytes` of each device stay free for what
     is still to come."""
+    check_context(decoder.config, positions)
     kind = RaggedEngine if jax.default_backend() == "tpu" else ContiguousEngine
     dtype = _cache_dtype(decoder.dtype, engine)
     return kind(
@@ -47,6 +48,7 @@ def make_engine(
 
 def check_engine(model: DecoderConfig, engine: EngineConfig, *, positions: int, dtype: DTypeLike) -> None:
     """What `make_engine` would refuse of a model that computes in `dtype`, before there is one. Raises UserError."""
+    check_context(model, positions)
     mesh, kept = engine_mesh(engine), _cache_dtype(dtype, engine)
     if mesh is not None:
         check_heads(model, mesh)
@@ -54,6 +56,15 @@ def check_engine(model: DecoderConfig, engine: EngineConfig, *, positions: int, 
     if jax.default_backend() == "tpu":
         check_tiles(model, engine.tensor, kept)
     _num_pages(model, engine, positions, kept, reserved=0)
+
+
+def check_context(model: DecoderConfig, positions: int) -> None:
+    """Check that a conversation of so many tokens is one that the model was made for. Raises UserError."""
+    if positions > model.context_tokens:
+        raise UserError(
+            f"conversations may have {positions:,} tokens and the model reads at most {model.context_tokens:,} "
+            "(max_position_embeddings of its config.json): lower agent.max_trajectory_tokens (of serve: --max-tokens)"
+        )
 
 
 def engine_mesh(engine: EngineConfig) -> Mesh | None:

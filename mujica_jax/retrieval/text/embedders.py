@@ -71,9 +71,9 @@ class EmbedderFolder:
 
 def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
     """`prefixes` names an entry of `embedder.PREFIXES`; None follows from the name, or from the folder."""
+    from mujica_jax.models.companions import read_json
     from mujica_jax.models.embedder import embedder_config
     from mujica_jax.models.encoder import encoder_config
-    from mujica_jax.models.tensors import read_json
 
     folder = find_folder(name)
     last = name.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,43 @@
+"""The small files of a checkpoint's folder, beside its weights: read, or refused in one sentence that names the file.
+
+A download that broke off leaves a file that is cut. A clone without Git LFS leaves a pointer in the place of a large
+file.
+"""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from mujica_jax.errors import UserError
+from mujica_jax.models.families import token_ids
+from mujica_jax.storage.manifest import json_object
+
+GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def read_json(path: pathlib.Path) -> Mapping[str, Any]:
+    """Read a file that holds a JSON object. Raises UserError."""
+    refuse_pointer(path)
+    return json_object(path.read_bytes(), path, "download it again")
+
+
+def refuse_pointer(path: pathlib.Path) -> None:
+    """Raises UserError where a file is missing, cannot be read, or is the pointer that Git LFS leaves in its place."""
+    try:
+        with open(path, "rb") as file:
+            beginning = file.read(len(GIT_LFS_POINTER))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: give the directory of a Hugging Face checkpoint") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): give a checkpoint that you may read") from None
+    if beginning == GIT_LFS_POINTER:
+        raise UserError(
+            f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder, or download it "
+            "again"
+        )
+
+
+def stop_tokens(folder: pathlib.Path) -> tuple[int, ...]:
+    """Return the stop tokens that `generation_config.json` names; none where there is no such file."""
+    file = folder / "generation_config.json"
+    return token_ids(read_json(file).get("eos_token_id"), file) if file.exists() else ()
