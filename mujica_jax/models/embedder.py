@@ -109,7 +109,7 @@ def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
     return poolings[chosen[0]], "Normalize" in kinds
 
 
-def _modules(file: pathlib.Path) -> list[dict[str, str]]:
+def _modules(file: pathlib.Path) -> list[dict[str, Any]]:
     """Read the modules of an embedder: a list of objects with a type and a path. Raises UserError."""
     refuse_pointer(file)
     try:
