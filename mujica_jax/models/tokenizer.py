@@ -40,6 +40,7 @@ JSON_COMPANIONS = (
     "added_tokens.json",
     "chat_template.json",
 )
+SPECIAL_TOKENS = {"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -277,9 +278,13 @@ class Tokenizer:
 
 def _check_companions(folder: pathlib.Path) -> str:
     """Check the files that are read beside the model's, and return where the chat template stands. Raises UserError."""
-    for name in JSON_COMPANIONS:
-        if (folder / name).exists():
-            read_json(folder / name)
+    for file in (folder / name for name in JSON_COMPANIONS):
+        fields = read_json(file) if file.exists() else {}
+        for name in sorted(SPECIAL_TOKENS & fields.keys()):
+            token = fields[name]
+            text = token.get("content") if isinstance(token, dict) else token
+            if token is not None and not isinstance(text, str):
+                raise UserError(f"{file} sets {name} to {token!r} and the text of a token is needed: download it again")
     templates = [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]
     for file in templates:
         if file.exists():
