@@ -5,18 +5,20 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import save_file
-from test_lora import MODEL
+from test_lora import MODEL, logits
 from tiny_models import filled_decoder
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.adapters import read_adapter, with_adapter
+from mujica_jax.models.adapters import read_adapter, with_adapter, with_trained_adapters
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.layers import projections
+from mujica_jax.models.lora import adapted
 
 RANK, ALPHA = 4, 12
 PROJECTIONS = {weight.hugging_face.removesuffix(".weight"): weight for weight in projections(MODEL)}
@@ -342,3 +344,16 @@ def test_training_goes_on_with_one_rank_and_one_scale(plain, tmp_path):
     some_layers = written(tmp_path, matrices(MODULES[:7]), layers_to_transform=[0])
     with pytest.raises(UserError, match="rank 0 and scale 0, rank 4 and scale 3"):
         read_adapter(plain, some_layers).rank_and_alpha()
+
+
+@pytest.mark.parametrize("stabilised", [False, True])
+def test_training_begins_with_what_the_adapter_computes(plain, tmp_path, stabilised):
+    """Kernels that the adapter does not correct begin with fresh adapters, which change nothing."""
+    folder = written(tmp_path, matrices(QUERY_AND_VALUE), target_modules=None, use_rslora=stabilised)
+    adapter = read_adapter(plain, folder)
+    rank, alpha = adapter.rank_and_alpha()
+    trained = adapted(plain, rank=rank, alpha=alpha, key=jax.random.key(0))
+    nnx.update(trained, with_trained_adapters(nnx.state(trained), adapter))
+    expected = logits(with_adapter(nnx.clone(plain), folder))
+    np.testing.assert_allclose(logits(trained), expected, atol=1e-4 * np.abs(expected).max())
+    assert np.abs(expected - logits(plain)).max() > 0.1
