@@ -248,5 +248,14 @@ def test_an_evaluation_with_a_context_beyond_the_models_is_refused(folder, tmp_p
     assert said.startswith("error: ") and "4,000 tokens" in said and "at most 256" in said
 
 
+def test_a_checkpoint_without_a_chat_template_is_refused_before_anything_is_played(folder, tmp_path, capsys):
+    (folder / "chat_template.jinja").write_text("")
+    limits = ["--agent.kind", "direct", "--agent.max-turn-tokens", "8", "--agent.max-trajectory-tokens", "256"]
+    assert evaluation.main(["tiny_world", "--init", str(folder), "--out", str(tmp_path / "out"), *limits]) == 2
+    said = capsys.readouterr()
+    assert said.err.strip().splitlines()[-1].startswith("error: the tokenizer has no chat template: use the checkpoint")
+    assert "episodes" not in said.out + said.err
+
+
 def test_from_hugging_face_still_reads_what_transformers_writes(folder):
     assert from_hugging_face(json.loads((folder / "config.json").read_text())).max_position_embeddings == 256

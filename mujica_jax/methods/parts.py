@@ -35,6 +35,7 @@ def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
 
 def check_prompts(agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKind, *modes: PromptMode) -> None:
     """A conversation has room behind its prompt, in the agent's mode and in these, worked examples included."""
+    tokenizer.open_conversation("", "")  # refuses a chat template that cannot be used before anything is played
     if not isinstance(agent, PromptedAgent):  # baselines have prompts of their own
         return
     roles, readers = (agent.kind,), (agent.kind,)
