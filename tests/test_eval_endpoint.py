@@ -13,11 +13,13 @@ import pytest
 from local_endpoint import Answer, Request, serving
 
 from mujica_jax import eval as evaluation
+from mujica_jax.agents import protocol
 from mujica_jax.config.files import load_config
 from mujica_jax.methods.setup import build_task
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")
+EXAMPLES = protocol.opening("planner", "graph", "few_shot").examples
 LIMITS = ["--agent.max-trajectory-tokens", "20000", "--agent.max-turn-tokens", "400", "--eval.questions", "2"]
 
 
@@ -45,14 +47,17 @@ def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path)
     right, wrong = build_task(config).questions(config.eval.split)[:2]
 
     def reply(messages: list[dict[str, str]]) -> str:
-        system, asked, said = messages[0]["content"], messages[1]["content"], [m["role"] for m in messages]
-        if "<select>" in system:
+        if "<select>" in messages[0]["content"]:
             return "<think>The first.</think>\n<select>[0]</select>\n<sentence>It says so.</sentence>"
-        if wrong.text in asked:
+        # The worked examples are chat turns before the question.
+        shown = [text for exchange in EXAMPLES for text in exchange]
+        assert [message["content"] for message in messages[1 : 1 + len(shown)]] == shown
+        asked, *later = messages[1 + len(shown) :]
+        if wrong.text in asked["content"]:
             return "<think>I guess.</think>\n<answer>Nobody at all</answer>"
-        assert right.text in asked
-        if said.count("assistant"):
-            assert "It says so." in messages[-1]["content"], "what the worker found comes back"
+        assert right.text in asked["content"]
+        if later:
+            assert "It says so." in later[-1]["content"], "what the worker found comes back"
             return f"<think>Done.</think>\n<answer>{right.answers[0]}</answer>"
         return '<think>I search.</think>\n<action>Search([0], "Who is it?")</action>'
 

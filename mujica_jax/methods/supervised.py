@@ -64,17 +64,17 @@ def warm_up(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
         raise UserError(_why_nothing_to_learn(run, len(trajectories), kept))
 
     @functools.cache
-    def rows() -> PackedRows:
+    def packed_rows() -> PackedRows:
         mixed = conversations + _mixed_documents(run, conversations)
         return pack(mixed, row_tokens=run.config.trainer.row_tokens, seed=run.config.seed)
 
     steps = config.steps
     if steps and config.epochs:
-        steps = min(steps, steps_of_epochs(rows().num_rows, run.config.trainer.rows_per_step, config.epochs))
+        steps = min(steps, steps_of_epochs(packed_rows().num_rows, run.config.trainer.rows_per_step, config.epochs))
     state = run.learn(
         WARM_UP.name,
         run.initial_state if run.config.init else lambda: _pretrain(run),
-        rows,
+        packed_rows,
         steps=steps,
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
