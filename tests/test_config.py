@@ -33,7 +33,9 @@ from mujica_jax.config.schema import (
     EngineConfig,
     EvalConfig,
     EviPathConfig,
+    FaultConfig,
     GrpoConfig,
+    JudgeConfig,
     MetricsConfig,
     ModelConfig,
     MujicaConfig,
@@ -88,6 +90,8 @@ SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a sectio
     GrpoConfig: ("config", "method", "method_of(run, PolicyGradientConfig)"),
     DapoConfig: ("config", "method", "method_of(run, PolicyGradientConfig)"),
     StagedRewardConfig: ("config", "staged"),
+    JudgeConfig: ("judge", "remote"),
+    FaultConfig: ("faults", "_config"),
     DecexTreeConfig: ("method", "config", "_config", "method_of(run, DecexTreeConfig)"),
     EvalConfig: ("eval",),
     DistributedConfig: ("config",),
@@ -647,12 +651,23 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
 
 def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke, monkeypatch):
     async def played(agent, attempts, *_, on_episode, **options):
-        for attempt in attempts:
-            on_episode(types.SimpleNamespace(question_id=attempt.question.id, final_answer=""))
-        return [(attempt.question.id, attempt.temperature) for attempt in attempts]
+        found = [
+            types.SimpleNamespace(
+                question_id=attempt.question.id,
+                final_answer="",
+                is_environment_fault=False,
+                temperature=attempt.temperature,
+            )
+            for attempt in attempts
+        ]
+        for one in found:
+            on_episode(one)
+        return found
 
     monkeypatch.setattr(scoring, "run_episodes", played)
-    monkeypatch.setattr(scoring, "summarise", lambda questions, played, *_: played)
+    monkeypatch.setattr(
+        scoring, "summarise", lambda questions, played, *_: types.SimpleNamespace(left_out=0, played=played)
+    )
 
     task, *_ = task_and_tokenizer(smoke)
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from mujica_jax.methods.judge import Judge, JudgeLost, Judgement, RunVerdicts, o
 from mujica_jax.methods.parts import make_reward
 from mujica_jax.metrics import normalise_squad
 from mujica_jax.records import Search, StopReason, Trajectory
-from mujica_jax.rewards import NoVerdict
+from mujica_jax.rewards import NoVerdict, find_reward
 from mujica_jax.trajectories.store import Store
 
 SMOKE = load_config(str(Path(__file__).parent / "loops" / "smoke_config.py"))
@@ -270,6 +271,12 @@ def test_a_reward_without_its_judge_is_refused(changes, sentence):
     with pytest.raises(UserError) as refused:
         check(dataclasses.replace(SMOKE, **changes))
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "asking"), [("judge", "judge"), ("staged", "staged with staged.correctness judge")])
+def test_a_reward_that_asks_a_judge_is_not_made_without_one(name, asking):
+    with pytest.raises(UserError, match=f"the reward {re.escape(asking)} asks a judge and there is none"):
+        find_reward(name, "two_wiki", StagedRewardConfig(correctness="judge"))
 
 
 def test_a_judge_that_nothing_asks_is_refused_where_a_run_is_trained(tokenizer):

@@ -143,7 +143,8 @@ def find_reward(
     if not needs_judge(name, staged):
         judge = None
     elif judge is None:
-        raise UserError(f"the reward {name} asks a judge and there is none: give --judge.base-url and --judge.model")
+        correctness = f" with staged.correctness {staged.correctness}" if name == STAGED else ""
+        raise UserError(f"the reward {name}{correctness} asks a judge and there is none: give --judge.base-url")
     if name == STAGED:
         return _staged(rule, staged, similarity, judge)
     of = judged if name == JUDGE else REWARDS[name]

@@ -35,7 +35,7 @@ class FaultyEnvironment:
 
 def build(config: FaultyWorldConfig) -> Any:
     task = world.build(config)
-    percent = int(os.environ.get(FAILING_SHARE, "25"))
+    percent = int(os.environ.get(FAILING_SHARE, "50"))
     environment_of = task.environment
 
     def environment(question: Question) -> Any:

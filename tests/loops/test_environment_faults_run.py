@@ -10,7 +10,7 @@ from whole_runs import ENVIRONMENT, ROOT, closing, disturbed, json_lines, outcom
 from mujica_jax.trajectories import shards
 
 FAILING_SHARE = "MUJICA_FAILING_PERCENT"  # environment variable of `faulty_world.py`
-FAULTY = str(ROOT / "tests" / "loops" / "smoke_faulty_config.py")
+FAULTY = str(ROOT / "tests" / "loops" / "smoke_faulty.py")
 KILLED = {  # phase: progress report at which it is killed
     "warm-up: evaluating, greedy": 3,
     "round 1: sampling": 5,
