@@ -23,7 +23,6 @@ from mujica_jax.models.companions import read_json, refuse_pointer, stop_tokens
 from mujica_jax.models.thoughts import within_opened_thought
 
 PROTOCOL_TAGS = ("think", "search", "action", "answer", "select", "sentence", "information")
-OPEN_THOUGHT = "<think>"
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -197,7 +196,7 @@ class Tokenizer:
         following = [self._tags.split(self._content(message)) for message, _ in examples[1:]]
         following.append([self._content(neutralise(user))])
         for (_, reply), content in zip(examples, following, strict=True):
-            ids += self.encode_model(reply.removeprefix(OPEN_THOUGHT).lstrip() if self.opened_thought else reply)
+            ids += self.encode_turn(reply)
             ids += self._continue(content, stopped=False)
         return ids
 
