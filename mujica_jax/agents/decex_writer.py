@@ -95,7 +95,9 @@ class TreeWriter:
         assert isinstance(state, DecexState), "the configuration was checked to play decex"
         reply = await self._ask(state, params)
         text = self._written(state, reply)
-        ids = tuple(self._policy_tokenizer.encode_model(text))
+        begins_turn = not (state.turn or state.begins)
+        tokenizer = self._policy_tokenizer
+        ids = tuple(tokenizer.encode_turn(text) if begins_turn else tokenizer.encode_model(text))
         is_cut = len(ids) > params.max_new_tokens
         return Completion(
             token_ids=ids[: params.max_new_tokens],

@@ -39,7 +39,7 @@ from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.methods.rollouts import score_once
 from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round, sampling
 from mujica_jax.methods.run import KEPT_SHARDS, Run
-from mujica_jax.methods.search_tree import REPEATS, Growth, Tree
+from mujica_jax.methods.search_tree import Growth, Tree
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.methods.tree_records import (
@@ -176,6 +176,7 @@ def _grown(
             reward=rewarded,
             gate=gate,
             writer=writer,
+            repeats=run.config.faults.repeats,
         ).grow()
         on_tree(1, best_chain(tree, config.retrievals)[0].reward)
         return tree
@@ -188,7 +189,7 @@ def _grown(
     if all(is_lost(best_chain(tree, config.retrievals)[0]) for tree in trees):
         failed = int(sum(tree.counts["retriever_failed"] for tree in trees))
         raise UserError(
-            f"{failed} searches failed, each in {REPEATS + 1} tries, and none of {len(trees)} trees came to an end: "
+            f"{failed} searches failed, each in {run.config.faults.repeats + 1} tries, and none of {len(trees)} trees came to an end: "
             "start the retriever again or correct its address, then give the same command; finished shards are kept"
         )
     seconds = (time.monotonic() - began) / len(trees)
