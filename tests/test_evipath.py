@@ -78,7 +78,7 @@ class LittleTeacher:
         if isinstance(state, PlannerState):
             step = "turn" if params.stop_strings else "plan"
         else:
-            step = "answer" if params.stop_strings == synthesis_prompts.SENTENCE_STOPS else "reading"
+            step = "answer" if params.stop_strings == synthesis_prompts.answer_stops("sentence") else "reading"
         self.read.append((step, tokenizer().decode(prompt), params.seed))
         if self._first.get(step):
             return completion(self._first[step].pop(0), params.max_new_tokens)
@@ -125,7 +125,7 @@ def test_the_conversations_are_those_that_mujica_plays():
     planner, director, city = trajectory.conversations
     assert [turn.text for turn in planner.turns] == [
         "Question: Where was the director of Amber Tide born?\nCandidate: [0] Amber Tide [1] Tin Orchard",
-        "<think> To answer this, I need to ask:\n1. Who is the director of Amber Tide?\n"
+        "<think> To solve this problem, I need to ask:\n1. Who is the director of Amber Tide?\n"
         "2. Where was the director born?\n"
         'look </think>\n<action>\nSearch([0], "Who is the director of Amber Tide?")\n</action>',
         "Obs: The director of Amber Tide is Ilse Vand.\nCandidate: [2] Ilse Vand",
@@ -159,11 +159,11 @@ def test_the_teacher_is_told_what_no_learnt_prompt_says():
     prompts = dict(zip(["plan", "turn", "answer", "reading"], (text for _, text, _ in teacher.read), strict=False))
     for step in ("plan", "turn"):
         assert (
-            "Answer: Ghent\nEvidence:\nAmber Tide, director, Ilse Vand\nIlse Vand, place of birth, Ghent"
+            "Answer: Ghent\nSupporting evidences:\nAmber Tide, director, Ilse Vand\nIlse Vand, place of birth, Ghent"
             in prompts[step]
         )
     assert f"Plan:\n{PLAN}" in prompts["turn"]
-    assert "Evidence:\nAmber Tide, director, Ilse Vand\nIlse Vand, place of birth, Ghent" in prompts["answer"]
+    assert "Supporting evidences:\nAmber Tide, director, Ilse Vand\nIlse Vand, place of birth, Ghent" in prompts["answer"]
     assert f"Answer: {DIRECTED}\nStated by: [1]" in prompts["reading"] and "publication date" in prompts["reading"]
     for conversation in trajectory.conversations:
         told = tokenizer().decode(
@@ -348,7 +348,7 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
     world = LittleWorld(kind="text", materials={ASK_DIRECTOR: found, ASK_CITY: found[:2]})
     teacher = Reader([*turns, TURNS[2]])
     trajectory = written(teacher, world, question)
-    assert "Evidence:\nAmber Tide: A film by Ilse Vand.\nIlse Vand: B. Ghent." in teacher.read[0][1], "without triples"
+    assert "Supporting evidences:\nAmber Tide: A film by Ilse Vand.\nIlse Vand: B. Ghent." in teacher.read[0][1], "without triples"
     assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
     pools = [set(search.materials) for search in trajectory.searches]
     assert pools[0] == {"Amber Tide: Made by Ilse Vand.", "Ilse Vand: B. Ghent.", "Tin Orchard: x"}
@@ -372,7 +372,7 @@ def test_a_model_behind_an_endpoint_is_a_teacher():
         messages = endpoint.requests[1].body["messages"]
     assert [message["role"] for message in messages] == ["system", "user"]
     assert messages[1]["content"].startswith(
-        "Question: Where was the director of Amber Tide born?\nAnswer: Ghent\nEvidence:"
+        "Question: Where was the director of Amber Tide born?\nAnswer: Ghent\nSupporting evidences:"
     )
     assert model_turns(trajectory) == model_turns(written(LittleTeacher()))
     assert refusals(trajectory) == {"refused_no_reply": 1} and trajectory.policy_version == -1

@@ -5,6 +5,9 @@ Section 2.2 of the Mujica-MyGO paper. Planner and worker are one policy under tw
 independent worker conversation. Malformed output ends an episode with a counted `StopReason` and never with an
 exception; failed episodes are records too.
 
+Tags and prompts are a `Contract` that `agent.protocol` chooses, so that other papers' planners and workers play the
+same episodes.
+
 The state that a policy is asked with (`agent.py`) is `PlannerState` or `WorkerState`: the same facts as the tokens, as
 plain values.
 """
@@ -16,8 +19,10 @@ from typing import ClassVar
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
+from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.dialogue import Dialogue
 from mujica_jax.agents.episode import Episode
+from mujica_jax.agents.evipath_contract import EviPathContract
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Entity, Question, Search, StopReason, Trajectory
@@ -25,6 +30,13 @@ from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 PLANNER, WORKER = "planner", "worker"  # roles of conversations
+MUJICA_CONTRACT = Contract()
+_CONTRACTS: dict[str, Contract] = {"mujica": MUJICA_CONTRACT, "evipath": EviPathContract()}  # by agent.protocol
+
+
+def contract_of(agent: object) -> Contract:
+    """Return the contract that an agent's configuration names. Agents without planner and workers have none to name."""
+    return _CONTRACTS[agent.protocol] if isinstance(agent, MujicaConfig) else MUJICA_CONTRACT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +48,7 @@ class PlannerState:
     candidates: tuple[Entity, ...]
     searches: tuple[Search, ...]
     parallel: bool = True  # False: one search of a turn is answered
+    observation: str = ""  # the message that answered its last searches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,13 +66,14 @@ class Mujica:
 
     def __init__(self, tokenizer: Tokenizer, config: MujicaConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
+        self.contract = contract_of(config)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         return await _Episode(self, attempt, environment, policy).play()
 
     def system_prompt(self, role: str, kind: EnvironmentKind) -> str:
         name = "planner" if role == PLANNER else "worker"
-        return protocol.system_prompt(name, kind, self._config.prompt, parallel=self._config.parallel)
+        return self.contract.system_prompt(name, kind, self._config.prompt, parallel=self._config.parallel)
 
 
 class _Episode(Episode):
@@ -67,15 +81,16 @@ class _Episode(Episode):
 
     def __init__(self, agent: Mujica, attempt: Attempt, environment: Environment, policy: Policy) -> None:
         super().__init__(agent._tokenizer, agent._config, attempt, environment, policy)
-        self._agent, self._config = agent, agent._config
+        self._agent, self._config, self._contract = agent, agent._config, agent.contract
         self._planner = Dialogue(self.tokenizer, PLANNER, agent.system_prompt(PLANNER, environment.kind))
         self._candidates = list(attempt.question.candidates) if environment.kind == "graph" else []
+        self._observation = ""
         self._workers: list[Conversation] = []
         self._malformed_workers = 0
 
     async def play(self) -> Trajectory:
         question = self.attempt.question
-        self._planner.add_user(protocol.planner_opening(question.text, self._candidates))
+        self._planner.add_user(self._contract.planner_opening(question.text, self._candidates))
         answer, reason = "", StopReason.ITERATION_LIMIT
         for iteration in range(self._config.max_iterations):
             action = await self._plan(iteration)
@@ -100,14 +115,21 @@ class _Episode(Episode):
             candidates=tuple(self._candidates),
             searches=tuple(self.searches),
             parallel=self._config.parallel,
+            observation=self._observation,
         )
-        stops = protocol.stop_strings(PLANNER, self.environment.kind)
-        ends = {"stop_strings": stops, "cut_at": protocol.OBSERVATION}
-        written = await self.write(self._planner, f"{iteration}", state=state, continues=True, **ends)
+        kind = self.environment.kind
+        written = await self.write(
+            self._planner,
+            f"{iteration}",
+            state=state,
+            continues=True,
+            stop_strings=self._contract.stop_strings(PLANNER, kind),
+            cut_at=self._contract.observation(kind),
+        )
         if written.cut is not None:
             return protocol.PlannerAction(refused=written.cut)
-        kind, candidates, limit = self.environment.kind, len(self._candidates), self._config.max_searches_per_turn
-        return protocol.parse_planner(written.text, kind, candidates=candidates, max_searches=limit)
+        limit = self._config.max_searches_per_turn
+        return self._contract.parse_planner(written.text, kind, candidates=len(self._candidates), max_searches=limit)
 
     async def _search_all(self, calls: Sequence[protocol.SearchCall], iteration: int) -> None:
         """All searches of a turn at once; their answers reach the planner as one message."""
@@ -119,16 +141,20 @@ class _Episode(Episode):
                 task.cancel()
         first_new = len(self._candidates)
         known = {entity.id for entity in self._candidates}
+        named: list[list[Entity]] = []  # the new candidates of each search
         for search, conversation, entities in found:
             self.searches.append(search)
             if conversation is not None:
                 self._workers.append(conversation)
+            named.append([])
             for entity in entities:
                 if entity.id not in known:
                     known.add(entity.id)
-                    self._candidates.append(entity)
+                    named[-1].append(entity)
+            self._candidates += named[-1]
         sentences = [search.sentence for search, _, _ in found]
-        self._planner.add_user(protocol.planner_observation(sentences, self._candidates[first_new:], first_new))
+        self._observation = self._contract.planner_observation(sentences, named, first_new, self.environment.kind)
+        self._planner.add_user(self._observation)
 
     async def _search(
         self, call: protocol.SearchCall, iteration: int, number: int
@@ -145,12 +171,16 @@ class _Episode(Episode):
             read = dataclasses.replace(search, sentence=" ".join(lines) or protocol.NOTHING_FOUND, found=bool(lines))
             return read, None, _entities(materials)
         worker = Dialogue(self.tokenizer, WORKER, self._agent.system_prompt(WORKER, self.environment.kind))
-        worker.add_user(protocol.worker_opening(call.query, shown, self.environment.kind, self._config.prompt))
+        worker.add_user(self._contract.worker_opening(call.query, shown, self.environment.kind, self._config.prompt))
         state = WorkerState(query=call.query, entity=entity, materials=materials)
-        stops = protocol.stop_strings(WORKER, self.environment.kind)
-        ends = {"stop_strings": stops, "cut_at": protocol.OBSERVATION}
-        written = await self.write(worker, f"{iteration}.{number}", state=state, **ends)
-        reply = protocol.parse_worker(written.text if written.cut is None else "", materials=len(materials))
+        written = await self.write(
+            worker,
+            f"{iteration}.{number}",
+            state=state,
+            stop_strings=self._contract.stop_strings(WORKER, self.environment.kind),
+            cut_at=protocol.OBSERVATION,
+        )
+        reply = self._contract.parse_worker(written.text if written.cut is None else "", materials=len(materials))
         self._malformed_workers += not reply.well_formed
         search = dataclasses.replace(search, selected=reply.selected, sentence=reply.sentence, found=reply.found)
         entities = _entities([materials[index] for index in reply.selected])

@@ -113,9 +113,9 @@ def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_sear
     return PlannerAction(searches=tuple(calls))
 
 
-def parse_worker(text: str, *, materials: int) -> WorkerReply:
+def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -> WorkerReply:
     """Read one worker turn. Indexes of materials that were not shown are dropped; [-1] selects nothing."""
-    select, sentence = field("select", text), field("sentence", text)
+    select, sentence = field("select", text), field(sentence_tag, text)
     if select is None or not sentence:
         return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=False)
     indexes = dict.fromkeys(int(index) for index in _INDEX.findall(select))

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mujica_jax.agents import protocol
+from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.mujica import PlannerState, WorkerState
 from mujica_jax.records import Evidence, Question, Search
 from mujica_jax.tasks.task import Material
@@ -25,7 +26,8 @@ PARENTHESIS = re.compile(r"\s*\([^()]*\)\s*$")
 class TextScript:
     """Remembers which triple each of its questions asks for: a worker is shown the question alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, contract: Contract) -> None:
+        self._contract = contract
         self._asked: dict[str, Evidence] = {}
 
     def open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]] | None:
@@ -52,10 +54,10 @@ class TextScript:
         stated = first_statement(evidence, state.materials)
         what = f"{evidence.relation} of {evidence.subject}"
         if stated is None:
-            return protocol.write_worker(f"No passage states the {what}.", [], protocol.NOTHING_FOUND)
+            return self._contract.write_worker(f"No passage states the {what}.", [], protocol.NOTHING_FOUND)
         number, value = stated
         thought = f"Passage [{number}] states the {what}: {value}."
-        return protocol.write_worker(thought, [number], f"The {what} is {value}.")
+        return self._contract.write_worker(thought, [number], f"The {what} is {value}.")
 
 
 def query_of(relation: str, label: str) -> str:

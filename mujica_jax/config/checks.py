@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mujica_jax.config.agents import PromptedAgent
+from mujica_jax.config.agents import MujicaConfig, PromptedAgent
 from mujica_jax.config.fields import check_least, check_types, field_value, require
 from mujica_jax.config.method_checks import check_method, has_script
 from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TaskConfig, TrainerConfig
@@ -22,7 +22,8 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
         trainer.lora_rank pretraining.documents pretraining.steps warmup.steps warmup.pretraining_share
         method.rounds method.replay method.rows_per_update method.clip_low method.clip_high method.importance_cap
         method.overlong_tokens method.overlong_cache_tokens method.kl_coefficient method.skip_above
-        method.budget_tokens method.min_reward staged.stage_two_round staged.beta distributed.process
+        method.budget_tokens method.min_reward method.trajectories staged.stage_two_round staged.beta
+        distributed.process
         metrics.compared_conversations metrics.port seed keep_policies task.augmented_copies
         task.triple_demonstrations task.dev_percent
     """,
@@ -113,6 +114,11 @@ def check_agent(config: Config) -> None:
         raise UserError(
             f"agent.kind is {kind}, which reads passages, and task.environment is {environment}: add "
             "--task.environment text, or choose mujica"
+        )
+    if isinstance(config.agent, MujicaConfig) and config.agent.protocol == "evipath" and not config.agent.split:
+        raise UserError(
+            "agent.protocol is evipath, which has a planner and an executor, and agent.split False leaves the executor "
+            "out: add --agent.protocol mujica, or --agent.split True"
         )
     probability = getattr(config.agent, "min_probability", 1.0)
     if not 0 < probability <= 1:

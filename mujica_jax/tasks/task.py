@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from mujica_jax.metrics import Rule
-from mujica_jax.records import Entity, Question
+from mujica_jax.records import Entity, GoldPassage, Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
 
 Split = Literal["train", "dev", "test"]  # learn on train, choose on dev, report test
@@ -67,6 +67,15 @@ class Task(Protocol):
 
     def environment(self, question: Question) -> Environment:
         """Where this question is answered: often the same environment for all."""
+        ...
+
+
+@runtime_checkable
+class ParagraphTask(Protocol):
+    """A task whose data set gives paragraphs with its questions."""
+
+    def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
+        """Return the paragraphs that the data set gives with this question, gold and others. Empty: it gives none."""
         ...
 
 
