@@ -28,6 +28,7 @@ from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.methods import evipath
 from mujica_jax.methods.evaluation import right_ones
+from mujica_jax.methods.evipath_teacher import Author
 from mujica_jax.records import Evidence, GoldPassage, StopReason, Trajectory
 from mujica_jax.retrieval.text.similarity import word_cosine, word_cosines
 from mujica_jax.rewards import find_reward
@@ -104,6 +105,10 @@ def synthesizer(**changes: Any) -> Synthesizer:
     )
 
 
+def little_author() -> Author:
+    return Author(synthesizer=synthesizer())
+
+
 def written(teacher: Policy, world: LittleWorld | None = None, question=BORN, **changes: Any) -> Trajectory:
     return asyncio.run(synthesizer(**changes).run(attempt(question), world or LittleWorld(), teacher))
 
@@ -163,13 +168,15 @@ def test_the_teacher_is_told_what_no_learnt_prompt_says():
             in prompts[step]
         )
     assert f"Plan:\n{PLAN}" in prompts["turn"]
-    assert "Supporting evidences:\nAmber Tide, director, Ilse Vand\nIlse Vand, place of birth, Ghent" in prompts["answer"]
-    assert f"Answer: {DIRECTED}\nStated by: [1]" in prompts["reading"] and "publication date" in prompts["reading"]
+    evidences = "Supporting evidences:\nAmber Tide, director, Ilse Vand\nIlse Vand, place of birth, Ghent"
+    assert evidences in prompts["answer"]
+    assert f"Answer: {DIRECTED}\nGolden evidence: [1]" in prompts["reading"]
+    assert "publication date" in prompts["reading"]
     for conversation in trajectory.conversations:
         told = tokenizer().decode(
             [id for turn in conversation.turns if turn.role == "context" for id in turn.token_ids]
         )
-        assert "Answer:" not in told and "Evidence:" not in told and "Plan:" not in told
+        assert "Answer:" not in told and "evidence" not in told and "Plan:" not in told
 
 
 # Evidence (equation 6)
@@ -348,7 +355,8 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
     world = LittleWorld(kind="text", materials={ASK_DIRECTOR: found, ASK_CITY: found[:2]})
     teacher = Reader([*turns, TURNS[2]])
     trajectory = written(teacher, world, question)
-    assert "Supporting evidences:\nAmber Tide: A film by Ilse Vand.\nIlse Vand: B. Ghent." in teacher.read[0][1], "without triples"
+    evidences = "Supporting evidences:\nAmber Tide: A film by Ilse Vand.\nIlse Vand: B. Ghent."
+    assert evidences in teacher.read[0][1], "without triples"
     assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
     pools = [set(search.materials) for search in trajectory.searches]
     assert pools[0] == {"Amber Tide: Made by Ilse Vand.", "Ilse Vand: B. Ghent.", "Tin Orchard: x"}
@@ -384,10 +392,10 @@ def test_a_model_behind_an_endpoint_is_a_teacher():
 class LittleRun:
     """In the place of a `Run` that only synthesises."""
 
-    def __init__(self, folder: Path, teacher: LittleTeacher) -> None:
+    def __init__(self, folder: Path, teacher: LittleTeacher, **changes: Any) -> None:
         sampling = types.SimpleNamespace(shard_questions=1, questions_per_round=2, temperature=1.0)
-        self.config = types.SimpleNamespace(method=METHOD, sampling=sampling, seed=0)
-        self.store, self.teacher = Store(folder), teacher
+        self.config = types.SimpleNamespace(method=dataclasses.replace(METHOD, **changes), sampling=sampling, seed=0)
+        self.store, self.teacher, self.task = Store(folder), teacher, types.SimpleNamespace(rule="two_wiki")
         self.progress = self.preemption = self.counters = self.metrics = self
 
     def stage(self, *names: object, **figures: object) -> Any:
@@ -426,7 +434,7 @@ def test_a_teacher_of_nothing_usable_is_one_sentence_and_what_was_made_is_kept(t
     run: Any = LittleRun(tmp_path, LittleTeacher(first={"plan": ["I cannot help with that."] * 9}))
     questions = [BORN, dataclasses.replace(BORN, id="q-2")]
     with pytest.raises(UserError) as refused:
-        evipath._synthesize(run, None, synthesizer(), questions)  # pyright: ignore[reportArgumentType]
+        evipath._synthesize(run, None, little_author, questions)  # pyright: ignore[reportArgumentType]
     assert str(refused.value) == (
         "nothing that the teacher policy wrote for 1 questions can be used (no_plan 1); what was made is kept: ask "
         "another teacher, or begin another run with more than method.max_tries 3"
@@ -437,7 +445,7 @@ def test_a_teacher_of_nothing_usable_is_one_sentence_and_what_was_made_is_kept(t
 def test_a_finished_synthesis_is_read_and_not_made_again(tmp_path):
     first: Any = LittleRun(tmp_path, LittleTeacher([*TURNS, *TURNS]))
     questions = [BORN, dataclasses.replace(BORN, id="q-2")]
-    made = evipath._synthesize(first, None, synthesizer(), questions)  # pyright: ignore[reportArgumentType]
+    made = evipath._synthesize(first, None, little_author, questions)  # pyright: ignore[reportArgumentType]
     again: Any = LittleRun(tmp_path, LittleTeacher([]))
     assert evipath._synthesize(again, None, synthesizer(), questions) == made  # pyright: ignore[reportArgumentType]
     assert [t.question_id for t in made] == ["q-1", "q-2"]
@@ -457,7 +465,12 @@ def test_reasons_are_counted_once_a_trajectory():
     [
         ({"teacher": "remote"}, "give --method.remote.base-url"),
         ({"mode": "deductive"}, "add --method.teacher policy"),
-        ({"teacher": "policy"}, "name a checkpoint with --init"),
+        ({"teacher": "policy", "mode": "no_evidence"}, "choose abductive or deductive, or name a checkpoint"),
+        ({"teacher": "checkpoint"}, "give --method.teacher-checkpoint"),
+        ({"teacher_checkpoint": "runs/other"}, "add --method.teacher checkpoint, or leave the checkpoint out"),
+        ({"teacher_prompt": "few_shot"}, "the scripted teacher reads no prompt"),
+        ({"teacher": "policy", "mode": "deductive", "distractors": "retrieved"}, "leave --method.distractors out"),
+        ({"trajectories": -1}, "method.trajectories is -1 and must be at least 0"),
         ({"threshold": 1.5}, "method.threshold is 1.5 and must be between 0 and 1"),
         ({"warmup_ratio": 1.0}, "method.warmup_ratio is 1.0"),
         ({"max_tries": 0}, "method.max_tries is 0 and must be at least 1"),
@@ -467,3 +480,15 @@ def test_a_configuration_that_cannot_be_is_answered_in_one_sentence(changes, wor
     config = load_config(str(Path(__file__).parent / "loops" / "smoke_evipath_config.py"))
     with pytest.raises(UserError, match=words):
         check(dataclasses.replace(config, method=dataclasses.replace(config.method, **changes)))
+
+
+def test_a_policy_from_scratch_without_a_warm_up_cannot_be_an_abductive_teacher():
+    config = load_config(str(Path(__file__).parent / "loops" / "smoke_evipath_config.py"))
+    unwarmed = dataclasses.replace(
+        config,
+        warmup=dataclasses.replace(config.warmup, steps=0),
+        eval=dataclasses.replace(config.eval, control=False),
+        method=dataclasses.replace(config.method, teacher="policy"),
+    )
+    with pytest.raises(UserError, match=r"give --warmup\.steps, choose deductive, or name a checkpoint with --init"):
+        check(unwarmed)

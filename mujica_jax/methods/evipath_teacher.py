@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from mujica_jax.agents.agent import Attempt, EnginePolicy
+from mujica_jax.agents.agent import Attempt, EnginePolicy, Policy
 from mujica_jax.agents.mujica import contract_of
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.agents.scripted import ScriptedPolicy
@@ -29,6 +29,7 @@ from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.methods.rounds import method_of
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import from_scratch
+from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation
 from mujica_jax.retrieval.text.similarity import find_similarity
 from mujica_jax.runtime import distributed
@@ -91,14 +92,10 @@ def _script(run: Run) -> Author:
 
 
 def _own_policy(run: Run) -> Author:
-    teacher = Teacher(
-        policy=None,
-        tokenizer=run.tokenizer,
-        plans=run.config.init is not None,
-        max_tokens=_agent(run).max_trajectory_tokens,
-    )
     trained = _agent(run).prompt if run.config.warmup.steps else None
-    return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)))
+    return Author(
+        synthesizer=_synthesizer(run, _model_teacher(run, None, run.tokenizer, trained), _prompt(run, trained))
+    )
 
 
 def _endpoint(run: Run, endpoint: Endpoint) -> Author:
@@ -112,14 +109,14 @@ def _checkpoint(run: Run, policy: SavedPolicy) -> Author:
     tokenizer, generator = Checkpoint(**vars(policy), out=run.store.root).open(run.config)
     assert isinstance(generator, BatchedGenerator), "a checkpoint is served by the engine"
     trained = None if policy.run is None else _trained_agent(policy).get("prompt")
-    teacher = Teacher(
-        policy=EnginePolicy(generator),
-        tokenizer=tokenizer,
-        plans=trained != "brief",
-        max_tokens=_agent(run).max_trajectory_tokens,
-    )
-    synthesizer = _synthesizer(run, teacher, _prompt(run, trained))
-    return Author(synthesizer=synthesizer, generator=generator)
+    teacher = _model_teacher(run, EnginePolicy(generator), tokenizer, trained)
+    return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)), generator=generator)
+
+
+def _model_teacher(run: Run, policy: Policy | None, tokenizer: Tokenizer, trained: PromptMode | None) -> Teacher:
+    """Return a teacher on this machine. One that reads brief prompts was never shown a request for a plan."""
+    limit = _agent(run).max_trajectory_tokens
+    return Teacher(policy=policy, tokenizer=tokenizer, plans=_prompt(run, trained) != "brief", max_tokens=limit)
 
 
 def _synthesizer(run: Run, teacher: Teacher, prompt: PromptMode, *, mode: str | None = None) -> Synthesizer:
