@@ -140,8 +140,8 @@ def _synthesizer(run: Run, teacher: Teacher, prompt: PromptMode, *, mode: str | 
 
 def _prompt(run: Run, trained: PromptMode | None) -> PromptMode:
     """Return how the teacher reads the agent's prompts; `trained` is how it was trained to, if it was."""
-    chosen = method_of(run, EviPathConfig).teacher_prompt
-    return (trained or "few_shot") if chosen == "auto" else chosen
+    config = method_of(run, EviPathConfig)
+    return (trained or "few_shot") if config.teacher_prompt == "auto" else config.teacher_prompt
 
 
 def _script_policy(run: Run) -> ScriptedPolicy:
