@@ -29,7 +29,8 @@ from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.methods import evipath
 from mujica_jax.methods.evaluation import right_ones
 from mujica_jax.methods.evipath_teacher import Author
-from mujica_jax.records import Evidence, GoldPassage, StopReason, Trajectory
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.records import Evidence, GoldPassage, Question, StopReason, Trajectory
 from mujica_jax.retrieval.text.similarity import word_cosine, word_cosines
 from mujica_jax.rewards import find_reward
 from mujica_jax.tasks.environment import WithAllGoldPassages
@@ -89,6 +90,21 @@ class LittleTeacher:
             return completion(self._turns.pop(0))
         assert isinstance(state, WorkerState)
         return completion((ANSWERS if step == "answer" else self._readings)[state.query], params.max_new_tokens)
+
+
+def select(state: WorkerState) -> str:
+    title = "Amber Tide" if state.query == ASK_DIRECTOR else "Ilse Vand"
+    place = next(n for n, material in enumerate(state.materials) if material.title == title)
+    return READINGS[state.query].replace("[0]", f"[{place}]").replace("[1]", f"[{place}]")
+
+
+class Reader(LittleTeacher):
+    """Selects the gold passage wherever it stands in the pool."""
+
+    async def generate(self, prompt, params, *, state, continues):
+        if isinstance(state, WorkerState):
+            self._readings = {**self._readings, state.query: select(state)}
+        return await super().generate(prompt, params, state=state, continues=continues)
 
 
 def synthesizer(**changes: Any) -> Synthesizer:
@@ -341,17 +357,6 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
     found.append(Material(text="Amber Tide: Made by Ilse Vand.", title="Amber Tide"))
     turns = [f"<think> look </think>\n<search> {query} </search>" for query in (ASK_DIRECTOR, ASK_CITY)]
 
-    def select(state: WorkerState) -> str:
-        title = "Amber Tide" if state.query == ASK_DIRECTOR else "Ilse Vand"
-        place = next(n for n, material in enumerate(state.materials) if material.title == title)
-        return READINGS[state.query].replace("[0]", f"[{place}]").replace("[1]", f"[{place}]")
-
-    class Reader(LittleTeacher):
-        async def generate(self, prompt, params, *, state, continues):
-            if isinstance(state, WorkerState):
-                self._readings = {**self._readings, state.query: select(state)}
-            return await super().generate(prompt, params, state=state, continues=continues)
-
     world = LittleWorld(kind="text", materials={ASK_DIRECTOR: found, ASK_CITY: found[:2]})
     teacher = Reader([*turns, TURNS[2]])
     trajectory = written(teacher, world, question)
@@ -384,6 +389,91 @@ def test_a_model_behind_an_endpoint_is_a_teacher():
     )
     assert model_turns(trajectory) == model_turns(written(LittleTeacher()))
     assert refusals(trajectory) == {"refused_no_reply": 1} and trajectory.policy_version == -1
+
+
+def test_searches_show_the_questions_own_paragraphs_and_nothing_is_retrieved():
+    golds = (
+        GoldPassage(title="Amber Tide", text="A film by Ilse Vand."),
+        GoldPassage(title="Ilse Vand", text="B. Ghent."),
+    )
+    question = dataclasses.replace(BORN, candidates=(), evidences=(), gold_passages=golds)
+    given = [GoldPassage(title="Tin Orchard", text="A film."), *golds]
+    turns = [f"<think> look </think>\n<search> {query} </search>" for query in (ASK_DIRECTOR, ASK_CITY)]
+    world = LittleWorld(kind="text")
+    synthesis = dataclasses.replace(synthesizer()._synthesis, paragraphs=lambda question: given)
+    teacher = Reader([*turns, TURNS[2]])
+    trajectory = asyncio.run(Synthesizer(synthesis).run(attempt(question), world, teacher))
+    assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
+    everything = {"Tin Orchard: A film.", "Amber Tide: A film by Ilse Vand.", "Ilse Vand: B. Ghent."}
+    assert [set(search.materials) for search in trajectory.searches] == [everything, everything]
+    assert world.searched == []
+
+
+def test_a_teacher_with_another_tokenizer_gives_the_same_rows():
+    """It reads and writes its own token ids; what is learnt is of the student's tokenizer."""
+    other = Tokenizer.train(["Who is the director of The Tin Orchard? Ghent."], 320, tags=())
+    own = tokenizer()
+    assert own.encode_model(TURNS[0]) != other.encode_model(TURNS[0]) and own.vocab_size != other.vocab_size
+
+    class Foreign(LittleTeacher):
+        async def generate(self, prompt, params, *, state, continues):
+            native = await super().generate(
+                own.encode_plain(other.decode(prompt)), params, state=state, continues=continues
+            )
+            text = own.decode(native.token_ids[:-1])
+            ids = (*other.encode_model(text), other.end_of_turn_id)
+            return Completion(token_ids=ids, logprobs=None, finish_reason="stop")
+
+    foreign = dataclasses.replace(synthesizer()._synthesis, teacher=Teacher(policy=Foreign(), tokenizer=other))
+    trajectory = asyncio.run(Synthesizer(foreign).run(attempt(BORN), LittleWorld(), LittleTeacher()))
+    expected = written(LittleTeacher())
+    assert [c.token_ids for c in trajectory.conversations] == [c.token_ids for c in expected.conversations]
+    assert [c.loss_mask for c in trajectory.conversations] == [c.loss_mask for c in expected.conversations]
+    assert trajectory.answer == "Ghent" and refusals(trajectory) == {}
+
+
+def test_with_evipaths_contract_teacher_and_rows_have_its_tags():
+    def translated(text: str) -> str:
+        return text.replace("<sentence>", "<answer>").replace("</sentence>", "</answer>")
+
+    class Tagged(LittleTeacher):
+        async def generate(self, prompt, params, *, state, continues):
+            stops = tuple(stop.replace("answer", "sentence") for stop in params.stop_strings)
+            is_worker = isinstance(state, WorkerState)
+            asked = dataclasses.replace(params, stop_strings=stops if is_worker else params.stop_strings)
+            native = await super().generate(prompt, asked, state=state, continues=continues)
+            text = tokenizer().decode(native.token_ids[:-1])
+            return completion(translated(text) if is_worker else text)
+
+    synthesis = synthesizer()._synthesis
+    agent = dataclasses.replace(synthesis.agent, protocol="evipath")
+    teacher = Tagged()
+    trajectory = asyncio.run(
+        Synthesizer(dataclasses.replace(synthesis, agent=agent)).run(attempt(BORN), LittleWorld(), teacher)
+    )
+    assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
+    planner, director, _ = trajectory.conversations
+    assert [turn.text for turn in planner.turns if turn.role == "context"][1:] == [
+        "Observation:\nThe director of Amber Tide is Ilse Vand. Candidate: [2] Ilse Vand",
+        "Observation:\nIlse Vand was born in Ghent. Candidate: [3] Ghent",
+    ]
+    assert director.turns[1].text == translated(READINGS[ASK_DIRECTOR])
+    later = [text for step, text, _ in teacher.read if step == "turn"][1]
+    assert later.rstrip().endswith("assistant") and "Candidate: [2] Ilse Vand" in later, "the teacher reads it too"
+
+
+def test_the_teachers_conversations_are_lessons():
+    """What a model learns that is to be a teacher: the hint is read, and the accepted words are learnt."""
+    teacher = LittleTeacher()
+    rows = asyncio.run(synthesizer().lessons(attempt(BORN), LittleWorld(), teacher))
+    assert [row.role for row in rows] == ["planner", "planner", "worker", "worker", "worker", "worker"]
+    plan, planner, answer, reading, *_ = rows
+    assert plan.turns[-1].text == PLAN and answer.turns[-1].text == ANSWERS[ASK_DIRECTOR]
+    assert "Answer: Ghent\nSupporting evidences:" in planner.turns[0].text and len(planner.turns) == 6
+    assert reading.turns[0].text.endswith("Answer: The director of Amber Tide is Ilse Vand.\nGolden evidence: [1]")
+    assert reading.turns[-1].text == READINGS[ASK_DIRECTOR] and all(row.turns[-1].trained for row in rows)
+    failing = LittleTeacher(first={"plan": ["no"] * 3})
+    assert asyncio.run(synthesizer().lessons(attempt(BORN), LittleWorld(), failing)) == ()
 
 
 # The phase
@@ -449,6 +539,70 @@ def test_a_finished_synthesis_is_read_and_not_made_again(tmp_path):
     again: Any = LittleRun(tmp_path, LittleTeacher([]))
     assert evipath._synthesize(again, None, synthesizer(), questions) == made  # pyright: ignore[reportArgumentType]
     assert [t.question_id for t in made] == ["q-1", "q-2"]
+
+
+def three_questions() -> list[Question]:
+    return [dataclasses.replace(BORN, id=f"q-{number}") for number in (1, 2, 3)]
+
+
+def synthesised(run: Any) -> list[Trajectory]:
+    author = Author(synthesizer=synthesizer(mode=run.config.method.mode))
+    return evipath._synthesize(run, None, lambda: author, three_questions())  # pyright: ignore[reportArgumentType]
+
+
+def test_synthesis_ends_when_as_many_trajectories_are_right_as_are_wanted(tmp_path):
+    wrong = "<think> so </think>\n<answer> Bruges </answer>"
+    teacher = LittleTeacher([*TURNS[:2], wrong, *TURNS, *TURNS])
+    made = synthesised(LittleRun(tmp_path, teacher, mode="deductive", trajectories=1))
+    assert [(t.question_id, t.answer) for t in made] == [("q-1", "Bruges"), ("q-2", "Ghent")], "the third is not asked"
+    again = LittleRun(tmp_path, LittleTeacher([]), mode="deductive", trajectories=1)
+    assert synthesised(again) == made
+
+
+def test_a_synthesis_that_is_killed_goes_on_and_ends_with_the_same_trajectories(tmp_path):
+    def without_times(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        return [dataclasses.replace(trajectory, seconds=0.0) for trajectory in trajectories]
+
+    undisturbed = synthesised(LittleRun(tmp_path / "undisturbed", LittleTeacher(TURNS * 3)))
+
+    class Killed(LittleRun):
+        def sample(self, number, shard, *rest, **options):
+            if shard == 1:
+                raise KeyboardInterrupt
+            return super().sample(number, shard, *rest, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        synthesised(Killed(tmp_path / "killed", LittleTeacher(TURNS * 3)))
+    assert not (tmp_path / "killed" / "rounds" / "0001" / "DONE.json").exists()
+
+    class Resumed(LittleRun):
+        def sample(self, number, shard, *rest, **options):
+            entry = self.store.find_shard(number, shard)
+            if entry is not None:
+                return entry, self.store.read_shard(entry)
+            return super().sample(number, shard, *rest, **options)
+
+    resumed = synthesised(Resumed(tmp_path / "killed", LittleTeacher(TURNS * 2)))
+    assert without_times(resumed) == without_times(undisturbed)
+
+
+def test_where_questions_bring_no_paragraphs_a_line_says_what_is_read(tmp_path):
+    said: list[str] = []
+
+    class OfTexts(LittleRun):
+        def line(self, text: str) -> None:
+            said.append(text)
+
+    run: Any = OfTexts(tmp_path, LittleTeacher())
+    run.task = types.SimpleNamespace(environment_kind="text", rule="two_wiki")
+    evipath._say_what_pools_hold(run, three_questions())
+    assert said == [
+        "evipath: 3 of 3 questions bring no paragraphs of their own; their workers read what searches find, with the "
+        "gold passages among it"
+    ]
+    run.config.method = dataclasses.replace(METHOD, distractors="retrieved")
+    evipath._say_what_pools_hold(run, three_questions())
+    assert len(said) == 1
 
 
 def test_reasons_are_counted_once_a_trajectory():
