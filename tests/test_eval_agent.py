@@ -43,6 +43,19 @@ def test_a_policy_plays_the_agent_that_it_was_trained_as_on_the_task_of_a_config
     )
 
 
+@pytest.mark.parametrize("name", ["nq_qwen3_4b_v5e", "popqa_qwen3_4b_v5e", "bamboogle_qwen3_4b_v5e", "ambigqa_v5e"])
+def test_the_documented_command_plays_decex_on_the_other_sets_of_its_paper(run, name):
+    """docs/evaluation.md: policies that another method has trained, `--checkpoint RUN`."""
+    assert load_config(name).agent.kind != "decex"
+    assert played(name, "--checkpoint", run).agent == DECEX
+
+
+def test_further_agents_are_compared_with_the_agent_that_it_was_trained_as(run):
+    given, config = evaluation.command_line([*NQ, "--checkpoint", run, "--agents", "direct", "rag"])
+    kinds = [one.agent.kind for one in evaluation.all_configs(given, config)]
+    assert kinds == ["decex", "direct", "rag"]
+
+
 def test_flags_change_the_agent_that_it_was_trained_as(run):
     words = [*NQ, "--checkpoint", run, "--agent.max-iterations", "2"]
     assert played(*words).agent == dataclasses.replace(DECEX, max_iterations=2)
