@@ -625,6 +625,7 @@ def test_reasons_are_counted_once_a_trajectory():
         ({"teacher_prompt": "few_shot"}, "the scripted teacher reads no prompt"),
         ({"teacher": "policy", "mode": "deductive", "distractors": "retrieved"}, "leave --method.distractors out"),
         ({"trajectories": -1}, "method.trajectories is -1 and must be at least 0"),
+        ({"trajectories": 17}, "method.trajectories is 17 and sampling.questions_per_round 16"),
         ({"threshold": 1.5}, "method.threshold is 1.5 and must be between 0 and 1"),
         ({"warmup_ratio": 1.0}, "method.warmup_ratio is 1.0"),
         ({"max_tries": 0}, "method.max_tries is 0 and must be at least 1"),

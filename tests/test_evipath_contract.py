@@ -8,14 +8,14 @@ from little_agent import CITY, CONFIG, DIRECTOR, FILM, GRAPH, QUESTION, LittleWo
 
 from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.evipath_contract import EviPathContract
-from mujica_jax.agents.mujica import Mujica, contract_of
+from mujica_jax.agents.mujica import Mujica, PlannerState, contract_of
 from mujica_jax.agents.protocol import NOTHING_FOUND, SearchCall
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import load_config
 from mujica_jax.errors import UserError
 from mujica_jax.records import Evidence, StopReason, Trajectory
-from mujica_jax.tasks.task import Material
+from mujica_jax.tasks.task import EnvironmentKind, Material
 
 EVIPATH = EviPathContract()
 AGENT = dataclasses.replace(CONFIG, protocol="evipath")
@@ -44,7 +44,7 @@ LaIsha was founded in 1947. </think>
 <answer> LaIsha was founded in 1947. </answer>"""
 
 
-def queries(text: str, kind="text", limit=4) -> list[tuple[int | None, str]]:
+def queries(text: str, kind: EnvironmentKind = "text", limit: int = 4) -> list[tuple[int | None, str]]:
     action = EVIPATH.parse_planner(text, kind, candidates=2, max_searches=limit)
     return [(call.candidate, call.query) for call in action.searches]
 
@@ -194,7 +194,8 @@ def test_an_episode_over_text_is_played_with_these_tags():
     assert [search.found for search in trajectory.searches] == [True, False]
     planner_stops, worker_stops = policy.requests[0].params.stop_strings, policy.requests[1].params.stop_strings
     assert planner_stops == ("</action>", "</answer>", "Obs:") and worker_stops == ("</answer>", "Obs:")
-    assert policy.requests[2].state.observation == "Obs: Ilse Vand made it."
+    state = policy.requests[2].state
+    assert isinstance(state, PlannerState) and state.observation == "Obs: Ilse Vand made it."
 
 
 def test_the_script_writes_these_tags_over_a_graph():

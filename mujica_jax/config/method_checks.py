@@ -98,6 +98,12 @@ def _check_evipath(config: Config, method: EviPathConfig) -> None:
             f"method.distractors is retrieved and method.mode {method.mode}, where the worker reads what searches find "
             "anyway: leave --method.distractors out, or choose abductive"
         )
+    questions = config.sampling.questions_per_round
+    if method.trajectories > questions:
+        raise UserError(
+            f"method.trajectories is {method.trajectories} and sampling.questions_per_round {questions}: a question "
+            "has one trajectory, so lower the first or raise the second"
+        )
     from_scratch = method.teacher == "policy" and config.init is None
     if from_scratch and method.mode != "deductive" and not is_taught(config):
         raise UserError(

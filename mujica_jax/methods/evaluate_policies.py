@@ -73,6 +73,8 @@ def evaluate(
         progress.line(note)
     if isinstance(policy, Checkpoint) and (otherwise := policy.trained_otherwise(first.agent)):
         progress.line(f"the policy was trained under other settings: {'; '.join(otherwise)}")
+    if worker is not None and (otherwise := worker.trained_otherwise(first.agent)):
+        progress.line(f"the worker was trained under other settings: {'; '.join(otherwise)}")
     if ask is not None:
         task, writes = tasks[first.task], EnginePolicy(generator)
         asked = Question(id="asked", text=ask, answers=())

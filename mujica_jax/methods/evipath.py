@@ -167,7 +167,7 @@ def _synthesize(
     units = [functools.partial(unit, index) for index in range(len(shards))]
     # Where not all shards are needed, hosts share as many at a time as there are hosts.
     group_size = distributed.processes() if config.trajectories else len(units)
-    made = _Made(run.task.rule)
+    made = _Made(run.task.rule, wanted=config.trajectories)
     with sampling(run, name, number, total=len(questions), unit="questions") as stage:
 
         def on_episode(trajectory: Trajectory) -> None:
@@ -178,7 +178,7 @@ def _synthesize(
             group = range(start, min(start + group_size, len(units)))
             play_share(run.progress, name, [units[index] for index in group])
             for index in group:
-                if config.trajectories and made.right >= config.trajectories:
+                if made.has_enough:
                     break
                 entry, trajectories = units[index](on_episode)
                 made.add(entry, trajectories, shards[index])
@@ -188,7 +188,7 @@ def _synthesize(
                         f"be used ({_not_kept(made.trajectories, [])}); what was made is kept: ask another teacher, or "
                         f"begin another run with more than method.max_tries {config.max_tries}"
                     )
-            if config.trajectories and made.right >= config.trajectories:
+            if made.has_enough:
                 break
     mean = sum(trajectory.reward for trajectory in made.trajectories) / len(made.trajectories)
     close_round(run, number, made.entries, mean_reward=mean)
@@ -196,10 +196,11 @@ def _synthesize(
 
 
 class _Made:
-    """What a synthesis has made so far."""
+    """What a synthesis has made so far. `wanted`: right trajectories that are enough (0: no number is)."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, wanted: int) -> None:
         self._rule: Rule = rule
+        self._wanted = wanted
         self.entries: list[ShardEntry] = []
         self.trajectories: list[Trajectory] = []
         self.episodes = 0  # those of the shard under way among them
@@ -214,6 +215,10 @@ class _Made:
         self.entries.append(entry)
         self.trajectories += trajectories
         self.right += len(right_ones(questions, trajectories, self._rule))
+
+    @property
+    def has_enough(self) -> bool:
+        return 0 < self._wanted <= self.right
 
     @property
     def nothing_usable(self) -> bool:
