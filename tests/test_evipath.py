@@ -16,11 +16,11 @@ from mujica_jax.agents import synthesis_prompts
 from mujica_jax.agents.agent import EnginePolicy, Policy, run_episodes
 from mujica_jax.agents.askable import is_askable, leaks
 from mujica_jax.agents.evidence import Piece, chosen, is_faithful, pieces
-from mujica_jax.agents.mujica import PlannerState, WorkerState
+from mujica_jax.agents.mujica import PlannerState, WorkerState, contract_of
 from mujica_jax.agents.synthesis import Synthesis, Synthesizer
 from mujica_jax.agents.teacher import Teacher
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import load_config
+from mujica_jax.config.files import command_line, load_config
 from mujica_jax.config.remote import RemoteConfig
 from mujica_jax.config.schema import EviPathConfig
 from mujica_jax.errors import UserError
@@ -647,3 +647,24 @@ def test_a_policy_from_scratch_without_a_warm_up_cannot_be_an_abductive_teacher(
     )
     with pytest.raises(UserError, match=r"give --warmup\.steps, choose deductive, or name a checkpoint with --init"):
         check(unwarmed)
+
+
+@pytest.mark.parametrize("mode", ["abductive", "deductive"])
+def test_the_8b_configuration_takes_the_policy_itself_as_teacher_of_both_modes(mode):
+    """By the flags of its docstring (tables 3 and 4)."""
+    none = [f"--method.remote.{field}" for field in ("base-url", "model", "mode", "tokenizer")]
+    words = [
+        "--method.teacher",
+        "policy",
+        "--init",
+        "CHECKPOINT",
+        "--method.mode",
+        mode,
+        "--method.trajectories",
+        "100",
+    ]
+    words += [*(word for flag in none for word in (flag, "None")), "--method.remote.concurrency", "8"]
+    config = command_line(["hotpotqa_evipath_llama_8b_v5e", *words], default="tiny_world")
+    check(config)
+    assert isinstance(config.method, EviPathConfig) and config.method.distractors == "own"
+    assert contract_of(config.agent) is contract_of(dataclasses.replace(CONFIG, protocol="evipath"))
