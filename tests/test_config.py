@@ -551,7 +551,7 @@ def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatc
     values = {"mode": "deductive", "teacher": "policy", "tune": "executor", "max_tries": 1, "embedder": "minilm"}
     values |= {"threshold": 0.5, "learning_rate": 1e-3, "end_learning_rate": 1e-4, "epochs": 1, "warmup_ratio": 0.5}
     values |= {"teacher_prompt": "few_shot", "teacher_checkpoint": "runs/other", "distractors": "retrieved"}
-    values |= {"trajectories": 3, "remote": RemoteConfig(concurrency=3)}
+    values |= {"trajectories": 3, "teacher_max_tokens": 900, "remote": RemoteConfig(concurrency=3)}
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(EviPathConfig)}
     assert_each_changes(config, "method", values, seen)
     assert_each_changes(config, "sampling", {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}, seen)

@@ -622,6 +622,7 @@ def test_reasons_are_counted_once_a_trajectory():
         ({"teacher": "policy", "mode": "no_evidence"}, "choose abductive or deductive, or name a checkpoint"),
         ({"teacher": "checkpoint"}, "give --method.teacher-checkpoint"),
         ({"teacher_checkpoint": "runs/other"}, "add --method.teacher checkpoint, or leave the checkpoint out"),
+        ({"teacher_max_tokens": 900}, "it is the limit of a second checkpoint"),
         ({"teacher_prompt": "few_shot"}, "the scripted teacher reads no prompt"),
         ({"teacher": "policy", "mode": "deductive", "distractors": "retrieved"}, "leave --method.distractors out"),
         ({"trajectories": -1}, "method.trajectories is -1 and must be at least 0"),

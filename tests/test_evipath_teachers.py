@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from little_agent import tokenizer
 from packed_rows import MODEL
 from tiny_models import filled_decoder
 
@@ -64,13 +65,14 @@ def run(folder) -> Iterator[Run]:
         pretraining=dataclasses.replace(smoke.pretraining, steps=0),
         warmup=dataclasses.replace(smoke.warmup, steps=0),
         engine=dataclasses.replace(smoke.engine, slots=2),
-        agent=dataclasses.replace(smoke.agent, protocol="evipath", max_turn_tokens=8, max_trajectory_tokens=4096),
+        agent=dataclasses.replace(smoke.agent, protocol="evipath", max_turn_tokens=8, max_trajectory_tokens=1024),
         eval=dataclasses.replace(smoke.eval, control=False),
     )
     config = with_method(
         config,
         teacher="checkpoint",
         teacher_checkpoint=str(folder / "teacher"),
+        teacher_max_tokens=4096,
         max_tries=1,
         teacher_prompt="zero_shot",
     )
@@ -95,6 +97,16 @@ def test_a_second_checkpoint_with_another_tokenizer_writes_the_trajectories(run,
     assert run.generator.statistics.generated_tokens == before
 
 
+def test_a_teachers_prompt_without_room_is_refused_with_the_limit_before_anything_is_learnt(run, monkeypatch):
+    monkeypatch.setattr(run, "config", with_method(run.config, teacher_max_tokens=0))
+    with pytest.raises(UserError, match=r"method.teacher_max_tokens is 1024: raise it"):
+        evipath_teacher.find_author(run)
+    own = with_method(run.config, teacher="policy", mode="deductive", teacher_prompt="few_shot")
+    monkeypatch.setattr(run, "config", own)
+    with pytest.raises(UserError, match=r"agent.max_trajectory_tokens is 1024: raise it"):
+        evipath_teacher.find_author(run)
+
+
 def test_a_teacher_that_is_not_there_is_named_before_anything_is_learnt(run, monkeypatch, tmp_path):
     monkeypatch.setattr(run, "config", with_method(run.config, teacher_checkpoint=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match=r"there is no directory .*nowhere"):
@@ -103,7 +115,7 @@ def test_a_teacher_that_is_not_there_is_named_before_anything_is_learnt(run, mon
 
 def saved_run(directory: Path, config: Config) -> str:
     open_run(directory, dataclasses.asdict(config))
-    Store(directory).commit_policy(0, lambda folder: (folder / "model").mkdir())
+    Store(directory).commit_policy(0, lambda folder: tokenizer().save(folder / "model"))
     return str(directory)
 
 

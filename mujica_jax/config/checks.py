@@ -22,8 +22,8 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
         trainer.lora_rank pretraining.documents pretraining.steps warmup.steps warmup.pretraining_share
         method.rounds method.replay method.rows_per_update method.clip_low method.clip_high method.importance_cap
         method.overlong_tokens method.overlong_cache_tokens method.kl_coefficient method.skip_above
-        method.budget_tokens method.min_reward method.trajectories staged.stage_two_round staged.beta
-        distributed.process
+        method.budget_tokens method.min_reward method.trajectories method.teacher_max_tokens staged.stage_two_round
+        staged.beta distributed.process
         metrics.compared_conversations metrics.port seed keep_policies task.augmented_copies
         task.triple_demonstrations task.dev_percent
     """,

@@ -138,6 +138,11 @@ def _check_teacher(method: EviPathConfig) -> None:
             f"method.teacher is {method.teacher} and method.teacher_checkpoint {method.teacher_checkpoint}: add "
             "--method.teacher checkpoint, or leave the checkpoint out"
         )
+    if method.teacher != "checkpoint" and method.teacher_max_tokens:
+        raise UserError(
+            f"method.teacher_max_tokens is {method.teacher_max_tokens} and method.teacher {method.teacher}: it is the "
+            "limit of a second checkpoint, so add --method.teacher checkpoint, or leave it out"
+        )
     if method.teacher != "scripted":
         return
     if method.mode != "abductive":

@@ -43,6 +43,9 @@ class EviPathConfig:
     # With teacher checkpoint: a run directory (its latest policy), a Hugging Face directory, a GGUF file, or smollm2.
     # Its tokenizer may differ from the policy's.
     teacher_checkpoint: str | None = None
+    # Tokens that a conversation with a second checkpoint may hold: its prompt is longer than the agent's own, by worked
+    # examples, answer and evidence. 0: agent.max_trajectory_tokens.
+    teacher_max_tokens: int = 0
     remote: RemoteConfig = NO_ENDPOINT
     # How the teacher reads the agent's prompts. auto: as the agent does where the teacher was trained on its format (by
     # this run's warm-up, or as a run of its own), otherwise with worked examples.

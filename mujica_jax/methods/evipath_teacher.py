@@ -15,10 +15,11 @@ import functools
 from collections.abc import Callable
 
 from mujica_jax.agents.agent import Attempt, EnginePolicy, Policy
-from mujica_jax.agents.mujica import contract_of
+from mujica_jax.agents.mujica import PLANNER, WORKER, contract_of
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.synthesis import Synthesis, Synthesizer
+from mujica_jax.agents.synthesis_prompts import planner_addition, worker_addition
 from mujica_jax.agents.teacher import Teacher
 from mujica_jax.config.method_checks import is_taught
 from mujica_jax.config.schema import EviPathConfig, MujicaConfig
@@ -58,14 +59,20 @@ def find_author(run: Run) -> Callable[[], Author]:
     if config.teacher == "scripted":
         return functools.partial(_script, run)
     if config.teacher == "policy":
-        return functools.partial(_own_policy, run)
+        trained = _agent(run).prompt if run.config.warmup.steps else None
+        limit = _agent(run).max_trajectory_tokens
+        _check_room(run, run.tokenizer, _prompt(run, trained), limit, "agent.max_trajectory_tokens")
+        return functools.partial(_own_policy, run, trained)
     if config.teacher == "remote":
         return functools.partial(_endpoint, run, open_endpoint(config.remote, run.store.root))
     assert config.teacher_checkpoint is not None, "the configuration was checked to name a checkpoint"
     name = config.teacher_checkpoint
     policy = distributed.primary_first("the teacher", lambda: find_policy(name, policy=None, adapter=None))
     _check_trained_agent(run, policy)
-    return functools.partial(_checkpoint, run, policy)
+    trained = None if policy.run is None else _trained_agent(policy).get("prompt")
+    tokenizer = distributed.primary_first("the teacher's tokenizer", lambda: Tokenizer.load(policy.model))
+    _check_room(run, tokenizer, _prompt(run, trained), _checkpoint_limit(run), "method.teacher_max_tokens")
+    return functools.partial(_checkpoint, run, policy, trained)
 
 
 def lessons(run: Run) -> list[Conversation]:
@@ -91,11 +98,10 @@ def _script(run: Run) -> Author:
     return Author(synthesizer=_synthesizer(run, _scripted_teacher(run), _agent(run).prompt))
 
 
-def _own_policy(run: Run) -> Author:
-    trained = _agent(run).prompt if run.config.warmup.steps else None
-    return Author(
-        synthesizer=_synthesizer(run, _model_teacher(run, None, run.tokenizer, trained), _prompt(run, trained))
-    )
+def _own_policy(run: Run, trained: PromptMode | None) -> Author:
+    limit = _agent(run).max_trajectory_tokens
+    teacher = _model_teacher(run, None, run.tokenizer, trained, limit)
+    return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)))
 
 
 def _endpoint(run: Run, endpoint: Endpoint) -> Author:
@@ -104,19 +110,44 @@ def _endpoint(run: Run, endpoint: Endpoint) -> Author:
     return Author(synthesizer=synthesizer, concurrency=method_of(run, EviPathConfig).remote.concurrency)
 
 
-def _checkpoint(run: Run, policy: SavedPolicy) -> Author:
+def _checkpoint(run: Run, policy: SavedPolicy, trained: PromptMode | None) -> Author:
     run.generator.release_weights()  # the teacher takes their place
-    tokenizer, generator = Checkpoint(**vars(policy), out=run.store.root).open(run.config)
+    limit = _checkpoint_limit(run)
+    served = dataclasses.replace(run.config, agent=dataclasses.replace(_agent(run), max_trajectory_tokens=limit))
+    tokenizer, generator = Checkpoint(**vars(policy), out=run.store.root).open(served)
     assert isinstance(generator, BatchedGenerator), "a checkpoint is served by the engine"
-    trained = None if policy.run is None else _trained_agent(policy).get("prompt")
-    teacher = _model_teacher(run, EnginePolicy(generator), tokenizer, trained)
+    teacher = _model_teacher(run, EnginePolicy(generator), tokenizer, trained, limit)
     return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)), generator=generator)
 
 
-def _model_teacher(run: Run, policy: Policy | None, tokenizer: Tokenizer, trained: PromptMode | None) -> Teacher:
+def _checkpoint_limit(run: Run) -> int:
+    """Return how many tokens a conversation with a second checkpoint may hold."""
+    return method_of(run, EviPathConfig).teacher_max_tokens or _agent(run).max_trajectory_tokens
+
+
+def _model_teacher(
+    run: Run, policy: Policy | None, tokenizer: Tokenizer, trained: PromptMode | None, limit: int
+) -> Teacher:
     """Return a teacher on this machine. One that reads brief prompts was never shown a request for a plan."""
-    limit = _agent(run).max_trajectory_tokens
-    return Teacher(policy=policy, tokenizer=tokenizer, plans=_prompt(run, trained) != "brief", max_tokens=limit)
+    plans = _prompt(run, trained) != "brief"
+    return Teacher(policy=policy, tokenizer=tokenizer, plans=plans, max_tokens=limit)
+
+
+def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, field: str) -> None:
+    """Refuse a teacher whose prompt leaves no room for what it reads and writes, before anything is learnt."""
+    agent, kind = _agent(run), run.task.environment_kind
+    for role in (PLANNER, WORKER):
+        system = contract_of(agent).system_prompt(role, kind, prompt, parallel=agent.parallel)
+        if method_of(run, EviPathConfig).mode != "deductive":
+            system += planner_addition(prompt) if role == PLANNER else worker_addition(prompt)
+        tokens = len(tokenizer.open_conversation(system, ""))
+        needed = tokens + agent.max_turn_tokens + (agent.max_observation_tokens if role == WORKER else 0)
+        if needed > limit:
+            raise UserError(
+                f"the teacher's prompt as {role} ({prompt}) has {tokens} tokens, needs {needed} with what "
+                f"agent.max_turn_tokens and agent.max_observation_tokens allow, and {field} is {limit}: raise it, "
+                "evidence comes on top, or choose a shorter --method.teacher-prompt"
+            )
 
 
 def _synthesizer(run: Run, teacher: Teacher, prompt: PromptMode, *, mode: str | None = None) -> Synthesizer:
