@@ -77,8 +77,9 @@ def evipath(run: Run) -> list[PhaseResult]:
         )
     conversations = [row for row in training_rows(kept) if row.role in TUNED[config.tune]]
     rows = run.fitting(conversations)
+    beyond = f" ({len(right) - len(kept)} more are right)" if len(right) > len(kept) else ""
     run.progress.line(
-        f"{EVIPATH.name}: {len(kept)} of {len(trajectories)} trajectories are kept, after "
+        f"{EVIPATH.name}: {len(kept)} of {len(trajectories)} trajectories are kept{beyond}, after "
         f"{_summed(trajectories)[RETRIES]} retries of the teacher; not kept: {_not_kept(trajectories, right) or 'none'}"
     )
     if not rows:
