@@ -39,14 +39,19 @@ class Experiment:
     start: str | None = None
     worker: bool = False  # one process learns on the first core, another one samples on the second
     text: bool = False  # with SmolLM2 on real text
-    roles: tuple[str, str] | None = None  # trains nothing: the policy of one run plans, that of another one works
+    # Trains nothing: the policy of one run plans, that of another one works. NAME@start is the policy that the run
+    # began with.
+    roles: tuple[str, str] | None = None
 
 
 START = "--method.rounds 0"
 GRPO = "--method.rounds 24 --method.rounds-per-phase 6"
 WORKER = "--sampling.workers external --method.rounds 4 --sampling.questions-per-round 200"
 GRPO_ROWS = ("round 6", "round 12", "round 24")
-DEDUCTIVE = "--method.mode deductive --method.teacher policy"
+# Right trajectories that every row of EviPath learns, and questions that are enough for the mode that fails most.
+EVIPATH_DATA = "--method.trajectories 400 --sampling.questions-per-round 3000 --sampling.shard-questions 250"
+EVIPATH_TAUGHT = f"{EVIPATH_DATA} --method.teacher-prompt brief"  # for runs that begin with a taught policy
+AT_START = "@start"
 STAGED, EVIPATH, DECEX = "tiny_world_dapo_staged", "tiny_world_evipath", "tiny_world_decex"
 STAGED_PARTS = ("stage-one", "stage-two", "search", "format", "answer")
 EXPERIMENTS = {
@@ -74,16 +79,15 @@ EXPERIMENTS = {
     "staged": Experiment(STAGED, "", "staged-start"),
     **{f"staged-without-{part}": Experiment(STAGED, f"--staged.{part} False", "staged-start") for part in STAGED_PARTS},
     "staged-unified": Experiment(STAGED, "--staged.unified True", "staged-start"),
-    "evipath-start": Experiment("tiny_world", f"{START} --warmup.steps 200"),
-    "evipath": Experiment(EVIPATH, "", "evipath-start"),
-    # The policy is its own teacher, under its own prompt, which a warm-up of this run taught it: the same warm-up. What
-    # it gets right is fewer; with more epochs, about as many updates.
-    "evipath-deductive": Experiment(EVIPATH, DEDUCTIVE),
-    "evipath-deductive-longer": Experiment(EVIPATH, f"{DEDUCTIVE} --method.epochs 7"),
-    "evipath-planner": Experiment(EVIPATH, "--method.tune planner", "evipath-start"),
-    "evipath-executor": Experiment(EVIPATH, "--method.tune executor", "evipath-start"),
-    "evipath-planner-beside": Experiment(EVIPATH, roles=("evipath-planner", "evipath-start")),
-    "evipath-executor-beside": Experiment(EVIPATH, roles=("evipath-start", "evipath-executor")),
+    # The warm-up of this run is the teacher of all others too: it knows the agent's prompts and the teacher's.
+    "evipath": Experiment(EVIPATH, EVIPATH_DATA),
+    "evipath-deductive": Experiment(EVIPATH, f"{EVIPATH_TAUGHT} --method.mode deductive", "evipath"),
+    "evipath-scripted": Experiment(EVIPATH, f"{EVIPATH_DATA} --method.teacher scripted", "evipath"),
+    "evipath-planner": Experiment(EVIPATH, f"{EVIPATH_TAUGHT} --method.tune planner", "evipath"),
+    "evipath-executor": Experiment(EVIPATH, f"{EVIPATH_TAUGHT} --method.tune executor", "evipath"),
+    "evipath-two-models": Experiment(EVIPATH, roles=("evipath-planner", "evipath-executor")),
+    "evipath-planner-beside": Experiment(EVIPATH, roles=("evipath-planner", f"evipath{AT_START}")),
+    "evipath-executor-beside": Experiment(EVIPATH, roles=(f"evipath{AT_START}", "evipath-executor")),
     "decex-start": Experiment(
         DECEX, f"--method.kind grpo {START} --method.rounds-per-phase 1 --method.group-attempts 2"
     ),
@@ -159,8 +163,10 @@ SECTIONS = {  # of each table: its heading, and what stands before it
     ),
     "evipath": (
         "EviPath",
-        "The paper: what is written backwards teaches more; planner and executor both need tuning. The same 2,000\n"
-        "questions and epochs; with as many updates, 7 epochs.",
+        "The paper: what is written backwards teaches more (table 4), the planner needs tuning more than the executor\n"
+        "(table 1), and two tuned models are about as good as one (table 5). The teacher of both modes is the policy\n"
+        "that the run begins with, and each row learns 400 right trajectories for two epochs. The scripted row has no\n"
+        "language model as teacher: it replays demonstrations without mistakes.",
     ),
     "trees": (
         TREES,
@@ -186,9 +192,13 @@ def command(runs: Path, name: str, seed: int, data: str = "DIR") -> list[str]:
     """What trains an experiment, or evaluates it, as a user would type it."""
     what = EXPERIMENTS[name]
     if what.roles is not None:
-        planner, worker = (str(folder(runs, role, seed)) for role in what.roles)
-        words = ["python", "-m", "mujica_jax.eval", "--checkpoint", planner, "--worker", worker]
-        return [*words, "--out", str(folder(runs, name, seed))]
+        planner, worker = (folder(runs, role.removesuffix(AT_START), seed) for role in what.roles)
+        words = ["python", "-m", "mujica_jax.eval", "--checkpoint", str(planner)]
+        if what.roles[0].endswith(AT_START):
+            words += ["--policy", "0"]
+        if what.roles[1].endswith(AT_START):
+            worker = worker / "policies/000000/model"
+        return [*words, "--worker", str(worker), "--out", str(folder(runs, name, seed))]
     words = ["python", "-m", "mujica_jax.train", f"configs/{what.config}.py", *what.flags.split(), "--seed", str(seed)]
     if what.start is not None:
         policy = folder(runs, what.start, seed) / "policies/000000/model"
@@ -199,7 +209,7 @@ def command(runs: Path, name: str, seed: int, data: str = "DIR") -> list[str]:
 
 def result(name: str, place: Path) -> Path:
     """What a finished experiment leaves."""
-    return place / ("summary.json" if EXPERIMENTS[name].roles is None else "tiny_world-graph-test.json")
+    return place / ("summary.json" if EXPERIMENTS[name].roles is None else "tiny_world-graph-evipath-test.json")
 
 
 def train(runs: Path, names: Sequence[str], seeds: Sequence[int], data: str) -> None:
@@ -274,10 +284,19 @@ def points(run: Path) -> list[Point]:
     return found
 
 
-def _of_roles(file: Path, tuned: Point) -> Point:
+def _of_roles(file: Path, tuned: Sequence[Point]) -> Point:
+    """Return the scores of two models, with what it took to tune those of them that were.
+
+    Both learn from the same trajectories."""
     found = json.loads(file.read_text())
     scores = {key: found["greedy"][key] for key in ("em", "searches")}
-    return dataclasses.replace(tuned, scores=scores | {f"{key}_sampled": found["sampled"][key] for key in ("em", "f1")})
+    return dataclasses.replace(
+        tuned[0],
+        scores=scores | {f"{key}_sampled": found["sampled"][key] for key in ("em", "f1")},
+        tokens=sum(point.tokens for point in tuned),
+        minutes=sum(point.minutes for point in tuned),
+        wall_minutes=sum(point.wall_minutes for point in tuned),
+    )
 
 
 def cell(values: Sequence[float], form: str = ".1f") -> str:
@@ -311,8 +330,9 @@ class Runs:
             if roles is None:
                 curve = points(run)
             else:  # with what it took to tune the one of the two that was
-                tuned = next(role for role in roles if not role.endswith("-start"))
-                curve, run = [_of_roles(result(name, run), self.curves[tuned][seed][-1])], folder(place, tuned, seed)
+                tuned = [role for role in roles if not role.endswith(AT_START)]
+                curve = [_of_roles(result(name, run), [self.curves[role][seed][-1] for role in tuned])]
+                run = folder(place, tuned[0], seed)
             self.curves.setdefault(name, {})[seed] = curve
             revision = json.loads((run / "config.json").read_text())["git_revision"][:7]
             self.revisions.setdefault(name, set()).add(revision)
@@ -467,10 +487,11 @@ class Runs:
                 sampled_searches=True,
             ),
             "evipath": self.table(
-                ("evipath-start", "start"),
-                ("evipath", "abductive, both"),
-                ("evipath-deductive", "deductive, both"),
-                ("evipath-deductive-longer", "deductive, both, as many updates"),
+                ("evipath", "start", "warm-up"),
+                ("evipath", "abductive"),
+                ("evipath-deductive", "deductive, the same teacher"),
+                ("evipath-scripted", "demonstrations of the script"),
+                ("evipath-two-models", "abductive, planner and executor as two models"),
                 ("evipath-planner-beside", "abductive, planner alone, the start works"),
                 ("evipath-executor-beside", "abductive, executor alone, the start plans"),
                 ("evipath-planner", "planner alone, works too"),

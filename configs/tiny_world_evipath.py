@@ -1,27 +1,36 @@
-"""The tiny world with EviPath: a script that knows the gold chain is the teacher.
+"""The tiny world with EviPath: a small language model teaches itself from answers and evidence.
 
     python -m mujica_jax.train configs/tiny_world_evipath.py
 
-A short warm-up on the demonstrations stands in for a language model that knows the format; then trajectories for two
-thousand questions are written from their evidence and learnt. With `--method.mode deductive --method.teacher policy`
-the warmed-up policy writes them itself, told nothing, and what it gets right is learnt.
+The warm-up stands in for a language model that follows prompts. It shows the agent's own prompts (EviPath's tags) and
+those of the teacher. Then the warmed-up policy is the teacher: told answer and evidence, it writes trajectories, and
+the right ones are learnt.
+
+`--method.mode deductive` has the same warm-up and therefore the same teacher, which is told neither;
+`--method.trajectories N` gives both modes as many right trajectories (the paper's table 4). `--method.teacher scripted`
+has no language model as teacher: the script replays the demonstrations of the warm-up for all questions, without
+mistakes.
 """
 
 import dataclasses
 
 from mujica_jax.config.files import load_config
-from mujica_jax.config.schema import Config, EviPathConfig
+from mujica_jax.config.schema import Config, EviPathConfig, MujicaConfig
 
 
 def get_config() -> Config:
     base = load_config("tiny_world")
+    assert isinstance(base.agent, MujicaConfig), "the tiny world is played by planner and workers"
     return dataclasses.replace(
         base,
         name="tiny_world_evipath",
-        warmup=dataclasses.replace(base.warmup, steps=200),
+        # A conversation with the teacher also holds the answer and up to four triples.
+        agent=dataclasses.replace(base.agent, protocol="evipath", max_trajectory_tokens=400),
+        trainer=dataclasses.replace(base.trainer, row_tokens=320, rows_per_step=7),
+        warmup=dataclasses.replace(base.warmup, steps=300),
         sampling=dataclasses.replace(base.sampling, questions_per_round=2_000),
         method=EviPathConfig(
-            teacher="scripted",
+            teacher="policy",
             embedder="words",
             learning_rate=1e-3,
             end_learning_rate=1e-4,

@@ -8,8 +8,10 @@
         --remote.tokenizer DIR [...]
 
 RUN is a run directory: its config.json is the configuration and its latest policy is evaluated. A Hugging Face
-directory needs the name of a configuration, as `train` takes it; given with a run, that one replaces the run's own, so
-that a policy is scored out of domain (`configs/musique_v5e.py`), and what it says otherwise of the agent is printed.
+directory needs the name of a configuration, as `train` takes it. Given with a run, the configuration replaces the run's
+own, so that a policy is scored out of domain (`configs/musique_v5e.py`). The agent stays the one that the policy was
+trained as, and a line says so where the configuration names another. Flags `--agent.*` change it; `--agent.kind` may
+name the configuration's agent, which then is played as the configuration describes it.
 `--init` is another name of `--checkpoint`, for models that are no run; an adapter that a run wrote
 (RUN/policies/N/adapter) brings the configuration of its run. Flags change what is evaluated: another seed, more
 questions, other limits, or the passages of a task whose graph the policy was trained on (`--task.environment text`).
@@ -34,7 +36,7 @@ from mujica_jax.config.checks import check
 from mujica_jax.config.fields import check_remote
 from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file, take_flag
 from mujica_jax.config.rewards import needs_judge
-from mujica_jax.config.schema import Config, RemoteConfig
+from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods.policies import WANTED, Checkpoint, find_policy, init_as_checkpoint, is_run, read_object
 from mujica_jax.methods.remote import Endpoint, open_endpoint
@@ -83,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     preemption.then = "the same command goes on"
 
     def program() -> None:
-        given, config = command_line(sys.argv[1:] if arguments is None else arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        given, config = command_line(words)
         distributed.start(given.distributed, preemption.on_notice)
         find = find_checkpoint if given.remote.base_url is None else find_endpoint
         configs = all_configs(given, config)
@@ -96,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A mistake in the arguments is answered before JAX has started.
         from mujica_jax.methods.evaluate_policies import evaluate
 
-        options = {"sampled": given.sampled, "plot": given.plot, "ask": given.ask}
+        options = {"sampled": given.sampled, "plot": given.plot, "ask": given.ask, "note": other_agent(words)}
         evaluate(configs, policy, preemption, worker=worker, judge=judge, **options)
         distributed.finish()
 
@@ -160,6 +163,8 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
         config = _config_left_in(run_path(checkpoint), "--checkpoint", wanted=WANTED, lacking=lacking)
     else:
         config = load_config(name or HELP_CONFIG)
+        if (trained := _trained_agent(words)) is not None:
+            config = dataclasses.replace(config, agent=trained)
     sections = {field.name for field in dataclasses.fields(EvalArguments)} & vars(config).keys()
     defaults = {section: getattr(config, section) for section in sections}
     defaults["remote"] = RemoteConfig()
@@ -183,6 +188,46 @@ def uncapped(task: schema.TaskConfig) -> schema.TaskConfig:
     if not isinstance(task, schema.TwoWikiConfig):
         return task
     return dataclasses.replace(task, dev_questions=None, test_questions=None)
+
+
+def other_agent(arguments: Sequence[str]) -> str | None:
+    """Return a line where a configuration that stands beside a run's policy names another agent than it plays."""
+    words = init_as_checkpoint(arguments)
+    name = take_file(words)
+    trained = _trained_agent(words)
+    if name is None or trained is None:
+        return None
+    named = load_config(name).agent
+    if named.kind != trained.kind:
+        return f"the policy plays {trained.kind}, as it was trained; {name} says {named.kind}: --agent.kind changes it"
+    others = [field for field, value in vars(trained).items() if getattr(named, field) != value]
+    if not others:
+        return None
+    said = ", ".join(f"agent.{field} {getattr(trained, field)!r}, not {getattr(named, field)!r}" for field in others)
+    return f"the policy plays as it was trained, not as {name} says: {said}; flags --agent.* change it"
+
+
+def _trained_agent(words: Sequence[str]) -> AgentConfig | None:
+    """Return the agent that a run's policy or adapter was trained as, if that one is to be played.
+
+    None where the checkpoint comes from no run, and where `--agent.kind` names another agent."""
+    folder = _folder_of_run(_flag_value(words, "--checkpoint"), _flag_value(words, "--adapter"))
+    if folder is None:
+        return None
+    trained = from_dict(Config, read_object(folder / "config.json")["config"]).agent
+    asked = _flag_value(words, "--agent.kind")
+    return trained if asked in (None, trained.kind) else None
+
+
+def _folder_of_run(checkpoint: str | None, adapter: str | None) -> RunPath | None:
+    """Return the folder with the configuration that a policy was trained by: a run's own, or an adapter's.
+
+    The model of one policy, RUN/policies/N/model, belongs to RUN."""
+    folders = [run_path(name) for name in (adapter, checkpoint) if name is not None]
+    for folder in tuple(folders):
+        if isinstance(folder, Path) and folder.name == "model" and folder.parent.parent.name == "policies":
+            folders.append(folder.parent.parent.parent)
+    return next((folder for folder in folders if folder.is_dir() and is_run(folder)), None)
 
 
 def find_endpoint(given: EvalArguments) -> Endpoint:

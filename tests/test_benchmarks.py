@@ -196,7 +196,7 @@ def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
     named = {}
     for name, experiment in claims["EXPERIMENTS"].items():
         if experiment.roles is not None:
-            assert set(experiment.roles) <= named.keys()
+            assert {role.removesuffix("@start") for role in experiment.roles} <= named.keys()
             continue
         assert experiment.start is None or claims["EXPERIMENTS"][experiment.start].start is None
         named[name] = command_line(claims["command"](Path("runs"), name, 1)[3:], default="tiny_world")
@@ -215,19 +215,41 @@ def test_a_table_without_runs_stays_as_it_is_on_the_page(tmp_path):
     page.write_text((ROOT / "docs" / "claims.md").read_text())
     runs = claims["Runs"](tmp_path, [0])
     scores = {"em": 12.5, "em_sampled": 2.5, "f1_sampled": 5.0, "searches": 1.0}
-    for place, name in enumerate(("evipath-start", "evipath")):
-        runs.curves[name] = {0: [claims["Point"]("warm-up", scores, 7 * place, 0, 0, 0.0, 0.0)]}
+    for place, name in enumerate(("evipath", "evipath-deductive")):
+        points = [claims["Point"](phase, scores, 7 * place, 0, 0, 0.0, 0.0) for phase in ("warm-up", "evipath")]
+        runs.curves[name] = {0: points}
         runs.revisions[name] = {"abcdef0"}
     claims["write"](runs, page, "a machine")
     before, after = (ROOT / "docs" / "claims.md").read_text().split("\n\n"), page.read_text().split("\n\n")
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
-    assert [new.split()[0] for _, new in changed] == ["Do", "|", "|"], "the introduction, EviPath and the commands"
-    assert "| abductive, both | 1 | 12.5 | 2.5 | 5.0 | 1.00 | 7 |" in changed[1][1]
-    old, new = (dict(line.split(" | ", 1) for line in table.splitlines()[2:]) for table in changed[2])
-    assert {name for name in old if old[name] != new[name]} == {
-        "| evipath-start",
-        "| evipath",
-    } and old.keys() == new.keys()
+    table, commands = changed[-2], changed[-1]
+    assert [new.split()[0] for _, new in changed[-2:]] == ["|", "|"], "EviPath's table and the commands"
+    assert all(new.startswith(("Do", "The paper: what is written backwards")) for _, new in changed[:-2])
+    assert "| deductive, the same teacher | 1 | 12.5 | 2.5 | 5.0 | 1.00 | 7 |" in table[1]
+    old, new = (dict(line.split(" | ", 1) for line in lines.splitlines()[2:]) for lines in commands)
+    assert {name for name in new if old.get(name) != new[name]} == {"| evipath", "| evipath-deductive"}
+    assert new.keys() == {name for name in old if name.removeprefix("| ") in claims["EXPERIMENTS"]}
+
+
+def test_two_models_are_evaluated_by_one_command_and_cost_what_both_took(tmp_path):
+    claims = runpy.run_path(str(ROOT / "benchmarks" / "claims.py"))
+    words = claims["command"](Path("runs"), "evipath-two-models", 1)
+    assert " ".join(words[1:]) == (
+        "-m mujica_jax.eval --checkpoint runs/evipath-planner-1 --worker runs/evipath-executor-1 "
+        "--out runs/evipath-two-models-1"
+    )
+    untuned_worker = claims["command"](Path("runs"), "evipath-planner-beside", 0)
+    assert "runs/evipath-0/policies/000000/model" in untuned_worker
+    untuned_planner = " ".join(claims["command"](Path("runs"), "evipath-executor-beside", 0))
+    assert "--checkpoint runs/evipath-0 --policy 0 --worker runs/evipath-executor-0" in untuned_planner
+    scores = {"em": 50.0, "searches": 2.0, "f1": 60.0}
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"greedy": scores, "sampled": scores | {"em": 40.0}}))
+    planner = claims["Point"]("evipath", {}, 500, 400, 1000, 2.0, 3.0)
+    executor = claims["Point"]("evipath", {}, 500, 400, 1000, 1.5, 2.5)
+    both = claims["_of_roles"](file, [planner, executor])
+    assert (both.trajectories, both.learnt, both.minutes, both.wall_minutes) == (500, 400, 3.5, 5.5)
+    assert both.scores == {"em": 50.0, "searches": 2.0, "em_sampled": 40.0, "f1_sampled": 60.0}
 
 
 def test_the_table_of_agents_has_commands_that_are_taken_and_reads_what_they_leave(monkeypatch, tmp_path):

@@ -57,7 +57,7 @@ from mujica_jax.inference.engine import factory as engines
 from mujica_jax.learning.optimizer import make_optimizer
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import evaluation as scoring
-from mujica_jax.methods import evipath, mygo, parts, policy_gradient, run
+from mujica_jax.methods import evipath, evipath_teacher, mygo, parts, policy_gradient, run
 from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
 from mujica_jax.models.decoder import Decoder
@@ -560,8 +560,9 @@ def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatc
 
     def seen(config: Config) -> list:
         given: list = []
-        monkeypatch.setattr(evipath, "Synthesizer", lambda synthesis: given.append(synthesis.method))
-        monkeypatch.setattr(evipath, "find_similarity", given.append)
+        monkeypatch.setattr(evipath_teacher, "Synthesizer", lambda synthesis: given.append(synthesis.method))
+        monkeypatch.setattr(evipath_teacher, "find_similarity", given.append)
+        monkeypatch.setattr(evipath, "lessons", lambda run: ())
         return [given, [one for one in asked(config, evipath.evipath) if "warm-up" not in one]]
 
     config = dataclasses.replace(
@@ -570,7 +571,8 @@ def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatc
     )
     values = {"mode": "deductive", "teacher": "policy", "tune": "executor", "max_tries": 1, "embedder": "minilm"}
     values |= {"threshold": 0.5, "learning_rate": 1e-3, "end_learning_rate": 1e-4, "epochs": 1, "warmup_ratio": 0.5}
-    values["remote"] = RemoteConfig(concurrency=3)
+    values |= {"teacher_prompt": "few_shot", "teacher_checkpoint": "runs/other", "distractors": "retrieved"}
+    values |= {"trajectories": 3, "teacher_max_tokens": 900, "remote": RemoteConfig(concurrency=3)}
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(EviPathConfig)}
     assert_each_changes(config, "method", values, seen)
     assert_each_changes(config, "sampling", {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}, seen)
@@ -644,6 +646,7 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
         return asked(config, play)
 
     values = {"prompt": "zero_shot", "max_iterations": 1, "max_searches_per_turn": 1, "split": False, "parallel": False}
+    values["protocol"] = "evipath"
     values |= {"max_turn_tokens": 20, "max_trajectory_tokens": 100, "max_observation_tokens": 20}
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MujicaConfig)}
     assert_each_changes(smoke, "agent", values, demonstrations)

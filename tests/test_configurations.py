@@ -73,8 +73,10 @@ def test_a_row_out_of_domain_is_scored_with_the_policy_of_another_run(tmp_path):
     given, config = evaluation.command_line(["musique_v5e", "--checkpoint", str(tmp_path / "run")])
     found = evaluation.find_checkpoint(given)
     assert (found.version, found.out, config.task.kind) == (20, tmp_path / "run" / "eval", "musique")
+    assert config.agent == trained.agent, "it plays the agent that it was trained as"
     assert found.trained_otherwise(trained.agent) == []
-    assert found.trained_otherwise(config.agent) == ["agent.prompt was 'brief' and is now 'zero_shot'"]
+    named = CONFIGS["musique_v5e"].agent
+    assert found.trained_otherwise(named) == ["agent.prompt was 'brief' and is now 'zero_shot'"]
     single = CONFIGS["musique_qwen3_4b_v5e"].agent
     assert found.trained_otherwise(single) == ["agent.kind was 'mujica' and is now 'single'"]
 

@@ -16,11 +16,11 @@ from mujica_jax.agents import synthesis_prompts
 from mujica_jax.agents.agent import EnginePolicy, Policy, run_episodes
 from mujica_jax.agents.askable import is_askable, leaks
 from mujica_jax.agents.evidence import Piece, chosen, is_faithful, pieces
-from mujica_jax.agents.mujica import PlannerState, WorkerState
+from mujica_jax.agents.mujica import PlannerState, WorkerState, contract_of
 from mujica_jax.agents.synthesis import Synthesis, Synthesizer
 from mujica_jax.agents.teacher import Teacher
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import load_config
+from mujica_jax.config.files import command_line, load_config
 from mujica_jax.config.remote import RemoteConfig
 from mujica_jax.config.schema import EviPathConfig
 from mujica_jax.errors import UserError
@@ -28,7 +28,9 @@ from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.methods import evipath
 from mujica_jax.methods.evaluation import right_ones
-from mujica_jax.records import Evidence, GoldPassage, StopReason, Trajectory
+from mujica_jax.methods.evipath_teacher import Author
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.records import Evidence, GoldPassage, Question, StopReason, Trajectory
 from mujica_jax.retrieval.text.similarity import word_cosine, word_cosines
 from mujica_jax.rewards import find_reward
 from mujica_jax.tasks.environment import WithAllGoldPassages
@@ -78,7 +80,7 @@ class LittleTeacher:
         if isinstance(state, PlannerState):
             step = "turn" if params.stop_strings else "plan"
         else:
-            step = "answer" if params.stop_strings == synthesis_prompts.SENTENCE_STOPS else "reading"
+            step = "answer" if params.stop_strings == synthesis_prompts.answer_stops("sentence") else "reading"
         self.read.append((step, tokenizer().decode(prompt), params.seed))
         if self._first.get(step):
             return completion(self._first[step].pop(0), params.max_new_tokens)
@@ -88,6 +90,21 @@ class LittleTeacher:
             return completion(self._turns.pop(0))
         assert isinstance(state, WorkerState)
         return completion((ANSWERS if step == "answer" else self._readings)[state.query], params.max_new_tokens)
+
+
+def select(state: WorkerState) -> str:
+    title = "Amber Tide" if state.query == ASK_DIRECTOR else "Ilse Vand"
+    place = next(n for n, material in enumerate(state.materials) if material.title == title)
+    return READINGS[state.query].replace("[0]", f"[{place}]").replace("[1]", f"[{place}]")
+
+
+class Reader(LittleTeacher):
+    """Selects the gold passage wherever it stands in the pool."""
+
+    async def generate(self, prompt, params, *, state, continues):
+        if isinstance(state, WorkerState):
+            self._readings = {**self._readings, state.query: select(state)}
+        return await super().generate(prompt, params, state=state, continues=continues)
 
 
 def synthesizer(**changes: Any) -> Synthesizer:
@@ -102,6 +119,10 @@ def synthesizer(**changes: Any) -> Synthesizer:
             rule="two_wiki",
         )
     )
+
+
+def little_author() -> Author:
+    return Author(synthesizer=synthesizer())
 
 
 def written(teacher: Policy, world: LittleWorld | None = None, question=BORN, **changes: Any) -> Trajectory:
@@ -125,7 +146,7 @@ def test_the_conversations_are_those_that_mujica_plays():
     planner, director, city = trajectory.conversations
     assert [turn.text for turn in planner.turns] == [
         "Question: Where was the director of Amber Tide born?\nCandidate: [0] Amber Tide [1] Tin Orchard",
-        "<think> To answer this, I need to ask:\n1. Who is the director of Amber Tide?\n"
+        "<think> To solve this problem, I need to ask:\n1. Who is the director of Amber Tide?\n"
         "2. Where was the director born?\n"
         'look </think>\n<action>\nSearch([0], "Who is the director of Amber Tide?")\n</action>',
         "Obs: The director of Amber Tide is Ilse Vand.\nCandidate: [2] Ilse Vand",
@@ -159,17 +180,19 @@ def test_the_teacher_is_told_what_no_learnt_prompt_says():
     prompts = dict(zip(["plan", "turn", "answer", "reading"], (text for _, text, _ in teacher.read), strict=False))
     for step in ("plan", "turn"):
         assert (
-            "Answer: Ghent\nEvidence:\nAmber Tide, director, Ilse Vand\nIlse Vand, place of birth, Ghent"
+            "Answer: Ghent\nSupporting evidences:\nAmber Tide, director, Ilse Vand\nIlse Vand, place of birth, Ghent"
             in prompts[step]
         )
     assert f"Plan:\n{PLAN}" in prompts["turn"]
-    assert "Evidence:\nAmber Tide, director, Ilse Vand\nIlse Vand, place of birth, Ghent" in prompts["answer"]
-    assert f"Answer: {DIRECTED}\nStated by: [1]" in prompts["reading"] and "publication date" in prompts["reading"]
+    evidences = "Supporting evidences:\nAmber Tide, director, Ilse Vand\nIlse Vand, place of birth, Ghent"
+    assert evidences in prompts["answer"]
+    assert f"Answer: {DIRECTED}\nGolden evidence: [1]" in prompts["reading"]
+    assert "publication date" in prompts["reading"]
     for conversation in trajectory.conversations:
         told = tokenizer().decode(
             [id for turn in conversation.turns if turn.role == "context" for id in turn.token_ids]
         )
-        assert "Answer:" not in told and "Evidence:" not in told and "Plan:" not in told
+        assert "Answer:" not in told and "evidence" not in told and "Plan:" not in told
 
 
 # Evidence (equation 6)
@@ -334,21 +357,11 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
     found.append(Material(text="Amber Tide: Made by Ilse Vand.", title="Amber Tide"))
     turns = [f"<think> look </think>\n<search> {query} </search>" for query in (ASK_DIRECTOR, ASK_CITY)]
 
-    def select(state: WorkerState) -> str:
-        title = "Amber Tide" if state.query == ASK_DIRECTOR else "Ilse Vand"
-        place = next(n for n, material in enumerate(state.materials) if material.title == title)
-        return READINGS[state.query].replace("[0]", f"[{place}]").replace("[1]", f"[{place}]")
-
-    class Reader(LittleTeacher):
-        async def generate(self, prompt, params, *, state, continues):
-            if isinstance(state, WorkerState):
-                self._readings = {**self._readings, state.query: select(state)}
-            return await super().generate(prompt, params, state=state, continues=continues)
-
     world = LittleWorld(kind="text", materials={ASK_DIRECTOR: found, ASK_CITY: found[:2]})
     teacher = Reader([*turns, TURNS[2]])
     trajectory = written(teacher, world, question)
-    assert "Evidence:\nAmber Tide: A film by Ilse Vand.\nIlse Vand: B. Ghent." in teacher.read[0][1], "without triples"
+    evidences = "Supporting evidences:\nAmber Tide: A film by Ilse Vand.\nIlse Vand: B. Ghent."
+    assert evidences in teacher.read[0][1], "without triples"
     assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
     pools = [set(search.materials) for search in trajectory.searches]
     assert pools[0] == {"Amber Tide: A film by Ilse Vand.", "Ilse Vand: B. Ghent.", "Tin Orchard: x"}, "no other text"
@@ -372,10 +385,95 @@ def test_a_model_behind_an_endpoint_is_a_teacher():
         messages = endpoint.requests[1].body["messages"]
     assert [message["role"] for message in messages] == ["system", "user"]
     assert messages[1]["content"].startswith(
-        "Question: Where was the director of Amber Tide born?\nAnswer: Ghent\nEvidence:"
+        "Question: Where was the director of Amber Tide born?\nAnswer: Ghent\nSupporting evidences:"
     )
     assert model_turns(trajectory) == model_turns(written(LittleTeacher()))
     assert refusals(trajectory) == {"refused_no_reply": 1} and trajectory.policy_version == -1
+
+
+def test_searches_show_the_questions_own_paragraphs_and_nothing_is_retrieved():
+    golds = (
+        GoldPassage(title="Amber Tide", text="A film by Ilse Vand."),
+        GoldPassage(title="Ilse Vand", text="B. Ghent."),
+    )
+    question = dataclasses.replace(BORN, candidates=(), evidences=(), gold_passages=golds)
+    given = [GoldPassage(title="Tin Orchard", text="A film."), *golds]
+    turns = [f"<think> look </think>\n<search> {query} </search>" for query in (ASK_DIRECTOR, ASK_CITY)]
+    world = LittleWorld(kind="text")
+    synthesis = dataclasses.replace(synthesizer()._synthesis, paragraphs=lambda question: given)
+    teacher = Reader([*turns, TURNS[2]])
+    trajectory = asyncio.run(Synthesizer(synthesis).run(attempt(question), world, teacher))
+    assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
+    everything = {"Tin Orchard: A film.", "Amber Tide: A film by Ilse Vand.", "Ilse Vand: B. Ghent."}
+    assert [set(search.materials) for search in trajectory.searches] == [everything, everything]
+    assert world.searched == []
+
+
+def test_a_teacher_with_another_tokenizer_gives_the_same_rows():
+    """It reads and writes its own token ids; what is learnt is of the student's tokenizer."""
+    other = Tokenizer.train(["Who is the director of The Tin Orchard? Ghent."], 320, tags=())
+    own = tokenizer()
+    assert own.encode_model(TURNS[0]) != other.encode_model(TURNS[0]) and own.vocab_size != other.vocab_size
+
+    class Foreign(LittleTeacher):
+        async def generate(self, prompt, params, *, state, continues):
+            native = await super().generate(
+                own.encode_plain(other.decode(prompt)), params, state=state, continues=continues
+            )
+            text = own.decode(native.token_ids[:-1])
+            ids = (*other.encode_model(text), other.end_of_turn_id)
+            return Completion(token_ids=ids, logprobs=None, finish_reason="stop")
+
+    foreign = dataclasses.replace(synthesizer()._synthesis, teacher=Teacher(policy=Foreign(), tokenizer=other))
+    trajectory = asyncio.run(Synthesizer(foreign).run(attempt(BORN), LittleWorld(), LittleTeacher()))
+    expected = written(LittleTeacher())
+    assert [c.token_ids for c in trajectory.conversations] == [c.token_ids for c in expected.conversations]
+    assert [c.loss_mask for c in trajectory.conversations] == [c.loss_mask for c in expected.conversations]
+    assert trajectory.answer == "Ghent" and refusals(trajectory) == {}
+
+
+def test_with_evipaths_contract_teacher_and_rows_have_its_tags():
+    def translated(text: str) -> str:
+        return text.replace("<sentence>", "<answer>").replace("</sentence>", "</answer>")
+
+    class Tagged(LittleTeacher):
+        async def generate(self, prompt, params, *, state, continues):
+            stops = tuple(stop.replace("answer", "sentence") for stop in params.stop_strings)
+            is_worker = isinstance(state, WorkerState)
+            asked = dataclasses.replace(params, stop_strings=stops if is_worker else params.stop_strings)
+            native = await super().generate(prompt, asked, state=state, continues=continues)
+            text = tokenizer().decode(native.token_ids[:-1])
+            return completion(translated(text) if is_worker else text)
+
+    synthesis = synthesizer()._synthesis
+    agent = dataclasses.replace(synthesis.agent, protocol="evipath")
+    teacher = Tagged()
+    trajectory = asyncio.run(
+        Synthesizer(dataclasses.replace(synthesis, agent=agent)).run(attempt(BORN), LittleWorld(), teacher)
+    )
+    assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
+    planner, director, _ = trajectory.conversations
+    assert [turn.text for turn in planner.turns if turn.role == "context"][1:] == [
+        "Observation:\nThe director of Amber Tide is Ilse Vand. Candidate: [2] Ilse Vand",
+        "Observation:\nIlse Vand was born in Ghent. Candidate: [3] Ghent",
+    ]
+    assert director.turns[1].text == translated(READINGS[ASK_DIRECTOR])
+    later = [text for step, text, _ in teacher.read if step == "turn"][1]
+    assert later.rstrip().endswith("assistant") and "Candidate: [2] Ilse Vand" in later, "the teacher reads it too"
+
+
+def test_the_teachers_conversations_are_lessons():
+    """What a model learns that is to be a teacher: the hint is read, and the accepted words are learnt."""
+    teacher = LittleTeacher()
+    rows = asyncio.run(synthesizer().lessons(attempt(BORN), LittleWorld(), teacher))
+    assert [row.role for row in rows] == ["planner", "planner", "worker", "worker", "worker", "worker"]
+    plan, planner, answer, reading, *_ = rows
+    assert plan.turns[-1].text == PLAN and answer.turns[-1].text == ANSWERS[ASK_DIRECTOR]
+    assert "Answer: Ghent\nSupporting evidences:" in planner.turns[0].text and len(planner.turns) == 6
+    assert reading.turns[0].text.endswith("Answer: The director of Amber Tide is Ilse Vand.\nGolden evidence: [1]")
+    assert reading.turns[-1].text == READINGS[ASK_DIRECTOR] and all(row.turns[-1].trained for row in rows)
+    failing = LittleTeacher(first={"plan": ["no"] * 3})
+    assert asyncio.run(synthesizer().lessons(attempt(BORN), LittleWorld(), failing)) == ()
 
 
 # The phase
@@ -384,10 +482,10 @@ def test_a_model_behind_an_endpoint_is_a_teacher():
 class LittleRun:
     """In the place of a `Run` that only synthesises."""
 
-    def __init__(self, folder: Path, teacher: LittleTeacher) -> None:
+    def __init__(self, folder: Path, teacher: LittleTeacher, **changes: Any) -> None:
         sampling = types.SimpleNamespace(shard_questions=1, questions_per_round=2, temperature=1.0)
-        self.config = types.SimpleNamespace(method=METHOD, sampling=sampling, seed=0)
-        self.store, self.teacher = Store(folder), teacher
+        self.config = types.SimpleNamespace(method=dataclasses.replace(METHOD, **changes), sampling=sampling, seed=0)
+        self.store, self.teacher, self.task = Store(folder), teacher, types.SimpleNamespace(rule="two_wiki")
         self.progress = self.preemption = self.counters = self.metrics = self
 
     def stage(self, *names: object, **figures: object) -> Any:
@@ -426,7 +524,7 @@ def test_a_teacher_of_nothing_usable_is_one_sentence_and_what_was_made_is_kept(t
     run: Any = LittleRun(tmp_path, LittleTeacher(first={"plan": ["I cannot help with that."] * 9}))
     questions = [BORN, dataclasses.replace(BORN, id="q-2")]
     with pytest.raises(UserError) as refused:
-        evipath._synthesize(run, None, synthesizer(), questions)  # pyright: ignore[reportArgumentType]
+        evipath._synthesize(run, None, little_author, questions)  # pyright: ignore[reportArgumentType]
     assert str(refused.value) == (
         "nothing that the teacher policy wrote for 1 questions can be used (no_plan 1); what was made is kept: ask "
         "another teacher, or begin another run with more than method.max_tries 3"
@@ -437,10 +535,74 @@ def test_a_teacher_of_nothing_usable_is_one_sentence_and_what_was_made_is_kept(t
 def test_a_finished_synthesis_is_read_and_not_made_again(tmp_path):
     first: Any = LittleRun(tmp_path, LittleTeacher([*TURNS, *TURNS]))
     questions = [BORN, dataclasses.replace(BORN, id="q-2")]
-    made = evipath._synthesize(first, None, synthesizer(), questions)  # pyright: ignore[reportArgumentType]
+    made = evipath._synthesize(first, None, little_author, questions)  # pyright: ignore[reportArgumentType]
     again: Any = LittleRun(tmp_path, LittleTeacher([]))
     assert evipath._synthesize(again, None, synthesizer(), questions) == made  # pyright: ignore[reportArgumentType]
     assert [t.question_id for t in made] == ["q-1", "q-2"]
+
+
+def three_questions() -> list[Question]:
+    return [dataclasses.replace(BORN, id=f"q-{number}") for number in (1, 2, 3)]
+
+
+def synthesised(run: Any) -> list[Trajectory]:
+    author = Author(synthesizer=synthesizer(mode=run.config.method.mode))
+    return evipath._synthesize(run, None, lambda: author, three_questions())  # pyright: ignore[reportArgumentType]
+
+
+def test_synthesis_ends_when_as_many_trajectories_are_right_as_are_wanted(tmp_path):
+    wrong = "<think> so </think>\n<answer> Bruges </answer>"
+    teacher = LittleTeacher([*TURNS[:2], wrong, *TURNS, *TURNS])
+    made = synthesised(LittleRun(tmp_path, teacher, mode="deductive", trajectories=1))
+    assert [(t.question_id, t.answer) for t in made] == [("q-1", "Bruges"), ("q-2", "Ghent")], "the third is not asked"
+    again = LittleRun(tmp_path, LittleTeacher([]), mode="deductive", trajectories=1)
+    assert synthesised(again) == made
+
+
+def test_a_synthesis_that_is_killed_goes_on_and_ends_with_the_same_trajectories(tmp_path):
+    def without_times(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        return [dataclasses.replace(trajectory, seconds=0.0) for trajectory in trajectories]
+
+    undisturbed = synthesised(LittleRun(tmp_path / "undisturbed", LittleTeacher(TURNS * 3)))
+
+    class Killed(LittleRun):
+        def sample(self, number, shard, *rest, **options):
+            if shard == 1:
+                raise KeyboardInterrupt
+            return super().sample(number, shard, *rest, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        synthesised(Killed(tmp_path / "killed", LittleTeacher(TURNS * 3)))
+    assert not (tmp_path / "killed" / "rounds" / "0001" / "DONE.json").exists()
+
+    class Resumed(LittleRun):
+        def sample(self, number, shard, *rest, **options):
+            entry = self.store.find_shard(number, shard)
+            if entry is not None:
+                return entry, self.store.read_shard(entry)
+            return super().sample(number, shard, *rest, **options)
+
+    resumed = synthesised(Resumed(tmp_path / "killed", LittleTeacher(TURNS * 2)))
+    assert without_times(resumed) == without_times(undisturbed)
+
+
+def test_where_questions_bring_no_paragraphs_a_line_says_what_is_read(tmp_path):
+    said: list[str] = []
+
+    class OfTexts(LittleRun):
+        def line(self, text: str) -> None:
+            said.append(text)
+
+    run: Any = OfTexts(tmp_path, LittleTeacher())
+    run.task = types.SimpleNamespace(environment_kind="text", rule="two_wiki")
+    evipath._say_what_pools_hold(run, three_questions())
+    assert said == [
+        "evipath: 3 of 3 questions bring no paragraphs of their own; their workers read what searches find, with the "
+        "gold passages among it"
+    ]
+    run.config.method = dataclasses.replace(METHOD, distractors="retrieved")
+    evipath._say_what_pools_hold(run, three_questions())
+    assert len(said) == 1
 
 
 def test_reasons_are_counted_once_a_trajectory():
@@ -457,7 +619,14 @@ def test_reasons_are_counted_once_a_trajectory():
     [
         ({"teacher": "remote"}, "give --method.remote.base-url"),
         ({"mode": "deductive"}, "add --method.teacher policy"),
-        ({"teacher": "policy"}, "name a checkpoint with --init"),
+        ({"teacher": "policy", "mode": "no_evidence"}, "choose abductive or deductive, or name a checkpoint"),
+        ({"teacher": "checkpoint"}, "give --method.teacher-checkpoint"),
+        ({"teacher_checkpoint": "runs/other"}, "add --method.teacher checkpoint, or leave the checkpoint out"),
+        ({"teacher_max_tokens": 900}, "it is the limit of a second checkpoint"),
+        ({"teacher_prompt": "few_shot"}, "the scripted teacher reads no prompt"),
+        ({"teacher": "policy", "mode": "deductive", "distractors": "retrieved"}, "leave --method.distractors out"),
+        ({"trajectories": -1}, "method.trajectories is -1 and must be at least 0"),
+        ({"trajectories": 17}, "method.trajectories is 17 and sampling.questions_per_round 16"),
         ({"threshold": 1.5}, "method.threshold is 1.5 and must be between 0 and 1"),
         ({"warmup_ratio": 1.0}, "method.warmup_ratio is 1.0"),
         ({"max_tries": 0}, "method.max_tries is 0 and must be at least 1"),
@@ -467,3 +636,36 @@ def test_a_configuration_that_cannot_be_is_answered_in_one_sentence(changes, wor
     config = load_config(str(Path(__file__).parent / "loops" / "smoke_evipath_config.py"))
     with pytest.raises(UserError, match=words):
         check(dataclasses.replace(config, method=dataclasses.replace(config.method, **changes)))
+
+
+def test_a_policy_from_scratch_without_a_warm_up_cannot_be_an_abductive_teacher():
+    config = load_config(str(Path(__file__).parent / "loops" / "smoke_evipath_config.py"))
+    unwarmed = dataclasses.replace(
+        config,
+        warmup=dataclasses.replace(config.warmup, steps=0),
+        eval=dataclasses.replace(config.eval, control=False),
+        method=dataclasses.replace(config.method, teacher="policy"),
+    )
+    with pytest.raises(UserError, match=r"give --warmup\.steps, choose deductive, or name a checkpoint with --init"):
+        check(unwarmed)
+
+
+@pytest.mark.parametrize("mode", ["abductive", "deductive"])
+def test_the_8b_configuration_takes_the_policy_itself_as_teacher_of_both_modes(mode):
+    """By the flags of its docstring (tables 3 and 4)."""
+    none = [f"--method.remote.{field}" for field in ("base-url", "model", "mode", "tokenizer")]
+    words = [
+        "--method.teacher",
+        "policy",
+        "--init",
+        "CHECKPOINT",
+        "--method.mode",
+        mode,
+        "--method.trajectories",
+        "100",
+    ]
+    words += [*(word for flag in none for word in (flag, "None")), "--method.remote.concurrency", "8"]
+    config = command_line(["hotpotqa_evipath_llama_8b_v5e", *words], default="tiny_world")
+    check(config)
+    assert isinstance(config.method, EviPathConfig) and config.method.distractors == "own"
+    assert contract_of(config.agent) is contract_of(dataclasses.replace(CONFIG, protocol="evipath"))

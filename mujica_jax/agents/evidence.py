@@ -62,8 +62,13 @@ def chosen(answer: str, gold: Sequence[Piece], *, similarity: Similarity, thresh
 
 
 def place_in(materials: Sequence[Material], piece: Piece) -> int | None:
-    """Where the piece stands in a pool. A triple is found by its relation, its object, and its subject's name or id."""
-    return next((place for place, material in enumerate(materials) if _is(material, piece.source)), None)
+    """Return where the piece stands in a pool.
+
+    A triple is found by its relation, its object, and its subject's name or id. A passage is found by title and text,
+    or by its title where no material has its text: an index may cut passages otherwise."""
+    places = [place for place, material in enumerate(materials) if _is(material, piece.source)]
+    exact = [place for place in places if one_line(materials[place].text) == piece.text]
+    return next(iter(exact or places), None)
 
 
 def is_faithful(answer: str, query: str, evidence: Sequence[str]) -> bool:

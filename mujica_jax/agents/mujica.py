@@ -5,6 +5,9 @@ Section 2.2 of the Mujica-MyGO paper. Planner and worker are one policy under tw
 independent worker conversation. Malformed output ends an episode with a counted `StopReason` and never with an
 exception; failed episodes are records too.
 
+Tags and prompts are a `Contract` that `agent.protocol` chooses, so that other papers' planners and workers play the
+same episodes.
+
 The state that a policy is asked with (`agent.py`) is `PlannerState` or `WorkerState`: the same facts as the tokens, as
 plain values.
 """
@@ -16,8 +19,10 @@ from typing import ClassVar
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
+from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import Episode
+from mujica_jax.agents.evipath_contract import EviPathContract
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Entity, Question, Search, StopReason, Trajectory
@@ -25,6 +30,13 @@ from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 PLANNER, WORKER = "planner", "worker"  # roles of conversations
+MUJICA_CONTRACT = Contract()
+_CONTRACTS: dict[str, Contract] = {"mujica": MUJICA_CONTRACT, "evipath": EviPathContract()}  # by agent.protocol
+
+
+def contract_of(agent: object) -> Contract:
+    """Return the contract that an agent's configuration names. Agents without planner and workers have none to name."""
+    return _CONTRACTS[agent.protocol] if isinstance(agent, MujicaConfig) else MUJICA_CONTRACT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +49,7 @@ class PlannerState:
     searches: tuple[Search, ...]
     parallel: bool = True  # False: one search of a turn is answered
     split: bool = True  # False: no worker reads, the planner is shown what was found
+    observation: str = ""  # the message that answered its last searches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +67,7 @@ class Mujica:
 
     def __init__(self, tokenizer: Tokenizer, config: MujicaConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
+        self.contract = contract_of(config)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         return await _Episode(self, attempt, environment, policy).play()
@@ -61,7 +75,7 @@ class Mujica:
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
         name = "planner" if role == PLANNER else "worker"
         config = self._config
-        return protocol.opening(name, kind, config.prompt, parallel=config.parallel, split=config.split)
+        return self.contract.opening(name, kind, config.prompt, parallel=config.parallel, split=config.split)
 
     def begin(self, role: str, kind: EnvironmentKind) -> Dialogue:
         """Return a new conversation of this role."""
@@ -74,16 +88,17 @@ class _Episode(Episode):
 
     def __init__(self, agent: Mujica, attempt: Attempt, environment: Environment, policy: Policy) -> None:
         super().__init__(agent._tokenizer, agent._config, attempt, environment, policy)
-        self._agent, self._config = agent, agent._config
+        self._agent, self._config, self._contract = agent, agent._config, agent.contract
         self._planner = agent.begin(PLANNER, environment.kind)
         self._candidates = list(attempt.question.candidates) if environment.kind == "graph" else []
+        self._observation = ""
         self._workers: list[Conversation] = []
         self._malformed_workers = 0
         self._malformed_searches = 0  # could not be read, or named an unknown candidate
 
     async def play(self) -> Trajectory:
         question = self.attempt.question
-        self._planner.add_user(protocol.planner_opening(question.text, self._candidates))
+        self._planner.add_user(self._contract.planner_opening(question.text, self._candidates))
         answer, reason = "", StopReason.ITERATION_LIMIT
         for iteration in range(self._config.max_iterations):
             action = await self._plan(iteration)
@@ -113,14 +128,21 @@ class _Episode(Episode):
             searches=tuple(self.searches),
             parallel=self._config.parallel,
             split=self._config.split,
+            observation=self._observation,
         )
-        stops = protocol.stop_strings(PLANNER, self.environment.kind)
-        ends = {"stop_strings": stops, "cut_at": protocol.OBSERVATION}
-        written = await self.write(self._planner, f"{iteration}", state=state, continues=True, **ends)
+        kind = self.environment.kind
+        written = await self.write(
+            self._planner,
+            f"{iteration}",
+            state=state,
+            continues=True,
+            stop_strings=self._contract.stop_strings(PLANNER, kind),
+            cut_at=self._contract.observation(kind),
+        )
         if written.cut is not None:
             return protocol.PlannerAction(refused=written.cut)
-        kind, candidates, limit = self.environment.kind, len(self._candidates), self._config.max_searches_per_turn
-        return protocol.parse_planner(written.text, kind, candidates=candidates, max_searches=limit)
+        limit = self._config.max_searches_per_turn
+        return self._contract.parse_planner(written.text, kind, candidates=len(self._candidates), max_searches=limit)
 
     async def _search_all(self, calls: Sequence[protocol.SearchCall], iteration: int, *, unreadable: int) -> None:
         """All searches of a turn at once; their answers reach the planner as one message, in the order of the searches.
@@ -138,7 +160,9 @@ class _Episode(Episode):
         first_new = len(self._candidates)
         known = {entity.id for entity in self._candidates}
         sentences: list[str] = []
+        named: list[list[Entity]] = []  # the new candidates of each sentence
         for number, call in enumerate(calls):
+            named.append([])
             if call.refusal:
                 sentences.append(call.refusal)
                 continue
@@ -150,10 +174,13 @@ class _Episode(Episode):
             for entity in entities:
                 if entity.id not in known:
                     known.add(entity.id)
-                    self._candidates.append(entity)
+                    named[-1].append(entity)
+            self._candidates += named[-1]
         if unreadable:
             sentences.append(protocol.UNREADABLE)
-        self._planner.add_user(protocol.planner_observation(sentences, self._candidates[first_new:], first_new))
+            named.append([])
+        self._observation = self._contract.planner_observation(sentences, named, first_new, self.environment.kind)
+        self._planner.add_user(self._observation)
 
     async def _search(
         self, call: protocol.SearchCall, iteration: int, number: int
@@ -169,12 +196,16 @@ class _Episode(Episode):
             line = protocol.found_line(shown, self._config.prompt)
             return dataclasses.replace(search, sentence=line, found=bool(shown)), None, _entities(materials)
         worker = self._agent.begin(WORKER, self.environment.kind)
-        worker.add_user(protocol.worker_opening(call.query, shown, self.environment.kind, self._config.prompt))
+        worker.add_user(self._contract.worker_opening(call.query, shown, self.environment.kind, self._config.prompt))
         state = WorkerState(query=call.query, entity=entity, materials=materials)
-        stops = protocol.stop_strings(WORKER, self.environment.kind)
-        ends = {"stop_strings": stops, "cut_at": protocol.OBSERVATION}
-        written = await self.write(worker, f"{iteration}.{number}", state=state, **ends)
-        reply = protocol.parse_worker(written.text if written.cut is None else "", materials=len(materials))
+        written = await self.write(
+            worker,
+            f"{iteration}.{number}",
+            state=state,
+            stop_strings=self._contract.stop_strings(WORKER, self.environment.kind),
+            cut_at=protocol.OBSERVATION,
+        )
+        reply = self._contract.parse_worker(written.text if written.cut is None else "", materials=len(materials))
         self._malformed_workers += not reply.well_formed
         # Over texts a worker that selects nothing may answer from its own knowledge.
         knows = self.environment.kind == "text" and reply.sentence != protocol.NOTHING_FOUND

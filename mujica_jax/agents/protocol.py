@@ -86,8 +86,8 @@ def stop_strings(role: Literal["planner", "worker"], kind: EnvironmentKind) -> t
 # --- parsing what the model wrote ---
 
 _FLAGS = re.DOTALL | re.IGNORECASE | re.ASCII
-_DOUBLE_QUOTES, _SINGLE_QUOTES = '"\u201c\u201d\u201e\u00ab\u00bb\uff02', "'`\u2018\u2019"
-_NAME = rf"(?:[^\n,\[\]{_DOUBLE_QUOTES}](?:(?!\bSearch\s*\()[^\n\[\]{_DOUBLE_QUOTES}]){{0,200}}?)?"
+DOUBLE_QUOTES, SINGLE_QUOTES = '"\u201c\u201d\u201e\u00ab\u00bb\uff02', "'`\u2018\u2019"
+_NAME = rf"(?:[^\n,\[\]{DOUBLE_QUOTES}](?:(?!\bSearch\s*\()[^\n\[\]{DOUBLE_QUOTES}]){{0,200}}?)?"
 _CALL_BEGINS = re.compile(r"\bSearch\s*\(", re.IGNORECASE)
 # The number may be followed by the candidate's name, as the list of candidates has it. A query ends at the first
 # quotation mark before a bracket: names such as "Weird Al" Yankovic hold quotation marks themselves.
@@ -95,8 +95,8 @@ _SEARCH_CALL = re.compile(
     rf"""\bSearch\s*\(\s*
     (?: \[\s*(?P<bracketed>[0-9]{{1,6}})\s*\] {_NAME} | (?P<bare>[0-9]{{1,6}}) )
     \s*,\s*
-    (?: [{_DOUBLE_QUOTES}](?P<double>[^\n]*?)[{_DOUBLE_QUOTES}]
-      | [{_SINGLE_QUOTES}](?P<single>[^\n]*?)[{_SINGLE_QUOTES}] )
+    (?: [{DOUBLE_QUOTES}](?P<double>[^\n]*?)[{DOUBLE_QUOTES}]
+      | [{SINGLE_QUOTES}](?P<single>[^\n]*?)[{SINGLE_QUOTES}] )
     \s*,?\s*\)""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -114,6 +114,11 @@ def field(tag: str, text: str) -> str | None:
     """What a turn says first between these tags, outside of its thoughts, on one line."""
     found = _field_pattern(tag).search(outside_thoughts(text))
     return None if found is None else one_line(found[1])
+
+
+def fields(tag: str, said: str) -> list[str]:
+    """Return what stands between these tags in what a turn says, each time they are there."""
+    return _field_pattern(tag).findall(said)
 
 
 def on_one_line(tag: str, said: str) -> str:
@@ -190,11 +195,11 @@ def _text_calls(said: str) -> tuple[list[SearchCall], int]:
     return calls, opens("search", said) - len(calls) + len(_field_pattern("action").findall(beside_searches))
 
 
-def parse_worker(text: str, *, materials: int) -> WorkerReply:
+def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -> WorkerReply:
     """Read one worker turn. [-1] selects nothing, and so does a sentence without a selection.
 
     What is no index of a material that was shown is left out, and the turn then is not well-formed."""
-    select, sentence = field("select", text), field("sentence", text)
+    select, sentence = field("select", text), field(sentence_tag, text)
     if not sentence:
         return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=False)
     if select is None:

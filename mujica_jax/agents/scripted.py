@@ -13,9 +13,10 @@ the number before the object, both years before the one that decides.
 import random
 from collections.abc import Iterable, Iterator, Mapping
 
-from mujica_jax.agents import protocol, scripted_decex, scripted_single
+from mujica_jax.agents import protocol, scripted_decex, scripted_single, synthesis_prompts
+from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.decex import DECEX, DecexState
-from mujica_jax.agents.mujica import PlannerState, WorkerState
+from mujica_jax.agents.mujica import MUJICA_CONTRACT, PlannerState, WorkerState
 from mujica_jax.agents.scripted_text import TextScript, conclusion, fact, query_of, stated
 from mujica_jax.agents.single import SingleState
 from mujica_jax.errors import UserError
@@ -34,10 +35,14 @@ class ScriptedPolicy:
 
     version = 0
 
-    def __init__(self, tokenizer: Tokenizer, *, miss_rate: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, miss_rate: float = 0.0, seed: int = 0, contract: Contract = MUJICA_CONTRACT
+    ) -> None:
+        """`contract` holds the tags that a planner and its workers write."""
         self._tokenizer, self._miss_rate, self._seed = tokenizer, miss_rate, seed
+        self._contract = contract
         self.missed: set[str] = set()  # queries whose fact was missed
-        self._text = TextScript()
+        self._text = TextScript(contract)
 
     async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
         del prompt, continues  # the script reads the state
@@ -65,27 +70,28 @@ class ScriptedPolicy:
         if calls:
             needed = dict.fromkeys(evidence.relation for evidence, _ in calls)
             thought = f"{read}I need the {' and '.join(needed)}."
-            return protocol.write_graph_searches(thought, [call for _, call in calls])
+            return self._contract.write_searches(thought, [call for _, call in calls], "graph")
         told = [search for search in state.searches if search.selected or _statement(search)[1]]
         found = {search.query for search in told if search.found}
         gold = {(evidence.subject_id or evidence.subject, evidence.relation) for evidence in state.question.evidences}
         if len(found) < len(gold):  # an answer would be a guess: the episode ends without one
-            return protocol.write_graph_searches(protocol.NOTHING_FOUND, [])
+            return self._contract.write_searches(protocol.NOTHING_FOUND, [], "graph")
         answer = state.question.answers[0]
-        return protocol.write_answer(f"{read}{conclusion(state.question, answer)}", answer)
+        return self._contract.write_answer(f"{read}{conclusion(state.question, answer)}", answer)
 
     def _plan_on_text(self, state: PlannerState) -> str:
         calls = self._text.open_searches(state)
         if calls is None:
-            return protocol.write_text_searches(protocol.NOTHING_FOUND, [])
+            return self._contract.write_searches(protocol.NOTHING_FOUND, [], "text")
         learnt = [(evidence, stated(evidence, _unread(state))) for evidence in state.question.evidences]
         read = "".join(f"{fact(evidence, value)} " for evidence, value in learnt if value is not None)
         if not calls:
             answer = state.question.answers[0]
-            return protocol.write_answer(f"{read}{conclusion(state.question, answer)}", answer)
+            return self._contract.write_answer(f"{read}{conclusion(state.question, answer)}", answer)
         calls = calls[: None if state.parallel else 1]
         needed = dict.fromkeys(f"the {evidence.relation} of {evidence.subject}" for evidence, _ in calls)
-        return protocol.write_text_searches(f"{read}I need {' and '.join(needed)}.", [call for _, call in calls])
+        thought = f"{read}I need {' and '.join(needed)}."
+        return self._contract.write_searches(thought, [call for _, call in calls], "text")
 
     def _open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]]:
         """Gold triples whose subject is numbered and that were not asked yet."""
@@ -111,10 +117,10 @@ class ScriptedPolicy:
             self.missed.add(state.query)
             stating = {}
         if not stating:
-            return protocol.write_worker(f"{relation} [-1] none", [], protocol.NOTHING_FOUND)
+            return self._contract.write_worker(f"{relation} [-1] none", [], protocol.NOTHING_FOUND)
         objects = " and ".join(dict.fromkeys(stating.values()))
         sentence = f"The {relation} of {label} is {objects}."
-        return protocol.write_worker(_words(relation, stating), list(stating), sentence)
+        return self._contract.write_worker(_words(relation, stating), list(stating), sentence)
 
 
 def _stating(query: str, label: str, materials: Iterable[Material]) -> tuple[str, dict[int, str]]:
@@ -141,9 +147,19 @@ def _unread(state: PlannerState) -> list[Search]:
     return [search for search in last if search.found]
 
 
-def sample_text(agent: str = "mujica") -> Iterator[str]:
-    """The words of prompts, scripts and pre-training documents, for a from-scratch tokenizer. Those of other agents
-    than Mujica come only where the agent is trained: they would change every vocabulary."""
+def sample_text(agent: str = "mujica", contract: Contract = MUJICA_CONTRACT) -> Iterator[str]:
+    """Yield the words of prompts, scripts and pre-training documents, for a from-scratch tokenizer.
+
+    Words of other agents than Mujica, and of other contracts, come only where these are trained: they would change
+    every vocabulary."""
+    if contract.has_own_words:
+        call = protocol.SearchCall(query="Who is the of", candidate=0)
+        yield contract.planner_observation(["The of is"], [[Entity(id="", label="")]], 1, "graph")
+        yield contract.planner_observation(["The of is"], [[]], 0, "text")
+        yield contract.worker_opening("What is the of?", [("", "", "")], "graph", "brief")
+        yield contract.write_searches("I need the.", [call], "text")
+        yield contract.write_worker("of", [0], "The of is.")
+        yield synthesis_prompts.sample_text()
     if agent == "single":
         yield from scripted_single.sample_text()
     if agent == DECEX:

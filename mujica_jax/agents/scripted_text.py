@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mujica_jax.agents import protocol
+from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.mujica import WORKER, PlannerState, WorkerState
 from mujica_jax.records import Conversation, Evidence, Question, Search
 from mujica_jax.tasks.task import Material
@@ -40,7 +41,8 @@ class _Asked:
 class TextScript:
     """Remembers which triple each of its questions asks for: a worker is shown the question alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, contract: Contract) -> None:
+        self._contract = contract
         self._asked: dict[str, _Asked] = {}
 
     def open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]] | None:
@@ -70,9 +72,9 @@ class TextScript:
         if statement is not None:
             number, value = statement
             thought = f"Passage [{number}] states the {what}: {value}."
-            return protocol.write_worker(thought, [number], f"The {what} is {value}.")
+            return self._contract.write_worker(thought, [number], f"The {what} is {value}.")
         sentence = fact(evidence, evidence.object) if asked.is_known else protocol.NOTHING_FOUND
-        return protocol.write_worker(f"No passage states the {what}.", [], sentence)
+        return self._contract.write_worker(f"No passage states the {what}.", [], sentence)
 
 
 def _is_answered(search: Search, evidence: Evidence, state: PlannerState) -> bool:

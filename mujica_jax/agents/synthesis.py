@@ -1,8 +1,9 @@
-"""EviPath's trajectories: a teacher that knows answer and evidence plays Mujica's planner and worker.
+"""EviPath's trajectories: a teacher that knows answer and evidence plays the agent's planner and workers.
 
-"From Evidence to Trajectory", sections 4.1 and 4.2, equations 3 to 6. An episode is Mujica's own, so it is recorded as
-any other: contexts are what the environment returned, under the prompts that are trained, and the mask is made with the
-tokens. Who is asked for its turns is a `Policy` that asks the teacher, with prompts of its own:
+"From Evidence to Trajectory", sections 4.1 and 4.2, equations 3 to 6. An episode is the agent's own (`mujica.py`, with
+the contract that `agent.protocol` names), so it is recorded as any other: contexts are what the environment returned,
+under the prompts that are trained, and the mask is made with the tokens. Its turns come from a `Policy` that asks the
+teacher, with prompts of its own (`synthesis_prompts.py`):
 
     abductive    a plan from question, answer and gold evidence; then think and search turn by turn, given all three.
                  For each sub-question an answer from gold evidence alone, the evidence chosen by its likeness to that
@@ -10,26 +11,36 @@ tokens. Who is asked for its turns is a `Policy` that asks the teacher, with pro
     no_evidence  the same with the answer alone, over what searches really find ("w/o supporting facts", table 1)
     deductive    the agent's own prompts, and neither (table 4)
 
+Any teacher serves all three modes. The script (`teacher.plans` False) is no language model: it replays the
+demonstrations that the warm-up shows, and only knows the abductive mode.
+
+The pool of a text search is the paper's: the paragraphs that the data set gives with the question
+(`tasks/own_paragraphs.py`), and nothing is searched. Where a question brings none, or with `method.distractors
+retrieved`, it is what the retriever finds, with the question's gold passages among it. Over a graph it is the searched
+entity's triples, as in table 9.
+
+A teacher may have another tokenizer. It is asked and answers in text; what is accepted of it is written and tokenised
+once, by the tokenizer of the policy that learns it.
+
 Differences from the paper:
 
-- The pool of a text search is what the retriever found with all gold passages of the question among it, as far as
-  agent.max_observation_tokens has room; of a graph the searched entity's triples, as in table 9. The paper's pool is
-  the data set's list of supporting facts.
 - Every turn is parsed and checked and tried again with another seed, at most `max_tries` times: its format,
   sub-questions that can be asked (`askable.py`), an answer that is the gold one, evidence that stands in the pool, a
   selection of exactly that evidence, an answer that the evidence states. The paper names no filter.
 - What passed is written again from its parsed fields, so that nothing else of a reply is learnt.
 - The plan is put at the beginning of the first thought by us: equation 7 learns it, and table 8 has it there.
+- A pool has the paragraphs for which `agent.max_observation_tokens` has room, the gold ones first.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mujica_jax import metrics
 from mujica_jax.agents import protocol, synthesis_prompts
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.askable import is_askable, leaks, secrets
+from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import fit
 from mujica_jax.agents.evidence import chosen, is_faithful, pieces, place_in
@@ -41,12 +52,15 @@ from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.inference.stops import before_stop
 from mujica_jax.metrics import Rule
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
-from mujica_jax.records import StopReason, Trajectory
+from mujica_jax.records import Conversation, GoldPassage, Question, StopReason, Trajectory
 from mujica_jax.retrieval.text.similarity import Similarity
 from mujica_jax.tasks.environment import WithAllGoldPassages
+from mujica_jax.tasks.own_paragraphs import OwnParagraphs
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 FAILED = "failed_"  # before a reason: trajectories that ended with it
+
+ParagraphsOf = Callable[[Question], Sequence[GoldPassage]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +74,7 @@ class Synthesis:
     similarity: Similarity
     prompt: protocol.PromptMode  # of the agent's own prompts as a teacher reads them
     rule: Rule
+    paragraphs: ParagraphsOf = lambda question: ()  # that the data set gives with a question
 
 
 class Synthesizer:
@@ -74,15 +89,35 @@ class Synthesizer:
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         """What it counts stands in docs/metrics.md. A failed trajectory keeps what was written so far."""
-        writer = _Writer(self._synthesis, attempt, environment.kind, self._synthesis.teacher.policy or policy)
-        with_gold = self._synthesis.method.mode == "abductive" and environment.kind == "text"
-        pool = WithAllGoldPassages(environment, attempt.question, self._fit) if with_gold else environment
-        trajectory = await self._mujica.run(attempt, pool, writer)
+        trajectory, _ = await self._play(attempt, environment, policy)
+        return trajectory
+
+    async def lessons(self, attempt: Attempt, environment: Environment, policy: Policy) -> tuple[Conversation, ...]:
+        """Return the teacher's own conversations of one episode, or nothing where the episode failed.
+
+        A model that learns them can be a teacher."""
+        trajectory, writer = await self._play(attempt, environment, policy)
+        return () if trajectory.stop_reason is StopReason.SYNTHESIS_FAILED else writer.lessons()
+
+    async def _play(self, attempt: Attempt, environment: Environment, policy: Policy) -> tuple[Trajectory, "_Writer"]:
+        contract, writes = self._mujica.contract, self._synthesis.teacher.policy or policy
+        writer = _Writer(self._synthesis, contract, attempt, environment.kind, writes)
+        trajectory = await self._mujica.run(attempt, self._pool(environment, attempt.question), writer)
         counts = {**trajectory.counts, **writer.counts}
         if not writer.failures:
-            return dataclasses.replace(trajectory, counts=counts)
+            return dataclasses.replace(trajectory, counts=counts), writer
         counts[f"{FAILED}{min(writer.failures)}"] = 1.0  # of workers that fail in one turn, one is named
-        return dataclasses.replace(trajectory, answer="", stop_reason=StopReason.SYNTHESIS_FAILED, counts=counts)
+        failed = dataclasses.replace(trajectory, answer="", stop_reason=StopReason.SYNTHESIS_FAILED, counts=counts)
+        return failed, writer
+
+    def _pool(self, environment: Environment, question: Question) -> Environment:
+        """Return what a search of this episode shows."""
+        if self._synthesis.method.mode != "abductive" or environment.kind != "text":
+            return environment
+        paragraphs = self._synthesis.paragraphs(question)
+        if paragraphs:
+            return OwnParagraphs(question, paragraphs, self._fit)
+        return WithAllGoldPassages(environment, question, self._fit)
 
     def _fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
         return fit(self._synthesis.tokenizer, materials, self._synthesis.agent.max_observation_tokens)
@@ -92,8 +127,10 @@ class _Writer:
     """Implements `Policy` for one episode. A turn that fails is written as one that ends the episode; the other workers
     of its round are heard to their end, so that what is counted does not depend on who was first."""
 
-    def __init__(self, synthesis: Synthesis, attempt: Attempt, kind: EnvironmentKind, policy: Policy) -> None:
-        self._synthesis, self._policy = synthesis, policy
+    def __init__(
+        self, synthesis: Synthesis, contract: Contract, attempt: Attempt, kind: EnvironmentKind, policy: Policy
+    ) -> None:
+        self._synthesis, self._policy, self._contract = synthesis, policy, contract
         self._kind: EnvironmentKind = kind
         self._question, self._mode = attempt.question, synthesis.method.mode
         self._lesson = Lesson(synthesis.teacher, policy, attempt, synthesis.method.max_tries)
@@ -101,12 +138,15 @@ class _Writer:
         self._secrets = secrets(attempt.question, with_evidence=self._mode == "abductive")
         self._plan: list[str] = []
         self._planner: Dialogue | None = None
-        self._numbered = 0  # candidates that the planner was shown
         self.failures: list[str] = []
 
     @property
     def counts(self) -> dict[str, float]:
         return self._lesson.counts
+
+    def lessons(self) -> tuple[Conversation, ...]:
+        """Return what the teacher was asked and what was accepted of it."""
+        return tuple(dialogue.record() for dialogue in self._lesson.dialogues)
 
     @property
     def version(self) -> int:
@@ -130,19 +170,15 @@ class _Writer:
         if self._planner is None:
             self._planner = await self._opened(state, params)
         else:
-            last = state.searches[-1].iteration
-            sentences = [search.sentence for search in state.searches if search.iteration == last]
-            new = state.candidates[self._numbered :]
-            self._planner.add_user(protocol.planner_observation(sentences, new, self._numbered))
-        self._numbered = len(state.candidates)
+            self._planner.add_user(state.observation)
         checked = functools.partial(self._checked, state=state, params=params)
         text = await self._lesson.ask("turn", self._planner, params, state, checked)
-        self._planner.add_model(as_completion(self._synthesis.teacher.tokenizer, text))
+        self._lesson.accept(self._planner, text)
         return text
 
     async def _opened(self, state: PlannerState, params: SamplingParams) -> Dialogue:
         """The planner's conversation with the teacher, after the plan was made."""
-        opening = protocol.planner_opening(self._question.text, state.candidates)
+        opening = self._contract.planner_opening(self._question.text, state.candidates)
         if self._mode == "deductive":
             return self._lesson.open(PLANNER, self._prompt(PLANNER), opening)
         if self._mode == "abductive" and not self._gold:
@@ -154,8 +190,9 @@ class _Writer:
             params = dataclasses.replace(params, stop_strings=())
             planned = functools.partial(self._planned, state=state)
             self._plan = await self._lesson.ask("plan", dialogue, params, state, planned)
+            self._lesson.accept(dialogue, "\n".join(synthesis_prompts.numbered(self._plan)))
         hint = synthesis_prompts.planner_hint(answer, evidence, self._plan)
-        prompt = self._prompt(PLANNER, synthesis_prompts.PLANNER_ADDITION)
+        prompt = self._prompt(PLANNER, synthesis_prompts.planner_addition(self._synthesis.prompt))
         return self._lesson.open(PLANNER, prompt, f"{hint}\n\n{opening}")
 
     def _planned(self, reply: str, state: PlannerState) -> list[str]:
@@ -168,12 +205,12 @@ class _Writer:
 
     def _checked(self, reply: str, state: PlannerState, params: SamplingParams) -> str:
         """One planner turn, written again."""
-        reply = before_stop(reply, protocol.OBSERVATION)
+        reply = before_stop(reply, self._contract.observation(self._kind))
         thought = neutralise(synthesis_prompts.parse_thought(reply))
         if not thought:
             raise Refused("no_thought")
         limit = self._synthesis.agent.max_searches_per_turn
-        action = protocol.parse_planner(reply, self._kind, candidates=len(state.candidates), max_searches=limit)
+        action = self._contract.parse_planner(reply, self._kind, candidates=len(state.candidates), max_searches=limit)
         if action.refused is not None:
             raise Refused(action.refused.value)
         if any(call.refusal for call in action.searches):
@@ -186,7 +223,7 @@ class _Writer:
                     raise Refused("no_search")
                 if metrics.score(action.answer, self._question.answers, self._synthesis.rule).em != 1.0:
                     raise Refused("wrong_answer")
-            return self._fitting(protocol.write_answer(thought, neutralise(action.answer)), params)
+            return self._fitting(self._contract.write_answer(thought, neutralise(action.answer)), params)
         calls = [dataclasses.replace(call, query=neutralise(call.query)) for call in action.searches]
         known = self._known(state)
         asked = {search.query for search in state.searches}
@@ -199,8 +236,7 @@ class _Writer:
             raise Refused("leak")
         if self._plan and not state.searches:
             thought = f"{synthesis_prompts.plan_in_thought(self._plan)}\n{thought}"
-        write = protocol.write_graph_searches if self._kind == "graph" else protocol.write_text_searches
-        return self._fitting(write(thought, calls), params)
+        return self._fitting(self._contract.write_searches(thought, calls, self._kind), params)
 
     def _known(self, state: PlannerState) -> list[str]:
         labels = [entity.label for entity in state.candidates]
@@ -217,23 +253,35 @@ class _Writer:
 
     async def _read(self, state: WorkerState, params: SamplingParams) -> str:
         shown = [material.parts for material in state.materials]
-        opening = protocol.worker_opening(state.query, shown, self._kind, self._synthesis.prompt)
+        mode = self._synthesis.prompt
+        opening = self._contract.worker_opening(state.query, shown, self._kind, mode)
         prompt, places = self._prompt(WORKER), None
         if self._mode == "abductive":
-            request = synthesis_prompts.answer_request(state.query, [piece.text for piece in self._gold])
-            dialogue = self._lesson.open(WORKER, Opening(system=synthesis_prompts.ANSWER_RULES), request)
-            stops = dataclasses.replace(params, stop_strings=synthesis_prompts.SENTENCE_STOPS)
-            grounded = functools.partial(self._grounded, state=state)
-            answer, places = await self._lesson.ask("answer", dialogue, stops, state, grounded)
-            prompt = self._prompt(WORKER, synthesis_prompts.WORKER_ADDITION)
-            opening = f"{opening}\n{synthesis_prompts.worker_hint(answer, places)}"
+            answer, places = await self._answer(state, params)
+            prompt = self._prompt(WORKER, synthesis_prompts.worker_addition(mode))
+            golden = [(place, state.materials[place].text) for place in places]
+            opening = f"{opening}\n{synthesis_prompts.worker_hint(answer, golden, mode)}"
         dialogue = self._lesson.open(WORKER, prompt, opening)
         checked = functools.partial(self._checked_reading, state=state, params=params, places=places)
-        return await self._lesson.ask("turn", dialogue, params, state, checked)
+        text = await self._lesson.ask("turn", dialogue, params, state, checked)
+        self._lesson.accept(dialogue, text)
+        return text
+
+    async def _answer(self, state: WorkerState, params: SamplingParams) -> tuple[str, list[int]]:
+        """Ask for the intermediate answer from gold evidence alone."""
+        tag = self._contract.sentence_tag
+        request = synthesis_prompts.answer_request(state.query, [piece.text for piece in self._gold])
+        rules = synthesis_prompts.answer_rules(self._synthesis.prompt, tag)
+        dialogue = self._lesson.open(WORKER, Opening(system=rules), request)
+        stops = dataclasses.replace(params, stop_strings=synthesis_prompts.answer_stops(tag))
+        grounded = functools.partial(self._grounded, state=state)
+        answer, places = await self._lesson.ask("answer", dialogue, stops, state, grounded)
+        self._lesson.accept(dialogue, synthesis_prompts.write_sentence(tag, answer))
+        return answer, places
 
     def _grounded(self, reply: str, state: WorkerState) -> tuple[str, list[int]]:
         """The intermediate answer, and where in the pool its evidence stands."""
-        answer = protocol.field("sentence", reply)
+        answer = protocol.field(self._contract.sentence_tag, reply)
         if not answer or answer == protocol.NOTHING_FOUND:
             raise Refused("no_answer")
         method = self._synthesis.method
@@ -247,22 +295,25 @@ class _Writer:
 
     def _checked_reading(self, reply: str, state: WorkerState, params: SamplingParams, places: list[int] | None) -> str:
         """One worker turn, written again. `places`: what it must select, where that is known."""
-        read = protocol.parse_worker(reply, materials=len(state.materials))
+        read = self._contract.parse_worker(reply, materials=len(state.materials))
         thought = neutralise(synthesis_prompts.parse_thought(reply))
-        has_selection = protocol.field("select", reply) is not None
-        if not read.well_formed or not has_selection or not thought:
+        selects = protocol.field("select", reply) is not None
+        says_nothing_found = not read.selected and not self._contract.explains_nothing_found
+        needs_thought = bool(read.selected) or self._contract.explains_nothing_found
+        if not read.well_formed or not (selects or says_nothing_found) or (needs_thought and not thought):
             raise Refused("malformed_worker")
         if places is not None and set(read.selected) != set(places):
             raise Refused("wrong_selection")
         evidence = [state.materials[place].text for place in read.selected]
         if evidence and not is_faithful(read.sentence, state.query, evidence):
             raise Refused("unfaithful")
-        return self._fitting(protocol.write_worker(thought, read.selected, neutralise(read.sentence)), params)
+        sentence = neutralise(read.sentence)
+        return self._fitting(self._contract.write_worker(thought, read.selected, sentence), params)
 
     def _prompt(self, role: str, addition: str = "") -> Opening:
         """Return the agent's own prompt as the teacher reads it, with `addition` behind the rules."""
         name, synthesis = "planner" if role == PLANNER else "worker", self._synthesis
-        prompt = protocol.opening(name, self._kind, synthesis.prompt, parallel=synthesis.agent.parallel)
+        prompt = self._contract.opening(name, self._kind, synthesis.prompt, parallel=synthesis.agent.parallel)
         return dataclasses.replace(prompt, system=prompt.system + addition)
 
     def _fitting(self, text: str, params: SamplingParams) -> str:
@@ -272,5 +323,5 @@ class _Writer:
 
     def _ending(self, state: PlannerState | WorkerState, reason: str) -> str:
         if isinstance(state, WorkerState):
-            return protocol.write_worker(reason, [], protocol.NOTHING_FOUND)
+            return self._contract.write_worker(reason, [], protocol.NOTHING_FOUND)
         return f"<think> {reason} </think>"

@@ -1,21 +1,25 @@
 """What a teacher of EviPath is asked, and how its replies are read (tables 8 and 9 of the paper; the wording is ours).
 
-A teacher that plays planner or worker reads the agent's own worked examples and writes the agent's own tags
-(`protocol.py`), so its turns are read by the same parsers. Beside them it is shown what the agent never is: answer,
-gold evidence, plan. Two more prompts have replies of their own: the plan, numbered lines, and a sub-question's answer,
-one <sentence>.
+A teacher that plays planner or executor reads the agent's own prompt and writes the agent's own tags (`contract.py`),
+so the agent's parsers read its turns. Beside that it is shown what the agent never sees, under the paper's field names:
+the answer, the supporting evidences, a plan of its own, and for the executor the index of the golden evidence. The hint
+stands before the planner's opening and behind the executor's, as in the tables.
+
+Two more prompts have replies of their own: the plan, as numbered lines, and a sub-question's answer, as one sentence.
+The paper prints neither.
+
+In `brief` mode the rules are one word each. They are for small models whose warm-up has shown them these prompts.
 """
 
 import re
 from collections.abc import Sequence
 
 from mujica_jax.agents import protocol
+from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.models.thoughts import first_thought, outside_thoughts
 
-SENTENCE_STOPS = ("</sentence>",)
-
-PLAN_RULES = """You split a complex question into simple ones. You are given the question and its answer, and evidence \
-if there is any: work back from them how the answer is found.
+PLAN_RULES = """You split a complex question into simple ones. You are given the question and its answer, and \
+supporting evidences if there are any: work back from them how the answer is found.
 Write one sub-question a line, numbered, in the order in which they are asked. Each asks for one fact. What only an \
 earlier sub-question tells has no name yet: write "the director" and not who that is. Do not write the answer.
 
@@ -23,35 +27,64 @@ Example:
 
 Question: Where was the director of film Amber Tide born?
 Answer: Ghent
-Evidence:
+Supporting evidences:
 Amber Tide, director, Ilse Vandermark
 Ilse Vandermark, place of birth, Ghent
 Assistant: 1. Who is the director of Amber Tide?
 2. Where was the director born?"""
 
-PLANNER_ADDITION = """
+_PLANNER_ADDITION = """
 
-You write a model solution. You are told the answer, the evidence if there is any, and a plan; the searches that you \
-write lead there. Write every turn as one who knows only the question and the observations: do not name in a thought \
-or a search what no observation has told yet."""
+You write a model solution. You are told the answer, the supporting evidences if there are any, and a plan; the \
+searches that you write lead there. Write every turn as one who knows only the question and the observations: do not \
+name in a thought or a search what no observation has told yet."""
 
-ANSWER_RULES = """You answer a question from evidence alone. Write the answer as one full sentence that mirrors the \
-question, inside <sentence> ... </sentence>.
+_ANSWER_RULES = """You answer a question from supporting evidences alone. Write the answer as one full sentence that \
+mirrors the question, inside <{tag}> ... </{tag}>.
 
 Example:
 
 Question: Who is the director of Amber Tide?
-Evidence:
+Supporting evidences:
 Amber Tide, director, Ilse Vandermark
 Ilse Vandermark, place of birth, Ghent
-Assistant: <sentence> The director of Amber Tide is Ilse Vandermark. </sentence>"""
+Assistant: <{tag}> The director of Amber Tide is Ilse Vandermark. </{tag}>"""
 
-WORKER_ADDITION = """
+_WORKER_ADDITION = """
 
-You write a model solution. You are told the answer and which indexes state it: find your way to them in your thought, \
-select exactly these, and write the answer as the sentence. Do not mention that you were told."""
+You write a model solution. You are told the answer and the golden evidence: find your way to it in your thought and \
+consider no other evidence, select exactly its indexes, and write the answer as the sentence. Do not mention that you \
+were told."""
+
+_BRIEF_ADDITION = " Told."
+_BRIEF_ANSWER_RULES = "Answer."
 
 _PLANNED = re.compile(r"^\s*\d{1,2}[.)]\s*(\S.*)$", re.MULTILINE)
+
+
+def planner_addition(mode: PromptMode) -> str:
+    """Return what a planner's teacher reads behind the planner's own rules."""
+    return _BRIEF_ADDITION if mode == "brief" else _PLANNER_ADDITION
+
+
+def worker_addition(mode: PromptMode) -> str:
+    """Return what a worker's teacher reads behind the worker's own rules."""
+    return _BRIEF_ADDITION if mode == "brief" else _WORKER_ADDITION
+
+
+def answer_rules(mode: PromptMode, tag: str) -> str:
+    """Return the rules for answering a sub-question from gold evidence, inside this tag."""
+    return _BRIEF_ANSWER_RULES if mode == "brief" else _ANSWER_RULES.format(tag=tag)
+
+
+def answer_stops(tag: str) -> tuple[str, ...]:
+    """Return what ends a sub-question's answer."""
+    return (f"</{tag}>",)
+
+
+def write_sentence(tag: str, sentence: str) -> str:
+    """Write a sub-question's answer."""
+    return f"<{tag}> {sentence} </{tag}>"
 
 
 def plan_request(question: str, answer: str, evidence: Sequence[str]) -> str:
@@ -59,22 +92,26 @@ def plan_request(question: str, answer: str, evidence: Sequence[str]) -> str:
 
 
 def planner_hint(answer: str, evidence: Sequence[str], plan: Sequence[str]) -> str:
-    """Stands before the opening that the agent's own planner reads."""
+    """Write what stands before the opening that the agent's own planner reads."""
     return "\n".join([*_told(answer, evidence), *(["Plan:", *numbered(plan)] if plan else [])])
 
 
 def answer_request(query: str, evidence: Sequence[str]) -> str:
-    return "\n".join([f"Question: {protocol.one_line(query)}", "Evidence:", *map(protocol.one_line, evidence)])
+    return "\n".join([f"Question: {protocol.one_line(query)}", *_evidences(evidence)])
 
 
-def worker_hint(answer: str, places: Sequence[int]) -> str:
-    """Stands behind the opening that the agent's own worker reads."""
-    return f"Answer: {answer}\nStated by: {''.join(f'[{place}]' for place in places)}"
+def worker_hint(answer: str, golden: Sequence[tuple[int, str]], mode: PromptMode) -> str:
+    """Write what stands behind the opening that the agent's own worker reads: the answer and the golden evidence.
+
+    `golden` holds the index and the text of each piece; `brief` names the indexes alone."""
+    lines = [f"[{place}]" if mode == "brief" else f"[{place}] {protocol.one_line(text)}" for place, text in golden]
+    between = "" if mode == "brief" else "\n"
+    return f"Answer: {answer}\nGolden evidence: {between.join(lines)}"
 
 
 def plan_in_thought(plan: Sequence[str]) -> str:
-    """The plan is the beginning of the planner's first thought (table 8)."""
-    return "\n".join(["To answer this, I need to ask:", *numbered(plan)])
+    """Write the plan as the beginning of the planner's first thought (tables 8 and 10)."""
+    return "\n".join(["To solve this problem, I need to ask:", *numbered(plan)])
 
 
 def parse_plan(text: str) -> list[str]:
@@ -82,7 +119,7 @@ def parse_plan(text: str) -> list[str]:
 
 
 def parse_thought(text: str) -> str:
-    """The first one; empty where there is none."""
+    """Return the first thought, or nothing where there is none."""
     return first_thought(text)
 
 
@@ -90,6 +127,16 @@ def numbered(plan: Sequence[str]) -> list[str]:
     return [f"{number}. {question}" for number, question in enumerate(plan, start=1)]
 
 
+def sample_text() -> str:
+    """Return the words of the brief prompts, for a tokenizer that is trained from scratch."""
+    hint = planner_hint("yes", ["a, of, b"], [])
+    golden = worker_hint("The of is.", [(0, "")], "brief")
+    return f"Plan.{_BRIEF_ADDITION}\n{_BRIEF_ANSWER_RULES}\n{hint}\n{golden}"
+
+
 def _told(answer: str, evidence: Sequence[str]) -> list[str]:
-    shown = ["Evidence:", *map(protocol.one_line, evidence)] if evidence else []
-    return [f"Answer: {protocol.one_line(answer)}", *shown]
+    return [f"Answer: {protocol.one_line(answer)}", *(_evidences(evidence) if evidence else [])]
+
+
+def _evidences(evidence: Sequence[str]) -> list[str]:
+    return ["Supporting evidences:", *map(protocol.one_line, evidence)]

@@ -23,8 +23,8 @@ class Teacher:
     """Who writes. Any `Generator` is one, as the policy `EnginePolicy(generator)`."""
 
     policy: Policy | None  # None: the policy that plays the run's episodes
-    tokenizer: Tokenizer  # its own
-    plans: bool = True  # a script knows the chain, and its thoughts are short: it is asked for no plan
+    tokenizer: Tokenizer  # its own, which may differ from that of the policy that learns
+    plans: bool = True  # False: it is asked for no plan, since it never saw one
     max_tokens: int | None = None  # of a prompt and its turn, where more cannot be asked
 
 
@@ -38,12 +38,18 @@ class Lesson:
     def __init__(self, teacher: Teacher, policy: Policy, attempt: Attempt, max_tries: int) -> None:
         self._teacher, self._policy, self._attempt, self._max_tries = teacher, policy, attempt, max_tries
         self.counts: dict[str, float] = collections.defaultdict(float)
+        self.dialogues: list[Dialogue] = []
 
     def open(self, role: str, prompt: Opening, message: str) -> Dialogue:
         """Open a conversation with the teacher. `message` is untrusted, `prompt` is ours."""
         dialogue = Dialogue(self._teacher.tokenizer, role, prompt.system, prompt.examples)
         dialogue.add_user(message)
+        self.dialogues.append(dialogue)
         return dialogue
+
+    def accept(self, dialogue: Dialogue, text: str) -> None:
+        """Go on as if the teacher had written this text, which is what was accepted of its reply."""
+        dialogue.add_model(as_completion(self._teacher.tokenizer, text))
 
     async def ask(
         self, step: str, dialogue: Dialogue, params: SamplingParams, state: object, read: Callable[[str], Read]

@@ -29,6 +29,9 @@ class MujicaConfig(PromptedAgent):
     implementation: ClassVar[str] = "mujica_jax.agents.mujica:Mujica"
     max_iterations: int  # planner turns before the episode ends without an answer
     max_searches_per_turn: int  # sub-questions a planner may ask at once; a turn with more ends the episode
+    # Tags and prompts of planner and workers: Mujica's own, or those of EviPath's tables 8 to 11. A policy knows the
+    # one that it was trained on.
+    protocol: Literal["mujica", "evipath"] = "mujica"
     # Ablations of the paper: without split the planner reads what a search found itself; without parallel it asks one
     # sub-question a turn.
     split: bool = True

@@ -23,7 +23,8 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
         warmup.rise_steps warmup.pretraining_share
         method.rounds method.replay method.rows_per_update method.clip_low method.clip_high method.importance_cap
         method.overlong_tokens method.overlong_cache_tokens method.kl_coefficient method.skip_above
-        method.budget_tokens method.min_reward staged.stage_two_round staged.beta distributed.process
+        method.budget_tokens method.min_reward method.trajectories method.teacher_max_tokens staged.stage_two_round
+        staged.beta distributed.process
         metrics.compared_conversations metrics.port seed keep_policies task.augmented_copies faults.repeats
         task.triple_demonstrations task.dev_percent task.test_percent
     """,
@@ -124,6 +125,11 @@ def check_agent(config: Config) -> None:
         raise UserError(
             f"agent.kind is {kind}, which reads passages, and task.environment is {environment}: add "
             "--task.environment text, or choose mujica"
+        )
+    if isinstance(config.agent, MujicaConfig) and config.agent.protocol == "evipath" and not config.agent.split:
+        raise UserError(
+            "agent.protocol is evipath, which has a planner and an executor, and agent.split False leaves the executor "
+            "out: add --agent.protocol mujica, or --agent.split True"
         )
     probability = getattr(config.agent, "min_probability", 1.0)
     if not 0 < probability <= 1:

@@ -121,12 +121,41 @@ def _check_mygo(config: Config, method: MygoConfig) -> None:
 
 
 def _check_evipath(config: Config, method: EviPathConfig) -> None:
-    """The teacher can write what it is asked for, and the agent is the one that it plays."""
+    """Check that the teacher can write what it is asked for, and that the agent is the one that it plays."""
     if not isinstance(config.agent, MujicaConfig):
         raise UserError(
             f"method evipath writes for planner and workers, and agent.kind is {config.agent.kind}: choose mujica"
         )
     require(config, "method.threshold", lambda value: 0 <= value <= 1, "between 0 and 1")
+    _check_teacher(method)
+    check_remote(method.remote, "method.remote")
+    if method.distractors == "retrieved" and method.mode != "abductive":
+        raise UserError(
+            f"method.distractors is retrieved and method.mode {method.mode}, where the worker reads what searches find "
+            "anyway: leave --method.distractors out, or choose abductive"
+        )
+    questions = config.sampling.questions_per_round
+    if method.trajectories > questions:
+        raise UserError(
+            f"method.trajectories is {method.trajectories} and sampling.questions_per_round {questions}: a question "
+            "has one trajectory, so lower the first or raise the second"
+        )
+    from_scratch = method.teacher == "policy" and config.init is None
+    if from_scratch and method.mode != "deductive" and not is_taught(config):
+        raise UserError(
+            f"method.mode is {method.mode}, and warmup.steps {config.warmup.steps}, warmup.source "
+            f"{config.warmup.source}: a policy from scratch reads the teacher's prompts where a scripted warm-up shows "
+            "them, so give --warmup.steps, choose deductive, or name a checkpoint with --init"
+        )
+    if from_scratch and method.mode == "no_evidence":
+        raise UserError(
+            "method.mode is no_evidence, and the warm-up shows a policy from scratch the prompts with evidence alone: "
+            "choose abductive or deductive, or name a checkpoint with --init"
+        )
+
+
+def _check_teacher(method: EviPathConfig) -> None:
+    """Check that exactly the teacher that was chosen is described."""
     if method.teacher == "remote" and method.remote.base_url is None:
         raise UserError(
             "method.teacher is remote and there is no endpoint: give --method.remote.base-url, or another teacher"
@@ -136,17 +165,41 @@ def _check_evipath(config: Config, method: EviPathConfig) -> None:
             f"method.teacher is {method.teacher} and method.remote.base-url {method.remote.base_url}: add "
             "--method.teacher remote, or leave the endpoint out"
         )
-    check_remote(method.remote, "method.remote")
-    if method.teacher == "scripted" and method.mode != "abductive":
+    if method.teacher == "checkpoint" and method.teacher_checkpoint is None:
         raise UserError(
-            f"method.mode is {method.mode}, and the scripted teacher writes from the gold evidence: add "
-            "--method.teacher policy, or choose abductive"
+            "method.teacher is checkpoint and there is none: give --method.teacher-checkpoint, or another teacher"
         )
-    if method.teacher == "policy" and method.mode != "deductive" and config.init is None:
+    if method.teacher != "checkpoint" and method.teacher_checkpoint is not None:
         raise UserError(
-            f"method.mode is {method.mode}, and a policy from scratch cannot read what it asks: choose deductive, or "
-            "name a checkpoint with --init"
+            f"method.teacher is {method.teacher} and method.teacher_checkpoint {method.teacher_checkpoint}: add "
+            "--method.teacher checkpoint, or leave the checkpoint out"
         )
+    if method.teacher != "checkpoint" and method.teacher_max_tokens:
+        raise UserError(
+            f"method.teacher_max_tokens is {method.teacher_max_tokens} and method.teacher {method.teacher}: it is the "
+            "limit of a second checkpoint, so add --method.teacher checkpoint, or leave it out"
+        )
+    if method.teacher != "scripted":
+        return
+    if method.mode != "abductive":
+        raise UserError(
+            f"method.mode is {method.mode}, and the scripted teacher is no language model: it replays demonstrations "
+            "from the gold evidence, so add --method.teacher policy, or choose abductive"
+        )
+    if method.teacher_prompt != "auto":
+        raise UserError(
+            f"method.teacher_prompt is {method.teacher_prompt}, and the scripted teacher reads no prompt: leave it "
+            "out, or choose another teacher"
+        )
+
+
+def is_taught(config: Config) -> bool:
+    """Return whether the warm-up shows a model from scratch the prompts of EviPath's teacher.
+
+    It does so in every mode, so that modes that are compared start with the same policy and have the same teacher."""
+    method = config.method
+    is_own_teacher = isinstance(method, EviPathConfig) and method.teacher == "policy"
+    return is_own_teacher and config.init is None and config.warmup.steps > 0 and has_script(config)
 
 
 def _check_trees(config: Config, method: DecexTreeConfig) -> None:

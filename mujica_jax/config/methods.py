@@ -49,9 +49,25 @@ class EviPathConfig:
     # What the teacher is given: answer and gold evidence, the answer alone, or neither. What it answers wrongly is not
     # learnt in any of them.
     mode: Literal["abductive", "no_evidence", "deductive"] = "abductive"
-    # The script of a world from scratch, the policy that the run starts with, or the model behind `remote`.
-    teacher: Literal["scripted", "policy", "remote"]
+    # The language model that writes: the policy that the run starts with, a second checkpoint, or the model behind
+    # `remote`. scripted is no language model: the script replays the warm-up's demonstrations, in abductive mode alone.
+    teacher: Literal["policy", "checkpoint", "remote", "scripted"]
+    # With teacher checkpoint: a run directory (its latest policy), a Hugging Face directory, a GGUF file, or smollm2.
+    # Its tokenizer may differ from the policy's.
+    teacher_checkpoint: str | None = None
+    # Tokens that a conversation with a second checkpoint may hold: its prompt is longer than the agent's own, by worked
+    # examples, answer and evidence. 0: agent.max_trajectory_tokens.
+    teacher_max_tokens: int = 0
     remote: RemoteConfig = NO_ENDPOINT
+    # How the teacher reads the agent's prompts. auto: as the agent does where the teacher was trained on its format (by
+    # this run's warm-up, or as a run of its own), otherwise with worked examples.
+    teacher_prompt: Literal["auto", "brief", "zero_shot", "few_shot"] = "auto"
+    # Right trajectories that are learnt, the first by question; synthesis ends when they are there. 0: all. Two modes
+    # are compared with as many in both.
+    trajectories: int = 0
+    # Over passages, in abductive mode: the noise that a worker reads beside the gold evidence. own: the paragraphs that
+    # the data set gives with the question; retrieved: what a search finds.
+    distractors: Literal["own", "retrieved"] = "own"
     tune: Literal["both", "planner", "executor"] = "both"  # whose conversations are learnt
     max_tries: int = 3  # of each turn of the teacher, until it is as it must be
     # What answers and evidence are compared by: words (how often each occurs, for worlds from scratch), or an embedder:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mujica_jax.agents.agent import Attempt, EnginePolicy, TwoPolicies, gather_polled
 from mujica_jax.agents.faults import FaultGuard
-from mujica_jax.config.schema import Config, SingleConfig, TaskConfig
+from mujica_jax.config.schema import Config, MujicaConfig, SingleConfig, TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.scheduler import BatchedGenerator
@@ -51,9 +51,10 @@ def evaluate(
     sampled: bool = True,
     plot: bool = False,
     ask: str | None = None,
+    note: str | None = None,
 ) -> None:
     """Score, print, and write the results; of several configurations, which differ in task and agent, a table too. Or
-    show how the first one's agent answers what `ask` says."""
+    show how the first one's agent answers what `ask` says. `note` is printed first."""
     first = configs[0]
     if plot:
         import_extra("matplotlib", "--plot", extra="plots")
@@ -73,8 +74,12 @@ def evaluate(
     progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
     faults = FaultGuard(first.faults)
     asked_judge = None if judge is None else judge_behind(judge, first)
+    if note is not None:
+        progress.line(note)
     if isinstance(policy, Checkpoint) and (otherwise := policy.trained_otherwise(first.agent)):
         progress.line(f"the policy was trained under other settings: {'; '.join(otherwise)}")
+    if worker is not None and (otherwise := worker.trained_otherwise(first.agent)):
+        progress.line(f"the worker was trained under other settings: {'; '.join(otherwise)}")
     if ask is not None:
         task, writes = tasks[first.task], EnginePolicy(generator)
         asked = Question(id="asked", text=ask, answers=())
@@ -237,6 +242,7 @@ def _stem(config: Config, task: Task) -> str:
     which += ["distractor"] * (getattr(config.task, "setting", "open") == "distractor")
     which += [] if agent.kind == "mujica" else [agent.kind.replace("_", "-")]
     which += [agent.style.replace("_", "-")] if isinstance(agent, SingleConfig) else []
+    which += ["evipath"] * (isinstance(agent, MujicaConfig) and agent.protocol == "evipath")
     which += [f"no-{name}" for name in ("split", "parallel") if not getattr(agent, name, True)]
     return "-".join(which)
 

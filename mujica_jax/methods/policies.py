@@ -53,6 +53,14 @@ class SavedPolicy:
             return tokenizer, load(mesh, dtype)
         return tokenizer, with_adapter(load(mesh), self.adapter)
 
+    def trained_otherwise(self, agent: AgentConfig) -> list[str]:
+        """What the run that made the policy says otherwise of its agent: a configuration beside a run replaces it."""
+        if self.run is None:
+            return []
+        trained, now = read_object(self.run / "config.json")["config"]["agent"], dataclasses.asdict(agent)
+        said = trained if trained["kind"] == now["kind"] else {"kind": trained["kind"]}
+        return differences({"agent": said}, {"agent": {key: now.get(key) for key in said}}, ignore=())
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint(SavedPolicy):
@@ -81,14 +89,6 @@ class Checkpoint(SavedPolicy):
     def about(self) -> dict[str, Any]:
         adapter = {} if self.adapter is None else {"adapter": str(self.adapter)}
         return {"checkpoint": self.place, "policy": self.version, **adapter}
-
-    def trained_otherwise(self, agent: AgentConfig) -> list[str]:
-        """What the run that made the policy says otherwise of its agent: a configuration beside a run replaces it."""
-        if self.run is None:
-            return []
-        trained, now = read_object(self.run / "config.json")["config"]["agent"], dataclasses.asdict(agent)
-        said = trained if trained["kind"] == now["kind"] else {"kind": trained["kind"]}
-        return differences({"agent": said}, {"agent": {key: now.get(key) for key in said}}, ignore=())
 
 
 def init_as_checkpoint(words: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mujica_jax.agents.mujica import contract_of
 from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config.files import implementation
 from mujica_jax.config.schema import Config
@@ -427,7 +428,7 @@ def new_decoder(config: Config, size: DecoderConfig) -> Decoder:
 def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
     """The run's tokenizer: trained once on the task's training text and the words that our prompts and scripts use."""
     if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
-        words = tuple(sample_text(config.agent.kind))
+        words = tuple(sample_text(config.agent.kind, contract_of(config.agent)))
         texts = itertools.chain(from_scratch(task).tokenizer_text(), *itertools.repeat(words, SCRIPT_REPEATS))
         store.commit_folder(TOKENIZER, Tokenizer.train(texts, config.model.vocab_tokens).save, {})
     return Tokenizer.load(store.folder(TOKENIZER))

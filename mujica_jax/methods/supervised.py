@@ -16,12 +16,13 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.agents.dialogue import with_opening
 from mujica_jax.agents.faults import FaultGuard
+from mujica_jax.agents.mujica import contract_of
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.scripted_text import without_silent_workers
 from mujica_jax.config.method_checks import has_script
@@ -44,6 +45,8 @@ PRETRAINING = "pretraining"
 CONTROL = "control"
 FORWARD_AND_BACKWARD = 3
 
+MoreRows = Callable[[], Sequence[Conversation]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstrations:
@@ -53,8 +56,10 @@ class Demonstrations:
     rewarded: list[Conversation]  # the rows of those trajectories that earned the best reward
 
 
-def warm_up(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
-    """The warmed-up state, its phase, and what it was trained on."""
+def warm_up(run: Run, more_rows: MoreRows = lambda: ()) -> tuple[PhaseState, PhaseResult, Demonstrations]:
+    """Return the warmed-up state, its phase, and what it was trained on.
+
+    `more_rows` gives conversations that a method wants learnt beside the demonstrations."""
     began = time.monotonic()
     config = run.config.warmup
     few_shot = config.source == "few_shot"
@@ -62,6 +67,7 @@ def warm_up(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     conversations = run.fitting(training_rows(kept))
     if not conversations:
         raise UserError(_why_nothing_to_learn(run, len(trajectories), kept))
+    conversations += run.fitting(more_rows(), "conversations with a teacher")
 
     @functools.cache
     def packed_rows() -> PackedRows:
@@ -92,13 +98,15 @@ def warm_up(run: Run) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     return state, result, Demonstrations(rows=conversations, rewarded=rewarded_rows)
 
 
-def begin(run: Run, *, replayed: bool = False) -> tuple[PhaseState, PhaseResult, Demonstrations]:
+def begin(
+    run: Run, *, replayed: bool = False, more_rows: MoreRows = lambda: ()
+) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     """The warm-up, or where it has no steps what the run starts from, evaluated. Then nothing is demonstrated, unless
-    the method replays demonstrations and a script plays some."""
+    the method replays demonstrations and a script plays some. `more_rows`: see `warm_up`."""
     task, scripted = run.task, replayed and has_script(run.config)
     played = scripted and isinstance(task, FromScratchTask) and any(task.demonstrations())
     if run.config.warmup.steps or played:
-        return warm_up(run)
+        return warm_up(run, more_rows)
     began = time.monotonic()
     state = PhaseState(run.initial_state if run.config.init else lambda: _pretrain(run))
     run.commit_policy(state, WARM_UP.step)
@@ -168,7 +176,12 @@ def from_scratch(task: Task) -> FromScratchTask:
 def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     """Play the demonstrations in their environments. A script that fails by a miss stays in, as the noise it is meant
     to be; one that cannot reach the gold answer, or whose search failed, is left out."""
-    policy = ScriptedPolicy(run.tokenizer, miss_rate=run.config.warmup.miss_rate, seed=run.config.seed)
+    policy = ScriptedPolicy(
+        run.tokenizer,
+        miss_rate=run.config.warmup.miss_rate,
+        seed=run.config.seed,
+        contract=contract_of(run.config.agent),
+    )
     faults = FaultGuard(run.config.faults)
     played: list[tuple[Trajectory, Question]] = []
     trajectories: list[Trajectory] = []

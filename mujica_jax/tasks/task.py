@@ -84,6 +84,15 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class ParagraphTask(Protocol):
+    """A task whose data set gives paragraphs with its questions."""
+
+    def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
+        """Return the paragraphs that the data set gives with this question, gold and others. Empty: it gives none."""
+        ...
+
+
+@runtime_checkable
 class FromScratchTask(Protocol):
     """What a model that starts from scratch needs besides. All of it is of the training side, never of dev or test."""
 

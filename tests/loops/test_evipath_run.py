@@ -18,21 +18,25 @@ def started(directory: Path, *flags: str, **options: Any) -> str:
 
 
 @pytest.mark.slow
-def test_killed_in_synthesis_and_in_learning_it_ends_as_if_it_had_not_been(tmp_path):
-    started(tmp_path / "undisturbed")
+@pytest.mark.parametrize("wanted", ["0", "12"], ids=["all right trajectories", "twelve of them"])
+def test_killed_in_synthesis_and_in_learning_it_ends_as_if_it_had_not_been(tmp_path, wanted):
+    bound = ("--method.trajectories", wanted)
+    started(tmp_path / "undisturbed", *bound)
     killed = tmp_path / "killed"
-    started(killed, signal="SIGKILL", phase="evipath: synthesis", update=10)
+    started(killed, *bound, signal="SIGKILL", phase="evipath: synthesis", update=10)
     assert [file.name for file in sorted((killed / "rounds" / "0001").iterdir())] == [
         "plan.json",
         "shard-00000.parquet",
     ]
-    started(killed, signal="SIGKILL", phase="evipath: learning", update=12, stretch=5)
+    started(killed, *bound, signal="SIGKILL", phase="evipath: learning", update=12, stretch=5)
     assert (killed / "rounds" / "0001" / "DONE.json").exists() and not (killed / "policies" / "000001").exists()
-    output = started(killed)
+    output = started(killed, *bound)
     assert "evipath: synthesis:" not in output, "what was done is not done again"
     assert outcome(killed) == outcome(tmp_path / "undisturbed")
     (line,) = (line for line in json_lines(killed / "metrics.jsonl") if line["phase"] == "evipath")
-    assert line["kept"] == 16 and line["planner_rows"] == 16 and line["worker_rows"] > 16
+    kept = int(wanted) or 16
+    assert line["right"] == 16 and line["kept"] == kept
+    assert line["planner_rows"] == kept and line["worker_rows"] > kept
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
 """Open-domain and multi-hop questions over passages: of one index for all, or of those given with each question."""
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from mujica_jax.config.tasks import MultiHopConfig, OpenDomainConfig, QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
-from mujica_jax.records import Question
+from mujica_jax.records import GoldPassage, Question
 from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.open_domain.records import OpenRecord, read_set
 from mujica_jax.tasks.passages import (
@@ -53,6 +54,7 @@ class OpenDomain:
         self.notes, self.shown = tuple(notes), shown
         self.environment_kind: EnvironmentKind = config.environment
         self._questions, self._environment, self._own = questions, environment, own
+        self._config = config
 
     def questions(self, split: Split) -> Sequence[Question]:
         """In the order of the hash of their ids, so that a prefix is a random sample."""
@@ -60,6 +62,20 @@ class OpenDomain:
 
     def environment(self, question: Question) -> Environment:
         return self._own[question.id] if self._environment is None else self._environment
+
+    def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
+        """Return the paragraphs that HotpotQA or MuSiQue gives with the question. The other sets give none."""
+        return self._paragraphs.get(question.id, ())
+
+    @functools.cached_property
+    def _paragraphs(self) -> Mapping[str, Sequence[GoldPassage]]:
+        """The paragraphs of all questions, read from the files when they are first asked for."""
+        if not isinstance(self._config, MultiHopConfig):
+            return {}
+        paragraphs: dict[str, Sequence[GoldPassage]] = {}
+        for _, record in read_set(Path(self._config.data_dir), self._config.kind):
+            paragraphs.setdefault(record.id, record.context)
+        return paragraphs
 
 
 def build(config: OpenDomainConfig) -> OpenDomain:

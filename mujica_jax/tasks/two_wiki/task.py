@@ -112,6 +112,15 @@ class TwoWiki:
     def environment(self, question: Question) -> Environment:
         return self._elsewhere.get(question.id, self._environment)
 
+    def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
+        """Return the paragraphs that the files give with the question."""
+        return self._paragraphs.get(question.id, ())
+
+    @functools.cached_property
+    def _paragraphs(self) -> Mapping[str, Sequence[GoldPassage]]:
+        """The paragraphs of all questions, read from the files when they are first asked for."""
+        return {record.id: record.context for record in read_folder(self.config.data_dir)}
+
     def questions(self, split: Split) -> Sequence[Question]:
         """In the order of the hash of their ids, so a prefix is a random sample and stays one when files are added."""
         return self._questions[split]

@@ -1,0 +1,324 @@
+"""EviPath's contract between planner, executor and environment ("From Evidence to Trajectory", tables 8 to 11).
+
+    planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>   or  <answer> ... </answer>
+    planner, text    <think> ... </think> <action> Search("...") ... </action>        or  <answer> ... </answer>
+    executor         <think> ... </think> <select> [i][j] </select> <answer> ... </answer>
+                     or, where no evidence matches, the bare sentence: No relevant information found.
+
+Mujica's contract (`protocol.py`) has <search> in the place of the planner's calls over text, <sentence> in the place of
+the executor's <answer>, and [-1] in the place of the bare sentence. Tags, fields and the order of the fields are the
+paper's; the rules and the invented examples are in our words. The paper's executor is called `worker` in records.
+
+Readings of ours:
+
+- Table 10 shows one search in a turn. Section 4.1.2 has a set of them, so a turn over text may hold several, one a
+  line.
+- Table 8 is a prompt for synthesis. The paper shows no planner's prompt for training over a graph; it is table 10's,
+  with table 8's calls, candidates and observations.
+- Table 9 is a prompt for synthesis as well. The executor's prompt over a graph is table 11's, with triples.
+- `brief` prompts, for small models trained from scratch, are Mujica's one-line prompts.
+"""
+
+import re
+from collections.abc import Sequence
+
+from mujica_jax.agents import protocol
+from mujica_jax.agents.contract import Contract, Role
+from mujica_jax.agents.dialogue import Opening
+from mujica_jax.agents.protocol import (
+    DOUBLE_QUOTES,
+    NOTHING_FOUND,
+    SINGLE_QUOTES,
+    PlannerAction,
+    PromptMode,
+    SearchCall,
+    WorkerReply,
+    one_line,
+)
+from mujica_jax.models.thoughts import outside_thoughts
+from mujica_jax.records import Entity, StopReason
+from mujica_jax.tasks.task import EnvironmentKind
+
+_CALL_BEGINS = re.compile(r"\bSearch\s*\(", re.IGNORECASE)
+# A query ends at the first quotation mark before a bracket, as in protocol.py.
+_TEXT_CALL = re.compile(
+    rf"""\bSearch\s*\(\s*
+    (?: [{DOUBLE_QUOTES}](?P<double>[^\n]*?)[{DOUBLE_QUOTES}] | [{SINGLE_QUOTES}](?P<single>[^\n]*?)[{SINGLE_QUOTES}] )
+    \s*,?\s*\)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_BARE = NOTHING_FOUND.rstrip(".").casefold()
+_OBSERVATIONS = {"graph": "Observation:", "text": "Obs:"}  # tables 8 and 10
+
+
+class EviPathContract(Contract):
+    """Tags, prompts and parsers of EviPath."""
+
+    sentence_tag = "answer"
+    explains_nothing_found = False
+    has_own_words = True
+
+    def opening(
+        self, role: Role, kind: EnvironmentKind, mode: PromptMode, *, parallel: bool = True, split: bool = True
+    ) -> Opening:
+        assert split, "checked with the configuration: EviPath has an executor"
+        if mode == "brief":
+            return super().opening(role, kind, mode, parallel=parallel)
+        rules, examples = _RULES[role, kind], _EXAMPLES[role, kind]
+        if role == "planner" and not parallel:
+            rules += "\nWrite one search a turn: only the first one is answered."
+            examples = tuple(example for example in examples if not example.searches_in_parallel)
+        if mode == "zero_shot":
+            return Opening(system=rules)
+        exchanges = [exchange for example in examples for exchange in example.exchanges]
+        return Opening(system=rules, examples=tuple(exchanges))
+
+    def observation(self, kind: EnvironmentKind) -> str:
+        return _OBSERVATIONS[kind]
+
+    def planner_observation(
+        self, sentences: Sequence[str], named: Sequence[Sequence[Entity]], first: int, kind: EnvironmentKind
+    ) -> str:
+        """Return one line for each search: its sentence and, behind it, the candidates that it named first."""
+        lines = []
+        number = first
+        for sentence, entities in zip(sentences, named, strict=True):
+            line = one_line(sentence)
+            if entities:
+                listed = " ".join(f"[{place}] {one_line(of.label)}" for place, of in enumerate(entities, number))
+                line += f" Candidate: {listed}"
+                number += len(entities)
+            lines.append(line)
+        if kind == "text":
+            return f"{_OBSERVATIONS[kind]} " + " ".join(lines)
+        return "\n".join([_OBSERVATIONS[kind], *lines])
+
+    def worker_opening(
+        self, query: str, materials: Sequence[Sequence[str]], kind: EnvironmentKind, mode: PromptMode
+    ) -> str:
+        return "\n".join([f"Question: {one_line(query)}", "Supporting evidences:", *protocol.numbered(materials, mode)])
+
+    def stop_strings(self, role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
+        if role == "worker":
+            return ("</answer>", protocol.OBSERVATION)
+        return ("</action>", "</answer>", self.observation(kind))
+
+    def parse_planner(self, text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int) -> PlannerAction:
+        if kind == "graph":
+            return super().parse_planner(text, kind, candidates=candidates, max_searches=max_searches)
+        if (answer := protocol.parse_answer(text)) is not None:
+            return PlannerAction(answer=answer)
+        calls, unreadable = _text_calls(outside_thoughts(text))
+        if not calls:
+            return PlannerAction(refused=StopReason.NO_ACTION)
+        if len(calls) > max_searches:
+            return PlannerAction(refused=StopReason.TOO_MANY_SEARCHES)
+        return PlannerAction(searches=tuple(calls), unreadable=unreadable)
+
+    def parse_worker(self, text: str, *, materials: int) -> WorkerReply:
+        """Read one executor turn.
+
+        The bare sentence says that nothing was found, with or without quotation marks and full stop."""
+        if one_line(outside_thoughts(text)).strip("\"“”'.").casefold() == _BARE:
+            return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=True)
+        return protocol.parse_worker(text, materials=materials, sentence_tag=self.sentence_tag)
+
+    def write_searches(self, thought: str, calls: Sequence[SearchCall], kind: EnvironmentKind) -> str:
+        if kind == "graph":
+            return super().write_searches(thought, calls, kind)
+        lines = "\n".join(f'Search("{call.query}")' for call in calls)
+        return f"<think> {thought} </think>\n<action>\n{lines}\n</action>"
+
+    def write_worker(self, thought: str, selected: Sequence[int], sentence: str) -> str:
+        if not selected:
+            return NOTHING_FOUND
+        shown = "".join(f"[{index}]" for index in selected)
+        return f"<think> {thought} </think>\n<select> {shown} </select>\n<answer> {sentence} </answer>"
+
+
+class _Example:
+    """One worked example: messages of user and assistant in turn, the user's first."""
+
+    def __init__(self, *messages: str) -> None:
+        self.messages = messages
+
+    @property
+    def searches_in_parallel(self) -> bool:
+        return any(message.count("Search(") > 1 for message in self.messages)
+
+    @property
+    def exchanges(self) -> list[protocol.Exchange]:
+        """The example as chat turns: (user message, assistant message) in their order."""
+        return list(zip(self.messages[::2], self.messages[1::2], strict=True))
+
+
+def _text_calls(said: str) -> tuple[list[SearchCall], int]:
+    """Return the calls of all actions in their order, each once, and how many searches could not be read."""
+    actions = protocol.fields("action", said)
+    unreadable = protocol.opens("action", said) - len(actions)
+    queries: list[str] = []
+    for action in actions:
+        matches = list(_TEXT_CALL.finditer(action))
+        found = [one_line(match["single"] if match["double"] is None else match["double"]) for match in matches]
+        readable = [query for query in found if query]
+        queries += readable
+        begun = len(_CALL_BEGINS.findall(action))
+        says_anything = int(bool(action.strip()))
+        unreadable += max(begun, says_anything) - len(readable)
+    return [SearchCall(query=query, candidate=None) for query in dict.fromkeys(queries)], max(unreadable, 0)
+
+
+# --- system prompts ---
+
+_RULES = {
+    ("planner", "graph"): (
+        "Your task is to answer a complex question with the help of a knowledge graph. You are given the question and "
+        "numbered candidate entities.\n"
+        "You need to:\n"
+        "1. Make a plan: decompose the question into steps.\n"
+        "2. Solve the problem step by step.\n"
+        "Put your thoughts between <think> and </think> tags.\n"
+        'Use Search([X], "question") between <action> and </action> tags to get information about candidate [X]. Write '
+        "one call a line; the calls of one turn are answered together. What a search asks is a question, and it names "
+        "entities in full.\n"
+        "Observations follow, with new candidates. Label the final answer, as short as possible, with <answer> *** "
+        "</answer>."
+    ),
+    ("planner", "text"): (
+        "Your task is to answer a complex question with the help of a search tool.\n"
+        "You need to:\n"
+        "1. Make a plan: decompose the question into steps.\n"
+        "2. Solve the problem step by step.\n"
+        "Put your thoughts between <think> and </think> tags.\n"
+        'Use Search("question") between <action> and </action> tags to get information from supporting evidence. Write '
+        "one call a line; the calls of one turn are answered together.\n"
+        "What a search asks is an interrogative sentence. It holds no pronouns such as this or these: name entities in "
+        "full.\n"
+        "Observations follow. Label the final answer, as short as possible, with <answer> *** </answer>."
+    ),
+    ("worker", "graph"): (
+        "Your task is to answer a question based on supporting evidence, of which some is noise. Each piece is a "
+        "triple: subject, relation, object.\n"
+        "You need to:\n"
+        "1. Identify what the question asks for, review all evidence and summarise what supports the answer. Put your "
+        "thoughts between <think> and </think> tags.\n"
+        "2. Put the index of the golden evidence between <select> and </select> tags. If several pieces contain the "
+        f'answer, select all of them. If none matches, respond with "{NOTHING_FOUND}" and nothing else.\n'
+        "3. Summarise the answer in one complete declarative sentence between <answer> and </answer> tags."
+    ),
+    ("worker", "text"): (
+        "Your task is to answer a question based on supporting evidence, of which some is noise.\n"
+        "You need to:\n"
+        "1. Identify what the question asks for, review all evidence and summarise what supports the answer. Put your "
+        "thoughts between <think> and </think> tags.\n"
+        "2. Put the index of the golden evidence between <select> and </select> tags. If several pieces contain the "
+        f'answer, select all of them. If none matches, respond with "{NOTHING_FOUND}" and nothing else.\n'
+        "3. Summarise the answer in one complete declarative sentence between <answer> and </answer> tags."
+    ),
+}
+
+# Invented people and works: an example must not give away a fact of any benchmark.
+_EXAMPLES = {
+    ("planner", "graph"): (
+        _Example(
+            "Question: Which film came out first, Amber Tide or The Tin Orchard?\n"
+            "Candidate: [0] Amber Tide [1] The Tin Orchard",
+            "<think> To solve this problem, I need to:\n"
+            "1. Find the publication date of Amber Tide.\n"
+            "2. Find the publication date of The Tin Orchard.\n"
+            "3. Compare the two dates. </think>\n"
+            "<action>\n"
+            'Search([0], "When did Amber Tide come out?")\n'
+            'Search([1], "When did The Tin Orchard come out?")\n'
+            "</action>",
+            "Observation:\nAmber Tide came out in 1961.\nThe Tin Orchard came out in 1948.",
+            "<think> 1948 is earlier than 1961, so The Tin Orchard came out first. </think>\n"
+            "<answer> The Tin Orchard </answer>",
+        ),
+        _Example(
+            "Question: Where was the director of film Amber Tide born?\nCandidate: [0] Amber Tide",
+            "<think> To solve this problem, I need to:\n"
+            "1. Find the director of Amber Tide.\n"
+            "2. Find the place of birth of the director. </think>\n"
+            "<action>\n"
+            'Search([0], "Who is the director of Amber Tide?")\n'
+            "</action>",
+            "Observation:\nThe director of Amber Tide is Ilse Vandermark. Candidate: [1] Ilse Vandermark",
+            "<think> Now that I have the director, I need the place of birth of Ilse Vandermark. </think>\n"
+            "<action>\n"
+            'Search([1], "Where was Ilse Vandermark born?")\n'
+            "</action>",
+            "Observation:\nIlse Vandermark was born in Ghent. Candidate: [2] Ghent",
+            "<think> The director was born in Ghent. </think>\n<answer> Ghent </answer>",
+        ),
+    ),
+    ("planner", "text"): (
+        _Example(
+            "Question: Which film came out first, Amber Tide or The Tin Orchard?",
+            "<think> To solve this problem, I need to:\n"
+            "1. Find the release date of Amber Tide.\n"
+            "2. Find the release date of The Tin Orchard.\n"
+            "3. Compare the two dates. </think>\n"
+            "<action>\n"
+            'Search("When was the film Amber Tide released?")\n'
+            'Search("When was the film The Tin Orchard released?")\n'
+            "</action>",
+            "Obs: Amber Tide was released in 1961. The Tin Orchard was released in 1948.",
+            "<think> 1948 is earlier than 1961, so The Tin Orchard came out first. </think>\n"
+            "<answer> The Tin Orchard </answer>",
+        ),
+        _Example(
+            "Question: Where was the director of film Amber Tide born?",
+            "<think> To solve this problem, I need to:\n"
+            "1. Find the director of Amber Tide.\n"
+            "2. Find the place of birth of the director. </think>\n"
+            "<action>\n"
+            'Search("Who directed the film Amber Tide?")\n'
+            "</action>",
+            "Obs: The film Amber Tide was directed by Ilse Vandermark.",
+            "<think> Now that I have the director, I need the place of birth of Ilse Vandermark. </think>\n"
+            "<action>\n"
+            'Search("Where was Ilse Vandermark born?")\n'
+            "</action>",
+            "Obs: Ilse Vandermark was born in Ghent.",
+            "<think> The director was born in Ghent. </think>\n<answer> Ghent </answer>",
+        ),
+    ),
+    ("worker", "graph"): (
+        _Example(
+            "Question: Who is the director of Amber Tide?\n"
+            "Supporting evidences:\n"
+            "[0] Amber Tide, publication date, 1961\n"
+            "[1] Amber Tide, director, Ilse Vandermark",
+            "<think> The question asks me to find the director of Amber Tide. [1] says the director of Amber Tide is "
+            "Ilse Vandermark. </think>\n"
+            "<select> [1] </select>\n"
+            "<answer> The director of Amber Tide is Ilse Vandermark. </answer>",
+        ),
+        _Example(
+            "Question: Who is the mother of Ilse Vandermark?\n"
+            "Supporting evidences:\n"
+            "[0] Ilse Vandermark, place of birth, Ghent\n"
+            "[1] Amber Tide, director, Ilse Vandermark",
+            NOTHING_FOUND,
+        ),
+    ),
+    ("worker", "text"): (
+        _Example(
+            "Question: Where was Ilse Vandermark born?\n"
+            "Supporting evidences:\n"
+            "[0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.\n"
+            "[1] Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.",
+            "<think> The question asks me to find where Ilse Vandermark was born. [1] says she was born in Ghent. "
+            "</think>\n"
+            "<select> [1] </select>\n"
+            "<answer> Ilse Vandermark was born in Ghent. </answer>",
+        ),
+        _Example(
+            "Question: Who is the mother of Ilse Vandermark?\n"
+            "Supporting evidences:\n"
+            "[0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.",
+            NOTHING_FOUND,
+        ),
+    ),
+}

@@ -1,0 +1,209 @@
+"""EviPath's teachers, and what they need to write trajectories.
+
+A teacher is a language model: the policy that the run starts with, a second checkpoint, or the model behind an
+endpoint. All of them serve all modes. The script is none: it replays the demonstrations that the warm-up shows.
+
+A policy that is trained from scratch has read no text about tasks, so it cannot follow a prompt that it never saw. Its
+warm-up shows it the teacher's prompts too (`lessons`), beside the agent's own: the script writes both. Such a policy
+stands in for the paper's Llama, which follows either prompt, in the abductive as in the deductive mode. It is asked for
+no plan: the thoughts of the demonstrations hold none.
+"""
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from mujica_jax.agents.agent import Attempt, EnginePolicy, Policy
+from mujica_jax.agents.mujica import PLANNER, WORKER, contract_of
+from mujica_jax.agents.protocol import PromptMode
+from mujica_jax.agents.scripted import ScriptedPolicy
+from mujica_jax.agents.synthesis import Synthesis, Synthesizer
+from mujica_jax.agents.synthesis_prompts import planner_addition, worker_addition
+from mujica_jax.agents.teacher import Teacher
+from mujica_jax.config.method_checks import is_taught
+from mujica_jax.config.schema import EviPathConfig, MujicaConfig
+from mujica_jax.errors import UserError
+from mujica_jax.inference.scheduler import BatchedGenerator
+from mujica_jax.methods.policies import Checkpoint, SavedPolicy, find_policy, read_object
+from mujica_jax.methods.remote import Endpoint, open_endpoint
+from mujica_jax.methods.rounds import method_of
+from mujica_jax.methods.run import Run
+from mujica_jax.methods.supervised import from_scratch
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.records import Conversation
+from mujica_jax.retrieval.text.similarity import find_similarity
+from mujica_jax.runtime import distributed
+from mujica_jax.tasks.task import ParagraphTask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Author:
+    """A synthesizer with the teacher that writes for it."""
+
+    synthesizer: Synthesizer
+    concurrency: int | None = None  # episodes at a time; None: as many as the run's engine has slots
+    generator: BatchedGenerator | None = None  # of a second checkpoint
+
+    def begin_shard(self) -> None:
+        """Empty the teacher's cache, so that a shard is a function of its attempts and the teacher alone."""
+        if self.generator is not None:
+            self.generator.reset_cache()
+
+
+def find_author(run: Run) -> Callable[[], Author]:
+    """Find the teacher, and return what opens it.
+
+    What can be wrong with a teacher is answered here, before anything is learnt. Raises UserError."""
+    config = method_of(run, EviPathConfig)
+    if config.teacher == "scripted":
+        return functools.partial(_script, run)
+    if config.teacher == "policy":
+        trained = _agent(run).prompt if run.config.warmup.steps else None
+        limit = _agent(run).max_trajectory_tokens
+        _check_room(run, run.tokenizer, _prompt(run, trained), limit, "agent.max_trajectory_tokens")
+        return functools.partial(_own_policy, run, trained)
+    if config.teacher == "remote":
+        return functools.partial(_endpoint, run, open_endpoint(config.remote, run.store.root))
+    assert config.teacher_checkpoint is not None, "the configuration was checked to name a checkpoint"
+    name = config.teacher_checkpoint
+    policy = distributed.primary_first("the teacher", lambda: find_policy(name, policy=None, adapter=None))
+    _check_trained_agent(run, policy)
+    trained = None if policy.run is None else _trained_agent(policy).get("prompt")
+    tokenizer = distributed.primary_first("the teacher's tokenizer", lambda: Tokenizer.load(policy.model))
+    _check_room(run, tokenizer, _prompt(run, trained), _checkpoint_limit(run), "method.teacher_max_tokens")
+    return functools.partial(_checkpoint, run, policy, trained)
+
+
+def lessons(run: Run) -> list[Conversation]:
+    """Return conversations with EviPath's teacher that a model from scratch learns in its warm-up.
+
+    The script plays the demonstrations once more, this time as the teacher in abductive mode."""
+    if not is_taught(run.config):
+        return []
+    rows: list[Conversation] = []
+    synthesizer = _synthesizer(run, _scripted_teacher(run), _prompt(run, trained="brief"), mode="abductive")
+
+    async def play() -> None:
+        for question, environment in from_scratch(run.task).demonstrations():
+            run.preemption.check()
+            attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
+            rows.extend(await synthesizer.lessons(attempt, environment, _script_policy(run)))
+
+    asyncio.run(play())
+    return rows
+
+
+def _script(run: Run) -> Author:
+    return Author(synthesizer=_synthesizer(run, _scripted_teacher(run), _agent(run).prompt))
+
+
+def _own_policy(run: Run, trained: PromptMode | None) -> Author:
+    limit = _agent(run).max_trajectory_tokens
+    teacher = _model_teacher(run, None, run.tokenizer, trained, limit)
+    return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)))
+
+
+def _endpoint(run: Run, endpoint: Endpoint) -> Author:
+    teacher = Teacher(policy=EnginePolicy(endpoint.generator), tokenizer=endpoint.tokenizer)
+    synthesizer = _synthesizer(run, teacher, _prompt(run, trained=None))
+    return Author(synthesizer=synthesizer, concurrency=method_of(run, EviPathConfig).remote.concurrency)
+
+
+def _checkpoint(run: Run, policy: SavedPolicy, trained: PromptMode | None) -> Author:
+    run.generator.release_weights()  # the teacher takes their place
+    limit = _checkpoint_limit(run)
+    served = dataclasses.replace(run.config, agent=dataclasses.replace(_agent(run), max_trajectory_tokens=limit))
+    tokenizer, generator = Checkpoint(**vars(policy), out=run.store.root).open(served)
+    assert isinstance(generator, BatchedGenerator), "a checkpoint is served by the engine"
+    teacher = _model_teacher(run, EnginePolicy(generator), tokenizer, trained, limit)
+    return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)), generator=generator)
+
+
+def _checkpoint_limit(run: Run) -> int:
+    """Return how many tokens a conversation with a second checkpoint may hold."""
+    return method_of(run, EviPathConfig).teacher_max_tokens or _agent(run).max_trajectory_tokens
+
+
+def _model_teacher(
+    run: Run, policy: Policy | None, tokenizer: Tokenizer, trained: PromptMode | None, limit: int
+) -> Teacher:
+    """Return a teacher on this machine. One that reads brief prompts was never shown a request for a plan."""
+    plans = _prompt(run, trained) != "brief"
+    return Teacher(policy=policy, tokenizer=tokenizer, plans=plans, max_tokens=limit)
+
+
+def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, field: str) -> None:
+    """Refuse a teacher whose prompt leaves no room for what it reads and writes, before anything is learnt."""
+    agent, kind = _agent(run), run.task.environment_kind
+    for role in (PLANNER, WORKER):
+        opening = contract_of(agent).opening(role, kind, prompt, parallel=agent.parallel)
+        system = opening.system
+        if method_of(run, EviPathConfig).mode != "deductive":
+            system += planner_addition(prompt) if role == PLANNER else worker_addition(prompt)
+        tokens = len(tokenizer.open_conversation(system, "", opening.examples))
+        needed = tokens + agent.max_turn_tokens + (agent.max_observation_tokens if role == WORKER else 0)
+        if needed > limit:
+            raise UserError(
+                f"the teacher's prompt as {role} ({prompt}) has {tokens} tokens, needs {needed} with what "
+                f"agent.max_turn_tokens and agent.max_observation_tokens allow, and {field} is {limit}: raise it, "
+                "evidence comes on top, or choose a shorter --method.teacher-prompt"
+            )
+
+
+def _synthesizer(run: Run, teacher: Teacher, prompt: PromptMode, *, mode: str | None = None) -> Synthesizer:
+    config = method_of(run, EviPathConfig)
+    paragraphs = run.task.own_paragraphs if isinstance(run.task, ParagraphTask) else None
+    if config.distractors == "retrieved":
+        paragraphs = None
+    return Synthesizer(
+        Synthesis(
+            method=config if mode is None else dataclasses.replace(config, mode=mode),
+            agent=_agent(run),
+            tokenizer=run.tokenizer,
+            teacher=teacher,
+            similarity=find_similarity(config.embedder),
+            prompt=prompt,
+            rule=run.task.rule,
+            paragraphs=paragraphs or (lambda question: ()),
+        )
+    )
+
+
+def _prompt(run: Run, trained: PromptMode | None) -> PromptMode:
+    """Return how the teacher reads the agent's prompts; `trained` is how it was trained to, if it was."""
+    config = method_of(run, EviPathConfig)
+    return (trained or "few_shot") if config.teacher_prompt == "auto" else config.teacher_prompt
+
+
+def _script_policy(run: Run) -> ScriptedPolicy:
+    return ScriptedPolicy(run.tokenizer, seed=run.config.seed, contract=contract_of(run.config.agent))
+
+
+def _scripted_teacher(run: Run) -> Teacher:
+    return Teacher(policy=_script_policy(run), tokenizer=run.tokenizer, plans=False)
+
+
+def _agent(run: Run) -> MujicaConfig:
+    assert isinstance(run.config.agent, MujicaConfig), "the configuration was checked to play mujica"
+    return run.config.agent
+
+
+def _trained_agent(policy: SavedPolicy) -> dict:
+    """Return the agent's section of the run that made a policy."""
+    assert policy.run is not None, "only a policy of a run was trained as an agent"
+    return read_object(policy.run / "config.json")["config"]["agent"]
+
+
+def _check_trained_agent(run: Run, policy: SavedPolicy) -> None:
+    """Refuse a teacher that was trained as another agent, and say what else its run says otherwise."""
+    if policy.run is None:
+        return
+    trained = _trained_agent(policy)["kind"]
+    if trained != _agent(run).kind:
+        raise UserError(
+            f"method.teacher_checkpoint {policy.run} was trained as {trained}, and a teacher of EviPath plays "
+            f"{_agent(run).kind}: choose another --method.teacher-checkpoint"
+        )
+    if otherwise := policy.trained_otherwise(_agent(run)):
+        run.progress.line(f"the teacher was trained under other settings: {'; '.join(otherwise)}")
