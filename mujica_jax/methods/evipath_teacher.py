@@ -122,7 +122,8 @@ def _checkpoint(run: Run, policy: SavedPolicy, trained: PromptMode | None) -> Au
 
 def _checkpoint_limit(run: Run) -> int:
     """Return how many tokens a conversation with a second checkpoint may hold."""
-    return method_of(run, EviPathConfig).teacher_max_tokens or _agent(run).max_trajectory_tokens
+    config = method_of(run, EviPathConfig)
+    return config.teacher_max_tokens or _agent(run).max_trajectory_tokens
 
 
 def _model_teacher(
