@@ -190,8 +190,8 @@ def _grown(
         failed = int(sum(tree.counts["retriever_failed"] for tree in trees))
         tries = run.config.faults.repeats + 1
         raise UserError(
-            f"{failed} searches failed, each in {tries} tries, and none of {len(trees)} trees came to an end: start the "
-            "retriever again or correct its address, then give the same command; finished shards are kept"
+            f"{failed} searches failed, each in {tries} tries, and none of {len(trees)} trees came to an end: start "
+            "the retriever again or correct its address, then give the same command; finished shards are kept"
         )
     seconds = (time.monotonic() - began) / len(trees)
     run.store.create(f"trees/shard-{shard:05d}.parquet", encode_nodes(trees))
