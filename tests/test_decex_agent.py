@@ -60,7 +60,8 @@ def test_an_episode_by_hand():
     assert (search.iteration, search.query, search.materials) == (0, "Amber Tide director", (FILM, PERSON))
     (conversation,) = found.conversations
     context = [turn.text for turn in conversation.turns if turn.role == "context"]
-    assert context == [f"Question: {QUESTION.text}", f"[0] {FILM}\n[1] {PERSON}"]
+    information = f"<information>\n[0] {FILM}\n[1] {PERSON}\n</information>"
+    assert context == [f"Question: {QUESTION.text}", information]
     assert [turn.text for turn in conversation.turns if turn.role == "model"] == TURNS
     assert all(turn.trained == (turn.role == "model") for turn in conversation.turns)
 

@@ -5,6 +5,7 @@ the engine with the model that is trained, as in every run.
 """
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -27,8 +28,9 @@ from mujica_jax.trajectories.store import Store
 
 SMOKE = str(Path(__file__).parent / "loops" / "smoke_config.py")
 WANTED, SHARD = 12, 16
+CONTEXT_TOKENS = 1600
 FLAGS = f"""
-    --agent.prompt zero_shot --agent.max-trajectory-tokens 1600 --agent.max-observation-tokens 300
+    --agent.prompt zero_shot --agent.max-trajectory-tokens {CONTEXT_TOKENS} --agent.max-observation-tokens 300
     --agent.max-turn-tokens 200 --engine.slots 8 --pretraining.steps 0 --warmup.source few_shot --warmup.steps 1
     --warmup.few-shot-trajectories {WANTED} --warmup.few-shot-attempts 2 --trainer.row-tokens 1024
     --trainer.rows-per-step 1 --sampling.questions-per-round 4 --sampling.shard-questions {SHARD} --method.rounds 1
@@ -53,6 +55,7 @@ def checkpoint(tmp_path) -> Path:
         texts += [opening.system, *(text for exchange in opening.examples for text in exchange)]
     tokenizer = Tokenizer.train(texts, 4000)
     size = setup.decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
+    size = dataclasses.replace(size, max_position_embeddings=CONTEXT_TOKENS)
     save_checkpoint(filled_decoder(size), tmp_path / "checkpoint", tokenizer=tokenizer)
     return tmp_path / "checkpoint"
 

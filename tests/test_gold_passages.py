@@ -215,7 +215,7 @@ def test_entities_of_hotpotqa_are_read_and_its_gold_passages_found(tmp_path):
     (tmp_path / "hotpot_dev_distractor_v1.json").write_text(json.dumps([record]))
     task = open_domain.build(HotpotConfig(data_dir=str(tmp_path), top_k=1, dev_percent=0, setting="distractor"))
     (question,) = task.questions("test")
-    assert question.text == "Who founded Marks & Spencer?" and question.answers == ("Tom & Co", "Tom &amp; Co")
+    assert question.text == "Who founded Marks & Spencer?" and question.answers == ("Tom & Co",)
     assert question.gold_passages == (GoldPassage(title="Marks & Spencer", text='Founded by "Tom" & Co.'),)
     assert shown(task.environment(question), "Spencer") == ['Marks & Spencer: Founded by "Tom" & Co.']
 

@@ -231,10 +231,12 @@ ENDINGS = {
 }
 
 
-# A teacher ends with the first one, and records of earlier versions with the second one.
-@pytest.mark.parametrize(
-    "reason", sorted(set(StopReason) - {StopReason.SYNTHESIS_FAILED, StopReason.UNKNOWN_CANDIDATE})
-)
+# A teacher ends with the first one, records of earlier versions with the second one, and endpoints with the others
+# (test_eval_replies.py).
+ELSEWHERE = {StopReason.SYNTHESIS_FAILED, StopReason.UNKNOWN_CANDIDATE, StopReason.FILTERED, StopReason.BAD_REPLY}
+
+
+@pytest.mark.parametrize("reason", sorted(set(StopReason) - ELSEWHERE))
 def test_every_stop_reason_ends_an_episode_with_a_record(reason):
     plans, limits = ENDINGS[reason]
     policy = ToldPolicy(plans, READS)

@@ -259,7 +259,7 @@ def test_an_example_does_not_open_a_thought_that_the_template_has_opened():
     text = tokenizer.decode(tokenizer.open_conversation("Plan.", "Question: Who?", examples))
     assert text == (
         "<|im_start|>system\nPlan.<|im_end|>\n<|im_start|>user\nQuestion: Where?<|im_end|>\n"
-        "<|im_start|>assistant\n<think>hm </think>\n<answer> Rome </answer><|im_end|>\n"
+        "<|im_start|>assistant\n<think> hm </think>\n<answer> Rome </answer><|im_end|>\n"
         "<|im_start|>user\nQuestion: Who?<|im_end|>\n<|im_start|>assistant\n<think>"
     )
 

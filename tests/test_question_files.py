@@ -182,12 +182,11 @@ def test_a_list_without_an_answer_is_refused(tmp_path, answers):
         one(tmp_path, "nq", lines({"question": "who", "answer": answers}))
 
 
-def test_entities_in_answers_score_as_what_they_stand_for_and_as_they_are_written(tmp_path):
+def test_entities_in_answers_score_as_what_they_stand_for(tmp_path):
     record = one(tmp_path, "nq", lines({"question": "who&#39;s it", "answer": ["Rock &amp; Roll", "Q&A", "R&B; soul"]}))
     assert record.text == "who's it"
-    assert record.answers == ("Rock & Roll", "Q&A", "R&B; soul", "Rock &amp; Roll")
+    assert record.answers == ("Rock & Roll", "Q&A", "R&B; soul")
     assert score("Rock & Roll", record.answers, "musique").em == 1.0
-    assert score("Rock &amp; Roll", record.answers, "musique").em == 1.0, "as the official script has it"
 
 
 # Characters

@@ -228,6 +228,6 @@ class Single:
                 break
             dialogue.add_user(found_lines(materials), tag=INFORMATION_TAG)
         record = dialogue.record()
-        is_formed = is_well_formed(record, config.style, thought_open=dialogue.thought_open)
+        is_formed = is_well_formed(record, config.style, thought_open=bool(self._tokenizer.opened_thought))
         counts = {"malformed_shape": float(not is_formed)}
         return episode.trajectory([record], answer, reason, counts)

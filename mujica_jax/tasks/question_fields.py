@@ -5,30 +5,21 @@ entities (`&amp;`, which HotpotQA's files are full of) are the characters that t
 TypeError or ValueError, which the readers turn into one sentence with file and line.
 """
 
-import html
 import json
 import math
-import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
-from mujica_jax.retrieval.text.corpus_records import check_text, open_text
+from mujica_jax.retrieval.text.corpus_records import check_text, in_one_form, open_text
 
 MAX_WHOLE_NUMBER = 2**53  # above it a float does not say which whole number was meant
 READ_CHARACTERS = 2**16
-_entity = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 
 Fact = tuple[str, int | None]  # a gold title, and the number of a sentence where the record gives one
 Paragraph = tuple[GoldPassage, int]  # a passage, and how many sentences it has
-
-
-def unescaped(text: str) -> str:
-    """Return the text with HTML entities replaced. A lone "&" and what only looks like an entity stay."""
-    return _entity.sub(lambda entity: html.unescape(entity[0]), text) if "&" in text else text
 
 
 def read_id(value: object) -> str:
@@ -43,14 +34,14 @@ def read_id(value: object) -> str:
 def read_question(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"the question is {value!r} and must be a text")
-    return unescaped(value).strip()
+    return in_one_form(value).strip()
 
 
 def read_label(value: object) -> str:
     """Return a kind of question, or another short field that may be missing."""
     if value is None:
         return ""
-    return unescaped(value) if isinstance(value, str) else _number(value)
+    return in_one_form(value) if isinstance(value, str) else _number(value)
 
 
 def read_answers(values: object) -> tuple[str, ...]:
@@ -62,7 +53,7 @@ def read_answers(values: object) -> tuple[str, ...]:
     if not isinstance(values, list | tuple):
         raise TypeError(f"answer is {_kind(values)} and must be a list")
     written = [_answer(value) for value in values]
-    answers = [*map(unescaped, written), *written]
+    answers = [*map(in_one_form, written), *written]
     distinct = tuple(dict.fromkeys(answer for answer in answers if answer.strip()))
     if not distinct:
         raise ValueError("there is no answer")
@@ -116,16 +107,16 @@ def read_title(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        return unescaped(value)
+        return in_one_form(value)
     return _number(value)
 
 
 def read_passage_text(value: object) -> str:
     """Return the text of a paragraph that is given as one text or as a list of sentences."""
     if isinstance(value, str):
-        return unescaped(value).strip()
+        return in_one_form(value).strip()
     if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
-        return unescaped(" ".join(sentence.strip() for sentence in value))
+        return in_one_form(" ".join(sentence.strip() for sentence in value))
     raise TypeError(f"a paragraph is {_kind(value)} and must be a text or a list of sentences")
 
 
@@ -169,12 +160,12 @@ def with_texts(gold: Iterable[GoldPassage], context: Sequence[GoldPassage]) -> t
 
 def title_key(title: str) -> str:
     """Return what equal titles share, however their spaces, accents and entities are written."""
-    return " ".join(unicodedata.normalize("NFC", unescaped(title)).split())
+    return " ".join(in_one_form(title).split())
 
 
 def passage_key(passage: GoldPassage) -> tuple[str, str]:
     """Return what tells a passage from all others: title and text, without spaces, which segmentation changes."""
-    return title_key(passage.title), "".join(unicodedata.normalize("NFC", unescaped(passage.text)).split())
+    return title_key(passage.title), "".join(in_one_form(passage.text).split())
 
 
 def check_characters(record: object, place: str) -> None:
