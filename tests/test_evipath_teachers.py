@@ -72,7 +72,7 @@ def run(folder) -> Iterator[Run]:
         config,
         teacher="checkpoint",
         teacher_checkpoint=str(folder / "teacher"),
-        teacher_max_tokens=4096,
+        teacher_max_tokens=2048,
         max_tries=1,
         teacher_prompt="zero_shot",
     )

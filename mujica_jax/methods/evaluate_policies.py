@@ -258,7 +258,15 @@ def _identity(config: Config, task: Task, policy: Checkpoint | Endpoint, worker:
 
     Questions, passages and weights are known by their content: two data folders may agree in names, sizes and times.
     """
-    settings = (config.task, config.agent, config.engine, config.eval, config.trainer.dtype)
+    settings = (
+        config.task,
+        config.agent,
+        config.engine,
+        config.eval,
+        config.trainer.dtype,
+        config.staged,
+        config.judge,
+    )
     questions = held_out_questions(task, config)
     weights = []
     for checkpoint in (policy, worker):

@@ -114,7 +114,8 @@ def _checkpoint(run: Run, policy: SavedPolicy, trained: PromptMode | None) -> Au
     run.generator.release_weights()  # the teacher takes their place
     limit = _checkpoint_limit(run)
     served = dataclasses.replace(run.config, agent=dataclasses.replace(_agent(run), max_trajectory_tokens=limit))
-    tokenizer, generator = Checkpoint(**vars(policy), out=run.store.root).open(served)
+    checkpoint = Checkpoint(**vars(policy), out=run.store.root)
+    tokenizer, generator = checkpoint.open(served, context_setting="method.teacher_max_tokens")
     assert isinstance(generator, BatchedGenerator), "a checkpoint is served by the engine"
     teacher = _model_teacher(run, EnginePolicy(generator), tokenizer, trained, limit)
     return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)), generator=generator)

@@ -38,17 +38,20 @@ class SavedPolicy:
     run: RunPath | None  # the directory of the run that made it
     adapter: Path | None = None
 
-    def load(self, dtype: str, mesh: "Mesh | None" = None, *, context_tokens: int = 0) -> "tuple[Tokenizer, Decoder]":
+    def load(
+        self, dtype: str, mesh: "Mesh | None" = None, *, context_tokens: int = 0, context_setting: str = ""
+    ) -> "tuple[Tokenizer, Decoder]":
         """Load the policy in the type it computes in, over `mesh`. An adapter is added in float32.
 
-        Raises UserError, before the weights are read, where the model cannot read `context_tokens`.
+        Raises UserError, before the weights are read, where the model cannot read `context_tokens`. The sentence names
+        `context_setting`, if it is given, as what to lower.
         """
-        from mujica_jax.inference.engine.factory import check_context
+        from mujica_jax.inference.engine.factory import CONTEXT_SETTING, check_context
         from mujica_jax.methods.setup import open_model
         from mujica_jax.models.adapters import with_adapter
 
         tokenizer, abstract, load = open_model(self.model, dtype)
-        check_context(abstract.config, context_tokens)
+        check_context(abstract.config, context_tokens, setting=context_setting or CONTEXT_SETTING)
         if self.adapter is None:
             return tokenizer, load(mesh, dtype)
         return tokenizer, with_adapter(load(mesh), self.adapter)
@@ -71,14 +74,17 @@ class Checkpoint(SavedPolicy):
     def concurrency(self, config: Config) -> int:
         return config.engine.slots
 
-    def open(self, config: Config) -> "tuple[Tokenizer, ScoredGenerator]":
+    def open(self, config: Config, *, context_setting: str = "") -> "tuple[Tokenizer, ScoredGenerator]":
         from flax import nnx
 
         from mujica_jax.inference.engine.factory import engine_mesh
         from mujica_jax.methods.parts import make_generator, use_weights
 
         tokenizer, decoder = self.load(
-            config.trainer.dtype, engine_mesh(config.engine), context_tokens=config.agent.max_trajectory_tokens
+            config.trainer.dtype,
+            engine_mesh(config.engine),
+            context_tokens=config.agent.max_trajectory_tokens,
+            context_setting=context_setting,
         )
         generator = make_generator(decoder, config, tokenizer)
         if config.engine.weights != "compute" or self.adapter is not None:

@@ -21,6 +21,7 @@ from mujica_jax.runtime.host_memory import available_bytes
 DEVICE_SHARE = 0.9  # of the accelerator memory that is free: the rest is for a step's temporaries
 HOST_SHARE = 0.5
 CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+CONTEXT_SETTING = "agent.max_trajectory_tokens (of serve: --max-tokens)"  # what a user lowers for a model's context
 
 
 def make_engine(
@@ -58,12 +59,14 @@ def check_engine(model: DecoderConfig, engine: EngineConfig, *, positions: int, 
     _num_pages(model, engine, positions, kept, reserved=0)
 
 
-def check_context(model: DecoderConfig, positions: int) -> None:
-    """Check that a conversation of so many tokens is one that the model was made for. Raises UserError."""
+def check_context(model: DecoderConfig, positions: int, *, setting: str = CONTEXT_SETTING) -> None:
+    """Check that a model was made for conversations of `positions` tokens. Raises UserError.
+
+    `setting` names what the user lowers."""
     if positions > model.context_tokens:
         raise UserError(
             f"conversations may have {positions:,} tokens and the model reads at most {model.context_tokens:,} "
-            "(max_position_embeddings of its config.json): lower agent.max_trajectory_tokens (of serve: --max-tokens)"
+            f"(max_position_embeddings of its config.json): lower {setting}"
         )
 
 
