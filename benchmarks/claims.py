@@ -136,13 +136,15 @@ Methods that are compared begin with the same policy of the same seed. Scores ar
 entities that no training text names, but for what is common knowledge; a cell is the median over seeds (the least to
 the most). Minutes are those of sampling, scoring, learning and saving, without the start, evaluations and
 compilation, with which they are "in all". Searches are counted in greedy evaluation where nothing else is said."""
+VERDICTS = "## Verdicts"
 MYGO, PARTS, TREES = "MyGO", "Planner and workers, and asking at once", "DecEx-RAG"
 GROUPS = "MyGO beside GRPO and DAPO"
 SECTIONS = {  # of each table: its heading, and what stands before it
     "mygo": (
         MYGO,
         "The paper: MyGO beats its warm-up, offline as well as online, and the threshold matters. Of two rounds the\n"
-        "asynchronous and the offline schedule sample the second by the same policy; offline keeps K at 0.",
+        "asynchronous and the offline schedule sample the second by the same policy. The offline row was measured\n"
+        "while K rose offline too; now it stays fixed.",
     ),
     "workers": (MYGO, "One core learns and evaluates, another one samples: four rounds of 200 questions."),
     "grpo": (
@@ -543,6 +545,15 @@ def _phase(curve: Sequence[Point], which: int | str) -> Point:
     return next(point for point in curve if point.phase == which)
 
 
+def _verdicts(blocks: Sequence[str]) -> list[str]:
+    """Return the page's verdicts, which are written by hand: they weigh the tables below them."""
+    if VERDICTS not in blocks:
+        return []
+    start = blocks.index(VERDICTS)
+    others = [number for number, block in enumerate(blocks) if number > start and block.startswith("## ")]
+    return list(blocks[start : others[0]])
+
+
 def write(found: Runs, page: Path, machine: str) -> None:
     if not found.curves:
         raise SystemExit(f"{found.place} has no finished run: `python benchmarks/claims.py run` first, or check --runs")
@@ -550,6 +561,7 @@ def write(found: Runs, page: Path, machine: str) -> None:
     begin = INTRODUCTION.format(machine=machine)
     heading, _, text = begin.partition("\n\n")
     parts = [heading, textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)]
+    parts += _verdicts(before)
     title = ""
     tables = found.tables()
     for name, (section, said) in SECTIONS.items():
