@@ -24,14 +24,8 @@ def fingerprint_of_searches(task: Task, questions: Sequence[Question]) -> str:
 
     A remote retriever is known by its address until it has answered, so it says nothing about its content.
     """
-    environments: dict[int, Environment] = {}
-    for question in questions:
-        environment = task.environment(question)
-        environments[id(environment)] = environment
-    digest = hashlib.sha256()
-    for environment in environments.values():
-        digest.update(content_version(environment).encode())
-    return digest.hexdigest()[:16]
+    versions = dict.fromkeys(content_version(task.environment(question)) for question in questions)
+    return hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
 
 
 def content_version(environment: Environment) -> str:
