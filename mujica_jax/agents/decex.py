@@ -36,6 +36,7 @@ from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import Episode
+from mujica_jax.agents.single import INFORMATION_TAG, numbered_passages
 from mujica_jax.config.agents import DecexConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.models.thoughts import is_open_after
@@ -45,7 +46,6 @@ from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 DECEX = "decex"  # role of the conversation
-INFORMATION = "information"  # tag around what a search found
 STOPS = ("</search>", "</answer>")
 
 # What decisions and executions begin with.
@@ -140,12 +140,6 @@ def write_search(query: str, thought: str = LOOK_UP) -> str:
 
 def write_answer(thought: str, answer: str) -> str:
     return f"{thought} </think>\n<answer> {answer} </answer>"
-
-
-def passages(materials: Sequence[Material]) -> str:
-    """Return what a search found, as it stands between the tags of the information."""
-    lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
-    return "\n".join(lines) or "none"
 
 
 # --- prompts ---
@@ -380,7 +374,7 @@ class Chain(Episode):
         except RetrievalError:
             self.outcome = "", StopReason.RETRIEVER_FAILED
             return
-        self._dialogue.add_user(passages(materials), tag=INFORMATION)
+        self._dialogue.add_user(numbered_passages(materials), tag=INFORMATION_TAG)
         self._open_turn, self._open_tokens = "", 0
         self._solved(query=query, materials=materials)
 

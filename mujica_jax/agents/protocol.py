@@ -31,6 +31,7 @@ from mujica_jax.records import Entity, StopReason
 from mujica_jax.tasks.task import EnvironmentKind
 
 PromptMode = Literal["brief", "zero_shot", "few_shot"]
+Role = Literal["planner", "worker"]
 
 NOTHING_FOUND = "No relevant information found."
 UNREADABLE = "A search of this turn could not be read."  # stands behind the answers to the others
@@ -74,7 +75,7 @@ class WorkerReply:
         return bool(self.selected)
 
 
-def stop_strings(role: Literal["planner", "worker"], kind: EnvironmentKind) -> tuple[str, ...]:
+def stop_strings(role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
     """What ends a turn besides the stop token: the tag that closes it, and the beginning of an observation.
 
     A planner over texts may write several searches, so its closing tag of a search ends nothing."""
@@ -295,7 +296,6 @@ def write_worker(thought: str, selected: Sequence[int], sentence: str) -> str:
 
 # --- prompts ---
 
-Role = Literal["planner", "worker"]
 Exchange = tuple[str, str]  # a user message and the model's reply
 
 # One line for models that were trained on the format.
@@ -363,7 +363,7 @@ _RULES_WITHOUT_WORKERS = {
         f"{_ANSWER}"
     ),
 }
-_ONE_SEARCH = "\nWrite one search a turn: only the first one is answered."
+ONE_SEARCH = "\nWrite one search a turn: only the first one is answered."
 
 # --- worked examples: invented people and works, which give away no fact of a benchmark ---
 
@@ -580,7 +580,7 @@ def opening(
     if role == "planner" and not split:
         rules, examples = _RULES_WITHOUT_WORKERS[kind], _EXAMPLES_WITHOUT_WORKERS[kind]
     if role == "planner" and not parallel:
-        rules += _ONE_SEARCH
+        rules += ONE_SEARCH
         examples = examples[1:]
     if mode == "zero_shot":
         return Opening(system=rules)

@@ -15,6 +15,7 @@ model may think again before it searches or answers.
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from mujica_jax.agents import protocol
@@ -84,20 +85,19 @@ def parse(text: str) -> tuple[str | None, str | None]:
 
 
 def information(materials: tuple[Material, ...]) -> str:
-    """What other agents of one conversation are told after a search."""
-    lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
-    return "\n".join(["Passages found:", *(lines or [NOTHING])])
+    """Write what a baseline's conversation is told after a search."""
+    return f"Passages found:\n{numbered_passages(materials)}"
 
 
-def found_lines(materials: tuple[Material, ...]) -> str:
-    """What stands inside <information> ... </information>."""
+def numbered_passages(materials: Sequence[Material]) -> str:
+    """Write what a search found as it stands inside <information> ... </information>."""
     lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
     return "\n".join(lines or [NOTHING])
 
 
 def _observation(*materials: Material) -> str:
-    """The message after a search, in a worked example."""
-    return f"{INFORMATION}\n{found_lines(materials)}\n</{INFORMATION_TAG}>"
+    """Write the message after a search, for a worked example."""
+    return f"{INFORMATION}\n{numbered_passages(materials)}\n</{INFORMATION_TAG}>"
 
 
 _FILM = Material(text="Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.")
@@ -226,7 +226,7 @@ class Single:
             except RetrievalError:
                 reason = StopReason.RETRIEVER_FAILED
                 break
-            dialogue.add_user(found_lines(materials), tag=INFORMATION_TAG)
+            dialogue.add_user(numbered_passages(materials), tag=INFORMATION_TAG)
         record = dialogue.record()
         is_formed = is_well_formed(record, config.style, thought_open=bool(self._tokenizer.opened_thought))
         counts = {"malformed_shape": float(not is_formed)}

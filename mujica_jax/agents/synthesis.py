@@ -51,6 +51,7 @@ from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.inference.stops import before_stop
 from mujica_jax.metrics import Rule
+from mujica_jax.models.thoughts import first_thought
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import Conversation, GoldPassage, Question, StopReason, Trajectory
 from mujica_jax.retrieval.text.similarity import Similarity
@@ -206,7 +207,7 @@ class _Writer:
     def _checked(self, reply: str, state: PlannerState, params: SamplingParams) -> str:
         """One planner turn, written again."""
         reply = before_stop(reply, self._contract.observation(self._kind))
-        thought = neutralise(synthesis_prompts.parse_thought(reply))
+        thought = neutralise(first_thought(reply))
         if not thought:
             raise Refused("no_thought")
         limit = self._synthesis.agent.max_searches_per_turn
@@ -296,7 +297,7 @@ class _Writer:
     def _checked_reading(self, reply: str, state: WorkerState, params: SamplingParams, places: list[int] | None) -> str:
         """One worker turn, written again. `places`: what it must select, where that is known."""
         read = self._contract.parse_worker(reply, materials=len(state.materials))
-        thought = neutralise(synthesis_prompts.parse_thought(reply))
+        thought = neutralise(first_thought(reply))
         selects = protocol.field("select", reply) is not None
         says_nothing_found = not read.selected and not self._contract.explains_nothing_found
         needs_thought = bool(read.selected) or self._contract.explains_nothing_found

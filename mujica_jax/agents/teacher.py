@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue, Opening
-from mujica_jax.inference.remote.formats import ReplyError
-from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.inference.requests import Completion, ReplyError, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import StopReason
 
