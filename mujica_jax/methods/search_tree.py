@@ -40,6 +40,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.decex import Chain, Decex, Decided, Source
 from mujica_jax.config.methods import DecexTreeConfig
+from mujica_jax.config.schema import FaultConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.methods.preference_pairs import (
     Group,
@@ -65,7 +66,6 @@ COUNTS = (  # docs/metrics.md
     "repeated",
     "retriever_failed",
 )
-REPEATS = 2  # of a piece or an episode whose search fails
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Growth:
         reward: Callable[[Trajectory], Awaitable[Trajectory]],
         gate: asyncio.Semaphore,
         writer: Policy | None = None,
-        repeats: int = REPEATS,
+        repeats: int = FaultConfig.repeats,
     ) -> None:
         self._config, self._reward, self._gate, self._repeats = config, reward, gate, repeats
         self._policy = _Counted(policy)
