@@ -329,7 +329,7 @@ class Runs:
                 continue
             if roles is None:
                 curve = points(run)
-            else:  # with what it took to tune the one of the two that was
+            else:  # with what it took to tune one of the two models, or both
                 tuned = [role for role in roles if not role.endswith(AT_START)]
                 curve = [_of_roles(result(name, run), [self.curves[role][seed][-1] for role in tuned])]
                 run = folder(place, tuned[0], seed)

@@ -66,7 +66,8 @@ class EviPathContract(Contract):
         assert split, "checked with the configuration: EviPath has an executor"
         if mode == "brief":
             return super().opening(role, kind, mode, parallel=parallel)
-        rules, examples = _RULES[role, kind], _EXAMPLES[role, kind]
+        rules = _RULES[role, kind]
+        examples = _EXAMPLES[role, kind]
         if role == "planner" and not parallel:
             rules += ONE_SEARCH
             examples = tuple(example for example in examples if not example.searches_in_parallel)
@@ -81,7 +82,7 @@ class EviPathContract(Contract):
     def planner_observation(
         self, sentences: Sequence[str], named: Sequence[Sequence[Entity]], first: int, kind: EnvironmentKind
     ) -> str:
-        """Return one line for each search: its sentence and, behind it, the candidates that it named first."""
+        """Return the message with each search's sentence and, behind it, the new candidates that the search named."""
         lines = []
         number = first
         for sentence, entities in zip(sentences, named, strict=True):

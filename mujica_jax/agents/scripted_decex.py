@@ -46,7 +46,7 @@ def sample_text() -> Iterator[str]:
 
 
 def _recalled(evidence: Evidence) -> str:
-    """The sentence of the pre-training text, within a sentence."""
+    """Return the sentence of the pre-training text, to stand within another sentence."""
     sentence = fact(evidence, evidence.object)
     return sentence[0].lower() + sentence[1:]
 

@@ -33,7 +33,7 @@ SINGLE = "single"  # role of the conversation
 INFORMATION_TAG = "information"  # around what was found, in a message to the model
 INFORMATION = f"<{INFORMATION_TAG}>"  # a model that writes it itself is cut there
 STOPS = ("</search>", "</answer>", INFORMATION)
-NOTHING = "none"  # was found
+NOTHING = "none"  # stands where a search found no passage
 
 _FIELD = re.compile(r"\s*<(think|search|reflect|answer)>(.*?)</\1>\s*", re.DOTALL)
 _FOREIGN_TAG = re.compile(r"<\s*/?\s*observation\s*>", re.IGNORECASE)
@@ -152,8 +152,8 @@ def opening(style: Style, mode: protocol.PromptMode) -> Opening:
 def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bool = False) -> bool:
     """Whether every turn of the model has one of the shapes that its prompt permits.
 
-    With `thought_open` the chat template begins every turn with a thought. It then is the first field of the first
-    turn, and in later turns it is the template's and not asked for."""
+    With `thought_open` the chat template begins every turn with a thought. That thought is the first field of the
+    first turn. In later turns of `reflect` the prompt asks for none, so it is left out."""
     turns = [turn.text for turn in conversation.turns if turn.role == "model"]
     if thought_open:
         turns = [f"{OPEN_THOUGHT}{text}" for text in turns]
@@ -169,9 +169,9 @@ def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bo
 
 
 def _shape(text: str) -> tuple[str, ...]:
-    """The tags of a turn that is fields alone, in their order; nothing for any other turn.
+    """Return the tags of a turn that consists of fields, in their order. Any other turn has no tags.
 
-    A thought may say anything. Every other field holds words and no tag."""
+    A thought may hold anything. Every other field holds words and no tag."""
     tags: list[str] = []
     position = 0
     while position < len(text):

@@ -101,8 +101,8 @@ class Synthesizer:
         return () if trajectory.stop_reason is StopReason.SYNTHESIS_FAILED else writer.lessons()
 
     async def _play(self, attempt: Attempt, environment: Environment, policy: Policy) -> tuple[Trajectory, "_Writer"]:
-        contract, writes = self._mujica.contract, self._synthesis.teacher.policy or policy
-        writer = _Writer(self._synthesis, contract, attempt, environment.kind, writes)
+        teacher = self._synthesis.teacher.policy or policy
+        writer = _Writer(self._synthesis, self._mujica.contract, attempt, environment.kind, teacher)
         trajectory = await self._mujica.run(attempt, self._pool(environment, attempt.question), writer)
         counts = {**trajectory.counts, **writer.counts}
         if not writer.failures:
@@ -131,7 +131,8 @@ class _Writer:
     def __init__(
         self, synthesis: Synthesis, contract: Contract, attempt: Attempt, kind: EnvironmentKind, policy: Policy
     ) -> None:
-        self._synthesis, self._policy, self._contract = synthesis, policy, contract
+        self._synthesis, self._policy = synthesis, policy
+        self._contract = contract
         self._kind: EnvironmentKind = kind
         self._question, self._mode = attempt.question, synthesis.method.mode
         self._lesson = Lesson(synthesis.teacher, policy, attempt, synthesis.method.max_tries)
@@ -256,7 +257,8 @@ class _Writer:
         shown = [material.parts for material in state.materials]
         mode = self._synthesis.prompt
         opening = self._contract.worker_opening(state.query, shown, self._kind, mode)
-        prompt, places = self._prompt(WORKER), None
+        prompt = self._prompt(WORKER)
+        places = None
         if self._mode == "abductive":
             answer, places = await self._answer(state, params)
             prompt = self._prompt(WORKER, synthesis_prompts.worker_addition(mode))

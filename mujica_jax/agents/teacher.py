@@ -47,7 +47,7 @@ class Lesson:
         return dialogue
 
     def accept(self, dialogue: Dialogue, text: str) -> None:
-        """Go on as if the teacher had written this text, which is what was accepted of its reply."""
+        """Append the accepted text of a reply to the conversation, as if the teacher had written just that."""
         dialogue.add_model(as_completion(self._teacher.tokenizer, text))
 
     async def ask(

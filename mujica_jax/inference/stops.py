@@ -33,7 +33,7 @@ def first_stop(text: bytes, stops: Sequence[bytes], *, thought_open: bool = Fals
 def first_stop_of_turn(text: str, stops: Sequence[str]) -> tuple[str, str] | None:
     """Return a whole turn up to the end of its first stop string, and that stop string.
 
-    The turn may begin in a thought that is not told of: one that it closes before it opens any."""
+    A turn that closes a thought before it opens one began inside of that thought."""
     begin = end_of_unopened_thought(text)
     encoded = text[begin:].encode()
     ending = first_stop(encoded, [stop.encode() for stop in stops])

@@ -218,12 +218,14 @@ def _pairs(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
     pairs = [record.conversations for record in records if is_pair(record)]
     pairs = [pair for pair in pairs if kinds[pair[0].role]]
     trained = [pair for pair in pairs if all(any(side.loss_mask) for side in pair)]
-    kept = [pair for pair in trained if sum(len(side.token_ids) for side in pair) <= limit]
+    fitting = [pair for pair in trained if sum(len(side.token_ids) for side in pair) <= limit]
     if len(trained) < len(pairs):
         run.progress.line(f"{len(pairs) - len(trained)} of {len(pairs)} pairs have a side without a token to learn")
-    if len(kept) < len(trained):
-        run.progress.line(f"{len(trained) - len(kept)} of {len(trained)} pairs exceed {limit} tokens and are left out")
-    return [side for pair in kept for side in pair]
+    if len(fitting) < len(trained):
+        run.progress.line(
+            f"{len(trained) - len(fitting)} of {len(trained)} pairs exceed {limit} tokens and are left out"
+        )
+    return [side for pair in fitting for side in pair]
 
 
 def _learn_chains(

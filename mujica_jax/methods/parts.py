@@ -38,7 +38,8 @@ def check_prompts(agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKin
     tokenizer.open_conversation("", "")  # refuses a chat template that cannot be used before anything is played
     if not isinstance(agent, PromptedAgent):  # baselines have prompts of their own
         return
-    roles, readers = (agent.kind,), (agent.kind,)
+    # Readers are shown what a search found.
+    roles = readers = (agent.kind,)
     if isinstance(agent, MujicaConfig):
         roles = (PLANNER, WORKER) if agent.split else (PLANNER,)
         readers = (WORKER,) if agent.split else (PLANNER,)

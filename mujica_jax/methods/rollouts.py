@@ -53,6 +53,7 @@ def compared_groups(config: Method, trajectories: Sequence[Trajectory]) -> list[
 
 
 def is_learnt(config: Method, group: Group) -> bool:
+    """Whether a group is learnt: under dynamic sampling only if it teaches something."""
     return group.teaches if config.dynamic_sampling else group.is_comparable
 
 

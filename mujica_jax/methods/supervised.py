@@ -199,7 +199,8 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
             played.append((trajectory, question))
             right.append(metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0)
         # All at once: a judge may have to be waited for.
-        trajectories.extend(await asyncio.gather(*(run.reward.rewarded(*one) for one in played)))
+        rewards = (run.reward.rewarded(trajectory, question) for trajectory, question in played)
+        trajectories.extend(await asyncio.gather(*rewards))
 
     run.preemption.enter(f"{WARM_UP.name}: playing the demonstrations")
     asyncio.run(play())

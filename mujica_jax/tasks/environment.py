@@ -31,7 +31,8 @@ class GraphEnvironment:
     kind: Literal["graph", "text"] = "graph"
 
     def __init__(self, graph: TripleGraph | KnowledgeGraph, top_k: int, ranked: Ranking | None = None) -> None:
-        self.graph, self.top_k = graph, top_k
+        self.graph = graph
+        self.top_k = top_k
         self._ranked: Ranking = ranked or WordRanking()
 
     @property
