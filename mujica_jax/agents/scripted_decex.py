@@ -36,7 +36,7 @@ def write(state: DecexState) -> str:
 
 
 def sample_text() -> Iterator[str]:
-    """The words of prompts and scripts, for a from-scratch tokenizer."""
+    """Yield the words of prompts and scripts, for a from-scratch tokenizer."""
     yield decex.opening("brief").system
     yield "<think> " + decex.write_sub_question("The of is. I need the of .", "Who is the of ?")
     yield decex.write_memory(", of.", f"the of is {UNKNOWN}.") + decex.write_search("of")

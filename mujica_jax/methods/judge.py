@@ -76,7 +76,7 @@ class CachedVerdicts:
 
 
 class RunVerdicts:
-    """Verdicts in a run directory, one object each. Of several processes the first one's verdict stays."""
+    """Verdicts in a run directory, one object each. If several processes write one, the first verdict stays."""
 
     def __init__(self, store: RunDirectory) -> None:
         self._store = store
@@ -278,7 +278,7 @@ def judge_behind(endpoint: Endpoint, config: Config, verdicts: VerdictStore | No
 
 
 def _verdict_of(reply: str) -> bool:
-    """Raises NoVerdict for anything but YES and NO."""
+    """Return whether a reply is YES. Raises NoVerdict for anything but YES and NO."""
     verdict = VERDICTS.get(reply.strip().rstrip(".").upper())
     if verdict is None:
         raise NoVerdict(f"it replied {reply!r} and not YES or NO")

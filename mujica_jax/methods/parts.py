@@ -56,7 +56,7 @@ def check_prompts(agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKin
 
 
 def make_reward(config: Config, rule: Rule, judge: Correctness | None = None) -> RewardFunction:
-    """The reward of a configuration, with the embedder that it needs and the judge that it asks."""
+    """Return the reward of a configuration, with the embedder that it needs and the judge that it asks."""
     similarity = None
     if config.reward == STAGED and config.staged.search:
         similarity = find_similarity(config.staged.embedder)

@@ -1,4 +1,4 @@
-"""The fields of PEFT's `adapter_config.json` that decide what an adapter computes: read, or refused by name.
+"""Read the fields of PEFT's `adapter_config.json` that decide what an adapter computes, or refuse them by name.
 
 For a module with weight W, PEFT computes
 

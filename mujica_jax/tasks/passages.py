@@ -109,10 +109,9 @@ def leave_incomplete_out(
 class GoldInCorpus:
     """Finds gold passages among the passages that are searched: by title and text.
 
-    A corpus can hold other versions of a paragraph (another cut of the article, a newer text). Where it has the title
-    and not the text, the passage of that title counts that shares the most words with the paragraph, if it shares
-    enough. `by_title`: the texts that are searched are not known, as behind an address, so every passage of the title
-    counts.
+    A corpus can hold other versions of a paragraph (another cut of the article, a newer text). If it has the title and
+    not the text, the passage of that title with the most words in common counts, if these are enough. With `by_title`
+    every passage of the title counts: behind an address the texts are not known.
     """
 
     def __init__(self, passages: Iterable[Passage], titles: Collection[str], *, by_title: bool = False) -> None:

@@ -69,7 +69,7 @@ class CompletionsFormat:
         self._tokenizer = tokenizer
 
     def body(self, prompt: Sequence[int], params: SamplingParams, sampled: Sequence[int] = ()) -> dict[str, Any]:
-        """`sampled` is what an unfinished reply already holds."""
+        """Return the body of a request. `sampled` holds the tokens of an unfinished reply."""
         return {
             "prompt": [int(id) for id in (*prompt, *sampled)],
             "max_tokens": params.max_new_tokens - len(sampled),
@@ -96,7 +96,7 @@ class CompletionsFormat:
     def read(
         self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams, before: Reply | None = None
     ) -> Reply:
-        """`before` is the unfinished reply that this answer goes on from; what is returned holds both."""
+        """Read an answer. If it goes on from the unfinished reply `before`, return both as one reply."""
         choice = _choice(answer)
         finish = _finish_reason(choice)
         ids, logprobs = _token_ids(choice), _logprobs(choice)
@@ -204,7 +204,7 @@ class ChatFormat:
     def read(
         self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams, before: Reply | None = None
     ) -> Reply:
-        """Where a reply closes a thought that it does not open, the server's template opened it."""
+        """Read an answer. If it closes a thought that it does not open, the server's template opened that thought."""
         assert before is None, "no reply of a chat endpoint is unfinished"
         choice = _choice(answer)
         finish: FinishReason = _finish_reason(choice)

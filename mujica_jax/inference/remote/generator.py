@@ -174,7 +174,7 @@ class RemoteGenerator:
     async def _answer(
         self, body: dict[str, Any], policy: RetryPolicy, draw: random.Random, *, came: float
     ) -> dict[str, Any]:
-        """Waits for a place, then tries until there is an answer. The deadline counts from `came`. Raises HttpError."""
+        """Wait for a place, then try until there is an answer. The deadline counts from `came`. Raises HttpError."""
         asked, began = time.monotonic(), None
         remaining_seconds = max(0.001, came + policy.deadline_seconds - asked)
         try:

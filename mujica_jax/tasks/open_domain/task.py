@@ -47,8 +47,10 @@ class OpenDomain:
         notes: Sequence[str] = (),
         shown: str = "",
     ) -> None:
-        """`environment` is that of all questions; None: each has its `own`, by id. `left_out` cannot be asked, `notes`
-        are sentences about the questions, and `shown` says how many of a question's own passages a search shows.
+        """`environment` serves all questions; None: each question has its `own`, by id.
+
+        `left_out` are ids of questions that cannot be asked, `notes` are sentences about the questions, and `shown`
+        says how many of a question's own passages a search shows.
         """
         self.name = config.kind
         self.rule = RULES[config.kind]
