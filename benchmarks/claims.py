@@ -39,8 +39,8 @@ class Experiment:
     start: str | None = None
     worker: bool = False  # one process learns on the first core, another one samples on the second
     text: bool = False  # with SmolLM2 on real text
-    # Trains nothing: the policy of one run plans, that of another one works. NAME@start is the policy that the run
-    # began with.
+    # Trains nothing: the policy of the first run plans, the policy of the second one works. NAME@start is the policy
+    # that the run began with.
     roles: tuple[str, str] | None = None
 
 

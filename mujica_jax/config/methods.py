@@ -27,7 +27,7 @@ class MygoConfig:
     # rising: K follows the policy's mean reward. fixed: K stays at initial_threshold. auto: fixed offline, where one
     # policy samples all rounds, and else rising.
     threshold: Literal["auto", "rising", "fixed"] = "auto"
-    # K before the first round, from 0 to the best reward; where K is fixed, that of all rounds. At a fixed 0 everything
+    # K before the first round, from 0 to the best reward. If K is fixed, it stays there in all rounds: at 0 everything
     # that earns anything is kept, at the best reward only what reaches it.
     initial_threshold: float = 0.0
     replay: float  # rows of earlier rounds and of the warm-up mixed in, as a share of the new rows

@@ -7,9 +7,9 @@
 
 The teacher is a language model (`evipath_teacher.py`): the policy itself, a second checkpoint, or the model behind an
 endpoint (the paper's has 70B). It serves the abductive and the deductive mode alike, so table 4's comparison has one
-teacher, and `method.trajectories` gives both of its rows as many trajectories. The script of a world from scratch is no
-language model: it replays the demonstrations that a warm-up shows, without noise. It shows what perfect trajectories
-teach, and says nothing about abduction.
+teacher, and `method.trajectories` gives both rows the same number of trajectories. The script of a world from scratch
+is no language model: it replays the demonstrations that a warm-up shows, without noise. It shows what perfect
+trajectories teach, and says nothing about abduction.
 
 With `tune` one of the two roles is learnt; two such runs and `eval --worker` are planner and worker as two models
 (table 5).
