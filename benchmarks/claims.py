@@ -39,8 +39,8 @@ class Experiment:
     start: str | None = None
     worker: bool = False  # one process learns on the first core, another one samples on the second
     text: bool = False  # with SmolLM2 on real text
-    # Trains nothing: the policy of one run plans, that of another one works. NAME@start is the policy that the run
-    # began with.
+    # Trains nothing: the policy of the first run plans, the policy of the second one works. NAME@start is the policy
+    # that the run began with.
     roles: tuple[str, str] | None = None
 
 
@@ -331,7 +331,7 @@ class Runs:
                 continue
             if roles is None:
                 curve = points(run)
-            else:  # with what it took to tune the one of the two that was
+            else:  # with what it took to tune one of the two models, or both
                 tuned = [role for role in roles if not role.endswith(AT_START)]
                 curve = [_of_roles(result(name, run), [self.curves[role][seed][-1] for role in tuned])]
                 run = folder(place, tuned[0], seed)

@@ -7,9 +7,10 @@ those of the teacher. Then the warmed-up policy is the teacher: told answer and 
 the right ones are learnt.
 
 `--method.mode deductive` has the same warm-up and therefore the same teacher, which is told neither;
-`--method.trajectories N` gives both modes as many right trajectories (the paper's table 4). `--method.teacher scripted`
-has no language model as teacher: the script replays the demonstrations of the warm-up for all questions, without
-mistakes.
+`--method.trajectories N` gives both modes the same number of right trajectories (the paper's table 4).
+
+`--method.teacher scripted` has no language model as teacher: the script replays the demonstrations of the warm-up for
+all questions, without mistakes.
 """
 
 import dataclasses

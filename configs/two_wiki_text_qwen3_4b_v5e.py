@@ -20,7 +20,8 @@ def get_config() -> Config:
     task = TwoWikiConfig(
         environment="text",
         data_dir="data/2wikimultihopqa",
-        hold_out_percent=99,  # as many as may be of files that are neither train* nor dev*: nothing is learnt here
+        # The highest share that is allowed, for files that are neither train* nor dev*: nothing is learnt here.
+        hold_out_percent=99,
         dev_questions=6_288,  # half of the dev file
         test_questions=6_288,
         top_k=5,

@@ -184,14 +184,14 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
 
 
 def uncapped(task: schema.TaskConfig) -> schema.TaskConfig:
-    """The task with all of its held-out questions: eval.questions decides how many are asked, and a flag after that."""
+    """Return the task without its caps on held-out questions: eval.questions decides how many are asked, or a flag."""
     if not isinstance(task, schema.TwoWikiConfig):
         return task
     return dataclasses.replace(task, dev_questions=None, test_questions=None)
 
 
 def other_agent(arguments: Sequence[str]) -> str | None:
-    """Return a line where a configuration that stands beside a run's policy names another agent than it plays."""
+    """Return a line where the configuration given beside a run's policy names another agent than the policy plays."""
     words = init_as_checkpoint(arguments)
     name = take_file(words)
     trained = _trained_agent(words)
@@ -203,8 +203,10 @@ def other_agent(arguments: Sequence[str]) -> str | None:
     others = [field for field, value in vars(trained).items() if getattr(named, field) != value]
     if not others:
         return None
-    said = ", ".join(f"agent.{field} {getattr(trained, field)!r}, not {getattr(named, field)!r}" for field in others)
-    return f"the policy plays as it was trained, not as {name} says: {said}; flags --agent.* change it"
+    settings = ", ".join(
+        f"agent.{field} {getattr(trained, field)!r}, not {getattr(named, field)!r}" for field in others
+    )
+    return f"the policy plays as it was trained, not as {name} says: {settings}; flags --agent.* change it"
 
 
 def _trained_agent(words: Sequence[str]) -> AgentConfig | None:

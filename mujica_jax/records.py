@@ -31,7 +31,7 @@ class StopReason(enum.StrEnum):
     RETRIEVER_FAILED = "retriever_failed"  # the environment raised a typed retrieval error after its retries
 
 
-JUDGE_FAILED = "judge_failed"  # counted in a trajectory whose reward was a judge's to give, and which got no verdict
+JUDGE_FAILED = "judge_failed"  # in the counts of a trajectory on which the judge gave no verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,7 @@ class GoldPassage:
 
     title: str
     text: str = ""  # empty where the data name a title and no text of it is known
-    # Any passage of this title counts: what is searched has texts of its own, which nobody can compare beforehand.
-    by_title: bool = False
+    by_title: bool = False  # any passage of this title counts: the texts that are searched are not known beforehand
 
     def is_shown_by(self, line: str, *, cut: bool = False) -> bool:
         """Whether a line `title: text`, as a search shows it, is this passage. White space does not count.
@@ -201,12 +200,12 @@ class Trajectory:
         return dataclasses.replace(self, reward=reward.total, rewards_by_part=dict(reward.parts))
 
     def without_verdict(self) -> "Trajectory":
-        """Return the trajectory as one that no reward could be given."""
+        """Return the trajectory marked as one without a reward: the judge gave no verdict."""
         return dataclasses.replace(self, reward=0.0, rewards_by_part={}, counts={**self.counts, JUDGE_FAILED: 1.0})
 
 
 def rewarded(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Those that count in groups, means and thresholds."""
+    """Return the trajectories that count in groups, means and thresholds."""
     return [trajectory for trajectory in trajectories if trajectory.is_rewarded]
 
 

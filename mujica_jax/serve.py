@@ -24,7 +24,7 @@ from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.standard_output import run_program
 
 PROGRAM = "python -m mujica_jax.serve"
-MAX_TOKENS = 4096  # of a prompt with its answer, where the model reads as many
+MAX_TOKENS = 4096  # of a prompt with its answer, unless the model's context is shorter
 GRACE_SECONDS = 30.0  # for the requests under way when it is asked to end
 
 
@@ -90,7 +90,8 @@ def serve(given: ServeArguments) -> None:
     policy = find_policy(given.checkpoint, policy=given.policy, adapter=given.adapter)
     use_compilation_cache()
     tokenizer, decoder = policy.load(given.dtype, context_tokens=given.max_tokens or 0)
-    max_tokens, max_new_tokens = given.max_tokens, given.max_new_tokens
+    max_tokens = given.max_tokens
+    max_new_tokens = given.max_new_tokens
     if max_tokens is None:
         max_tokens = min(MAX_TOKENS, decoder.config.context_tokens)
         max_new_tokens = min(max_new_tokens, max_tokens // 2)  # the other half is for the prompt

@@ -25,6 +25,7 @@ from tiny_models import filled_decoder
 
 from mujica_jax import eval as evaluation
 from mujica_jax import sample, train
+from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import command_line, load_config
 from mujica_jax.config.schema import Config, DistributedConfig
@@ -336,6 +337,7 @@ def warming_up(**changes) -> Any:
         config=config, task=task, tokenizer=tokenizer, progress=progress, preemption=Preemption()
     )
     run.agent = make_agent(config.agent, tokenizer)
+    run.faults = FaultGuard(config.faults)
     run.reward = find_reward(config.reward, task.rule)
     run.fitting = functools.partial(Run.fitting, run)
     return run

@@ -21,6 +21,7 @@ from episodes import episode
 from flax import nnx
 from packed_rows import MODEL, TRAINER
 
+from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config import schema as config_module
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import CONFIG_FOLDER, command_line, from_dict, load_config, of_kind
@@ -445,6 +446,7 @@ class RecordedRun(SilentProgress):
             dataclasses.replace(load_config(str(SMOKE)), task=config.task)
         )
         self.agent = parts.make_agent(config.agent, self.tokenizer)
+        self.faults = FaultGuard(config.faults)
         self.reward = find_reward(config.reward, self.task.rule)
         self.progress = self.metrics = self.clock = self
         self.counters: Any = types.SimpleNamespace(figures=dict)

@@ -60,6 +60,17 @@ def test_a_gold_passage_that_the_paragraphs_lack_is_added_where_its_text_is_know
     }
 
 
+def test_a_paragraph_without_a_title_is_shown_as_its_text_alone():
+    untitled = GoldPassage(title="", text="Ilse Vand was born in Ghent.")
+    question = dataclasses.replace(QUESTION, gold_passages=(untitled,))
+    pool = OwnParagraphs(question, [NOISE, untitled], all_fit)
+    assert "Ilse Vand was born in Ghent." in shown(pool, "Who?")
+    (piece,) = pieces(question, "text")
+    materials = asyncio.run(pool.search("Who?", None))
+    place = place_in(materials, piece)
+    assert place is not None and materials[place].text == "Ilse Vand was born in Ghent."
+
+
 def test_a_gold_passage_of_an_index_is_found_by_its_title():
     """An index may hold another version of the text."""
     indexed = dataclasses.replace(

@@ -8,9 +8,15 @@ import pytest
 from local_endpoint import Answer, LocalEndpoint, serving
 
 from mujica_jax.config.remote import RemoteConfig
-from mujica_jax.inference.remote.formats import ReplyError
 from mujica_jax.inference.remote.generator import RemoteGenerator
-from mujica_jax.inference.requests import Completion, RequestError, SamplingParams, check_params, check_prompt
+from mujica_jax.inference.requests import (
+    Completion,
+    ReplyError,
+    RequestError,
+    SamplingParams,
+    check_params,
+    check_prompt,
+)
 from mujica_jax.models.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.train(iter(["Who directed The Purple Shore? Ann Lee did, in 1987."] * 3), 300)

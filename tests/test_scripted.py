@@ -8,6 +8,7 @@ import pytest
 from little_agent import CONFIG, LittleWorld, agent, attempt, rewarded, tokenizer
 from tiny_worlds import small_world
 
+from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.agents.protocol import NOTHING_FOUND, SearchCall, parse_planner, parse_worker
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.scripted_text import first_statement, query_of, without_silent_workers
@@ -262,7 +263,9 @@ def test_a_worker_that_says_that_nothing_was_found_is_no_demonstration():
 
 
 def test_the_warm_up_learns_no_worker_that_says_that_nothing_was_found():
-    run = MagicMock(agent=agent(**WIDE), tokenizer=tokenizer(), reward=find_reward("f1", "two_wiki"))
+    run = MagicMock(
+        agent=agent(**WIDE), tokenizer=tokenizer(), reward=find_reward("f1", "two_wiki"), faults=FaultGuard()
+    )
     run.config.warmup.miss_rate = 0.0
     run.config.seed = 0
     run.task = MagicMock(spec=TinyWorld, rule="two_wiki")

@@ -18,6 +18,7 @@ from shared_data import TWO_WIKI, needs_data
 from tiny_embedder import tiny_embedder
 
 from mujica_jax import index
+from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.errors import UserError
@@ -586,7 +587,9 @@ def test_questions_whose_passages_nobody_has_are_demonstrated_over_triples():
     assert len(added) == 30
     assert {two_wiki.split_of(question.id, task.config.hold_out_percent) for question, _ in added} == {"train"}
     limits = {"max_turn_tokens": 2000, "max_trajectory_tokens": 20_000, "max_observation_tokens": 10_000}
-    run = MagicMock(agent=agent(**limits), tokenizer=tokenizer(), reward=find_reward("f1", task.rule))
+    run = MagicMock(
+        agent=agent(**limits), tokenizer=tokenizer(), reward=find_reward("f1", task.rule), faults=FaultGuard()
+    )
     run.config.warmup.miss_rate = 0.0
     run.config.seed = 0
     run.task = MagicMock(spec=two_wiki.TwoWiki, rule=task.rule)

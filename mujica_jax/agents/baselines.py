@@ -266,18 +266,20 @@ class _Playing(Episode):
 
 
 def _sentence(text: str) -> str:
-    """The first line outside of thoughts that says something; an answer over several lines is one. A turn is not cut
-    there: it may begin with a thought."""
+    """Return the first line outside of thoughts that says something. An answer over several lines is one line.
+
+    A turn is not cut at its first line, because it may begin with a thought."""
     lines = (line.strip() for line in protocol.on_one_line("answer", outside_thoughts(text)).splitlines())
     return next((line for line in lines if _untagged(line).strip()), "")
 
 
 def _react_action(text: str) -> re.Match[str] | None:
-    """The first action that begins a line outside of thoughts. Where none does, the last one: a line may think before
-    it acts."""
-    said = outside_thoughts(text)
-    actions = list(_REACT.finditer(said))
-    beginning_lines = [action for action in actions if _BEGINS_LINE.search(said[: action.start()])]
+    """Return the first action that begins a line outside of thoughts.
+
+    Where none does, it is the last action: a line may think before it acts."""
+    turn = outside_thoughts(text)
+    actions = list(_REACT.finditer(turn))
+    beginning_lines = [action for action in actions if _BEGINS_LINE.search(turn[: action.start()])]
     if beginning_lines:
         return beginning_lines[0]
     return actions[-1] if actions else None

@@ -6,15 +6,12 @@ scripts and the synthesis of trajectories know this object and no tags.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.dialogue import Opening
-from mujica_jax.agents.protocol import PlannerAction, PromptMode, SearchCall, WorkerReply
+from mujica_jax.agents.protocol import PlannerAction, PromptMode, Role, SearchCall, WorkerReply
 from mujica_jax.records import Entity
 from mujica_jax.tasks.task import EnvironmentKind
-
-Role = Literal["planner", "worker"]
 
 
 class Contract:

@@ -36,6 +36,7 @@ from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import Episode
+from mujica_jax.agents.single import INFORMATION_TAG, numbered_passages
 from mujica_jax.config.agents import DecexConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.models.thoughts import is_open_after
@@ -45,7 +46,6 @@ from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 DECEX = "decex"  # role of the conversation
-INFORMATION = "information"  # tag around what a search found
 STOPS = ("</search>", "</answer>")
 
 # What decisions and executions begin with.
@@ -142,12 +142,6 @@ def write_answer(thought: str, answer: str) -> str:
     return f"{thought} </think>\n<answer> {answer} </answer>"
 
 
-def passages(materials: Sequence[Material]) -> str:
-    """Return what a search found, as it stands between the tags of the information."""
-    lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
-    return "\n".join(lines) or "none"
-
-
 # --- prompts ---
 
 _BRIEF = "Ask, recall or search, answer."
@@ -215,8 +209,8 @@ class DecexState:
     steps: tuple[Step, ...]
     asked: str | None  # the sub-question to solve; None where the next decision is due
     turn: str = ""  # what the open turn says so far
-    begins: str = ""  # how the rest of the turn begins; it is no more to be written
-    is_piece: bool = False  # whether the first piece of what is written is kept, and nothing after it
+    begins: str = ""  # how the rest of the turn begins; the policy writes on from there
+    is_piece: bool = False  # whether only the first piece of what is written is kept
 
 
 class Decex:
@@ -271,7 +265,7 @@ class Chain(Episode):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the conversation so far, and of what was sampled beyond a piece and left out."""
+        """Tokens of the conversation so far, and those that were sampled beyond a piece and left out."""
         return len(self._dialogue.token_ids) + self._discarded_tokens
 
     @property
@@ -290,7 +284,7 @@ class Chain(Episode):
         return self._dialogue.record()
 
     def record(self) -> Conversation:
-        """Return the conversation with the pieces of a turn joined, as an episode has it that sampled it at once."""
+        """Return the conversation with the pieces of each turn joined, as if a turn had been sampled at once."""
         conversation = self._dialogue.record()
         return dataclasses.replace(conversation, turns=_joined(conversation.turns))
 
@@ -313,7 +307,7 @@ class Chain(Episode):
         await self._piece("sub-question" if to == "go_on" else "answer", begins=begins)
 
     async def solve(self, source: Source) -> None:
-        """Execute the retrieval decision: what comes next begins as that decision does, and the model writes on."""
+        """Execute the retrieval decision: begin the next piece with its words, and let the model write on."""
         assert self.asked is not None, "a sub-question is solved"
         new_line = "" if self._open_turn.endswith("\n") else "\n"
         begins = self.tokenizer.encode_model(f"{new_line}{BEGINS[source]}")
@@ -334,11 +328,13 @@ class Chain(Episode):
             await self._follow(piece, text[: piece.start])
             if piece.kind == "search":
                 return
-            text, in_thought = text[piece.end :], True
+            text = text[piece.end :]
+            in_thought = True
 
     async def _piece(self, *kinds: PieceKind, begins: tuple[int, ...] = ()) -> None:
-        """Write one piece of these kinds; another one cannot be used."""
-        asked, in_thought = self.asked is not None, self._is_in_thought
+        """Write one piece. The chain ends where the piece is of no kind in `kinds`."""
+        asked = self.asked is not None
+        in_thought = self._is_in_thought
 
         def read(text: str) -> Piece | None:
             return first_piece(text, in_thought=in_thought, asked=asked)
@@ -372,7 +368,8 @@ class Chain(Episode):
             self.outcome = "", StopReason.ITERATION_LIMIT
             return
         self._iterations += 1
-        self.asked, self._thought = question, protocol.one_line(_THOUGHT_BEGINS.sub("", thought))
+        self.asked = question
+        self._thought = protocol.one_line(_THOUGHT_BEGINS.sub("", thought))
 
     async def _search(self, query: str) -> None:
         try:
@@ -380,21 +377,23 @@ class Chain(Episode):
         except RetrievalError:
             self.outcome = "", StopReason.RETRIEVER_FAILED
             return
-        self._dialogue.add_user(passages(materials), tag=INFORMATION)
-        self._open_turn, self._open_tokens = "", 0
+        self._dialogue.add_user(numbered_passages(materials), tag=INFORMATION_TAG)
+        self._open_turn = ""
+        self._open_tokens = 0
         self._solved(query=query, materials=materials)
 
     def _solved(self, *, recalled: str | None = None, query: str = "", materials: tuple[Material, ...] = ()) -> None:
         assert self.asked is not None, "a sub-question is solved"
         step = Step(question=self.asked, thought=self._thought, recalled=recalled, query=query, materials=materials)
-        self.steps, self.asked = (*self.steps, step), None
+        self.steps = (*self.steps, step)
+        self.asked = None
 
     def _part(
         self, *, begins: tuple[int, ...] = (), read: Callable[[str], Piece | None] | None = None
     ) -> "_PartOfTurn":
-        """Return who writes the rest of a turn, or with `read` its first piece."""
-        left = self._config.max_turn_tokens - self._open_tokens
-        return _PartOfTurn(self.policy, self.tokenizer, begins=begins, max_tokens=left, read=read)
+        """Return the policy that writes the rest of a turn, or with `read` its first piece."""
+        remaining_tokens = self._config.max_turn_tokens - self._open_tokens
+        return _PartOfTurn(self.policy, self.tokenizer, begins=begins, max_tokens=remaining_tokens, read=read)
 
     async def _write(self, part: "_PartOfTurn") -> str | None:
         """Write a part of a turn; None, with the outcome, where a limit cut it."""
@@ -406,7 +405,8 @@ class Chain(Episode):
             begins=self.tokenizer.decode(part.begins),
             is_piece=part.read is not None,
         )
-        policy, self._writes = self.policy, self._writes + 1
+        policy = self.policy
+        self._writes += 1
         before = len(self._dialogue.token_ids)
         try:
             self.policy = part
@@ -450,14 +450,14 @@ def _joined(turns: Sequence[Turn]) -> tuple[Turn, ...]:
 
 
 def _spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return what tokens say, each byte of it: half a character at the end stands as it is."""
+    """Return the text of tokens byte by byte. Half a character at its end is kept."""
     return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "surrogateescape")
 
 
 def _tokens_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
-    """Return how many of the first tokens spell this beginning of their text.
+    """Return how many of the first tokens spell `text`, which is the beginning of what they say.
 
-    A token that crosses its end is counted if what it says beyond is white space.
+    A token that goes on beyond `text` is counted if it adds only white space.
     """
     end = len(text.encode("utf-8", "surrogateescape"))
     spelled = 0
@@ -471,7 +471,7 @@ def _tokens_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
 
 
 class _PartOfTurn:
-    """Implements `Policy`: another policy's turn, which goes on after the tokens `begins`.
+    """Implements `Policy`: lets another policy write on after the tokens `begins`.
 
     With `read` the first piece is kept and the tokens after it are left out. The tokens of `begins` have no
     log-probabilities, and then neither has the rest.
@@ -486,9 +486,12 @@ class _PartOfTurn:
         max_tokens: int,
         read: Callable[[str], Piece | None] | None,
     ) -> None:
-        self._policy, self._tokenizer, self._max_tokens = policy, tokenizer, max_tokens
-        self.begins, self.read = begins, read
-        self.piece: Piece | None = None  # that was read
+        self._policy = policy
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self.begins = begins
+        self.read = read
+        self.piece: Piece | None = None  # the one that was read
         self.discarded_tokens = 0
 
     @property

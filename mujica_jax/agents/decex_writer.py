@@ -1,4 +1,4 @@
-"""A second model that writes parts of DecEx-RAG's search trees, and the prompts that it is asked with.
+"""A second model that writes parts of DecEx-RAG's search trees, and its prompts.
 
 In the paper Qwen3-30B-A3B writes all of a tree but the retrieval decision, which the policy that is trained writes
 itself. The second model has a prompt of its own for each kind of execution, as in appendix A.1:
@@ -9,8 +9,8 @@ itself. The second model has a prompt of its own for each kind of execution, as 
 
 Its replies are written again in the policy's format (`decex.py`) and in the policy's tokens, so nothing else of a reply
 is learnt. A reply that cannot be read, or that the endpoint did not give, is an empty piece: no branch comes of it. The
-wording of the prompts is ours. Tables 6 and 7 are of the retrieval decision, so the second model has no use for them.
-Asked for the other decision than the one it took, it has a prompt that leaves no choice.
+wording of the prompts is ours. Tables 6 and 7 are about the retrieval decision, which the policy takes. Where a tree
+forces a decision, the prompt leaves the second model no choice.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from mujica_jax.agents.decex import (
     AFTER_THOUGHT,
     DECEX,
     DecexState,
-    passages,
     write_answer,
     write_search,
     write_sub_question,
 )
 from mujica_jax.agents.dialogue import Dialogue
+from mujica_jax.agents.single import numbered_passages
 from mujica_jax.inference.requests import Completion, ReplyError, SamplingParams, TokenIds
 from mujica_jax.models.thoughts import outside_thoughts
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
@@ -85,10 +85,11 @@ class TreeWriter:
     """Implements `Policy`: the second model's turns in the format and the tokens of the policy that is trained."""
 
     def __init__(self, model: Policy, model_tokenizer: Tokenizer, policy_tokenizer: Tokenizer, version: int) -> None:
-        """`version` is that of the policy whose trees are written."""
-        self._model, self._model_tokenizer, self._policy_tokenizer = model, model_tokenizer, policy_tokenizer
+        """`version` is the version of the policy whose trees are written."""
+        self._model = model
+        self._model_tokenizer = model_tokenizer
+        self._policy_tokenizer = policy_tokenizer
         self.version = version
-        self.generated_tokens = 0  # in the model's own tokens
 
     async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
         del prompt, continues  # the model is asked with prompts of its own
@@ -107,7 +108,7 @@ class TreeWriter:
         )
 
     async def _ask(self, state: DecexState, params: SamplingParams) -> str:
-        """Return the reply; an empty one where the endpoint gave none or a limit cut it."""
+        """Return the reply, empty where the endpoint gave none or a limit cut it."""
         dialogue = Dialogue(self._model_tokenizer, DECEX, _instruction(state))
         dialogue.add_user(_request(state))
         params = dataclasses.replace(params, stop_strings=_STOPS)
@@ -115,16 +116,16 @@ class TreeWriter:
             completion = await self._model.generate(dialogue.token_ids, params, state=state, continues=False)
         except ReplyError:
             return ""
-        self.generated_tokens += len(completion.token_ids)
         if completion.finish_reason == "length":
             return ""
         is_stopped = completion.finish_reason == "stop"
         return self._model_tokenizer.decode(completion.token_ids[:-1] if is_stopped else completion.token_ids)
 
     def _written(self, state: DecexState, reply: str) -> str:
-        """Return the reply in the policy's format; an empty text where it has not what was asked for."""
+        """Return the reply in the policy's format, empty where the reply lacks what was asked for."""
         question = _field("question", reply)
-        answer, query = _field("answer", reply), _field("search", reply)
+        answer = _field("answer", reply)
+        query = _field("search", reply)
         if state.begins.endswith(AFTER_THOUGHT["go_on"]):
             return f" {question}\n" if question else ""
         if state.begins.endswith(AFTER_THOUGHT["stop"]):
@@ -158,7 +159,7 @@ def _request(state: DecexState) -> str:
         if step.recalled is not None:
             lines.append(f"Answer from memory: {step.recalled}")
         else:
-            lines += [f"Query: {step.query}", "Passages:", passages(step.materials)]
+            lines += [f"Query: {step.query}", "Passages:", numbered_passages(step.materials)]
     if state.asked is not None:
         lines += [f"Iteration {len(state.steps) + 1}", f"Sub-question: {state.asked}"]
     elif not state.steps:
@@ -167,8 +168,8 @@ def _request(state: DecexState) -> str:
 
 
 def _field(tag: str, reply: str) -> str | None:
-    said = protocol.field(tag, reply)
-    return neutralise(said) if said else None
+    text = protocol.field(tag, reply)
+    return neutralise(text) if text else None
 
 
 def _reasons(reply: str) -> str:

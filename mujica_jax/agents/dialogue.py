@@ -35,8 +35,9 @@ class Dialogue:
 
     @property
     def thought_open(self) -> bool:
-        """Whether the model writes on inside of a thought. It does so in a turn whose thought the chat template opens,
-        and in the rest of a turn that was written in parts."""
+        """Whether the model writes on inside of a thought.
+
+        It does so where the chat template opened the thought, or an earlier part of the same turn did."""
         context_turns = [place for place, turn in enumerate(self._turns) if turn.role == "context"]
         written = "".join(turn.text for turn in self._turns[context_turns[-1] + 1 :]) if context_turns else ""
         return is_open_after(written, was_open=bool(self._tokenizer.opened_thought))
@@ -54,8 +55,9 @@ class Dialogue:
         self._append(Turn(role="context", token_ids=tuple(ids), text=text))
 
     def add_model(self, completion: Completion, *, cut_at: str | None = None) -> str:
-        """Append what the model generated and return its text, without the stop token. The text begins with the thought
-        that the chat template opened, if it did.
+        """Append what the model generated and return its text, without the stop token.
+
+        Where the chat template opened a thought, the text begins with its tag.
 
         A turn that a length limit cut off is marked as cut and not as trained: maximum likelihood would teach the
         policy to be cut off, and a policy gradient learns the turn with the reward of its episode. Where the stop
@@ -80,8 +82,9 @@ class Dialogue:
         return self._tokenizer.opened_thought + text if begins_turn else text
 
     def _tokens_before(self, ids: Sequence[int], stop_string: str) -> int:
-        """How many tokens end before the stop string begins that ended the turn: its last mention, for thoughts may
-        mention it too."""
+        """Return how many tokens end before the stop string begins that ended the turn.
+
+        That is its last mention: thoughts may mention it too."""
         pieces = [self._tokenizer.token_bytes(token) for token in ids]
         begins = b"".join(pieces).rfind(stop_string.encode())
         return len(ids) if begins < 0 else sum(end <= begins for end in itertools.accumulate(map(len, pieces)))

@@ -23,14 +23,16 @@ import re
 from collections.abc import Sequence
 
 from mujica_jax.agents import protocol
-from mujica_jax.agents.contract import Contract, Role
+from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.dialogue import Opening
 from mujica_jax.agents.protocol import (
     DOUBLE_QUOTES,
     NOTHING_FOUND,
+    ONE_SEARCH,
     SINGLE_QUOTES,
     PlannerAction,
     PromptMode,
+    Role,
     SearchCall,
     WorkerReply,
     one_line,
@@ -64,9 +66,10 @@ class EviPathContract(Contract):
         assert split, "checked with the configuration: EviPath has an executor"
         if mode == "brief":
             return super().opening(role, kind, mode, parallel=parallel)
-        rules, examples = _RULES[role, kind], _EXAMPLES[role, kind]
+        rules = _RULES[role, kind]
+        examples = _EXAMPLES[role, kind]
         if role == "planner" and not parallel:
-            rules += "\nWrite one search a turn: only the first one is answered."
+            rules += ONE_SEARCH
             examples = tuple(example for example in examples if not example.searches_in_parallel)
         if mode == "zero_shot":
             return Opening(system=rules)
@@ -79,13 +82,15 @@ class EviPathContract(Contract):
     def planner_observation(
         self, sentences: Sequence[str], named: Sequence[Sequence[Entity]], first: int, kind: EnvironmentKind
     ) -> str:
-        """Return one line for each search: its sentence and, behind it, the candidates that it named first."""
+        """Return the message with each search's sentence and, behind it, the new candidates that the search named."""
         lines = []
         number = first
         for sentence, entities in zip(sentences, named, strict=True):
             line = one_line(sentence)
             if entities:
-                listed = " ".join(f"[{place}] {one_line(of.label)}" for place, of in enumerate(entities, number))
+                listed = " ".join(
+                    f"[{place}] {one_line(entity.label)}" for place, entity in enumerate(entities, number)
+                )
                 line += f" Candidate: {listed}"
                 number += len(entities)
             lines.append(line)
@@ -148,7 +153,7 @@ class _Example:
 
     @property
     def exchanges(self) -> list[protocol.Exchange]:
-        """The example as chat turns: (user message, assistant message) in their order."""
+        """Return the example as chat turns: (user message, assistant message) in their order."""
         return list(zip(self.messages[::2], self.messages[1::2], strict=True))
 
 
@@ -159,8 +164,8 @@ def _text_calls(said: str) -> tuple[list[SearchCall], int]:
     queries: list[str] = []
     for action in actions:
         matches = list(_TEXT_CALL.finditer(action))
-        found = [one_line(match["single"] if match["double"] is None else match["double"]) for match in matches]
-        readable = [query for query in found if query]
+        quoted = [match["single"] if match["double"] is None else match["double"] for match in matches]
+        readable = [query for query in map(one_line, quoted) if query]
         queries += readable
         begun = len(_CALL_BEGINS.findall(action))
         says_anything = int(bool(action.strip()))
@@ -170,6 +175,15 @@ def _text_calls(said: str) -> tuple[list[SearchCall], int]:
 
 # --- system prompts ---
 
+_EXECUTOR_TASK = "Your task is to answer a question based on supporting evidence, of which some is noise."
+_EXECUTOR_STEPS = (
+    "You need to:\n"
+    "1. Identify what the question asks for, review all evidence and summarise what supports the answer. Put your "
+    "thoughts between <think> and </think> tags.\n"
+    "2. Put the index of the golden evidence between <select> and </select> tags. If several pieces contain the "
+    f'answer, select all of them. If none matches, respond with "{NOTHING_FOUND}" and nothing else.\n'
+    "3. Summarise the answer in one complete declarative sentence between <answer> and </answer> tags."
+)
 _RULES = {
     ("planner", "graph"): (
         "Your task is to answer a complex question with the help of a knowledge graph. You are given the question and "
@@ -196,25 +210,8 @@ _RULES = {
         "full.\n"
         "Observations follow. Label the final answer, as short as possible, with <answer> *** </answer>."
     ),
-    ("worker", "graph"): (
-        "Your task is to answer a question based on supporting evidence, of which some is noise. Each piece is a "
-        "triple: subject, relation, object.\n"
-        "You need to:\n"
-        "1. Identify what the question asks for, review all evidence and summarise what supports the answer. Put your "
-        "thoughts between <think> and </think> tags.\n"
-        "2. Put the index of the golden evidence between <select> and </select> tags. If several pieces contain the "
-        f'answer, select all of them. If none matches, respond with "{NOTHING_FOUND}" and nothing else.\n'
-        "3. Summarise the answer in one complete declarative sentence between <answer> and </answer> tags."
-    ),
-    ("worker", "text"): (
-        "Your task is to answer a question based on supporting evidence, of which some is noise.\n"
-        "You need to:\n"
-        "1. Identify what the question asks for, review all evidence and summarise what supports the answer. Put your "
-        "thoughts between <think> and </think> tags.\n"
-        "2. Put the index of the golden evidence between <select> and </select> tags. If several pieces contain the "
-        f'answer, select all of them. If none matches, respond with "{NOTHING_FOUND}" and nothing else.\n'
-        "3. Summarise the answer in one complete declarative sentence between <answer> and </answer> tags."
-    ),
+    ("worker", "graph"): (f"{_EXECUTOR_TASK} Each piece is a triple: subject, relation, object.\n{_EXECUTOR_STEPS}"),
+    ("worker", "text"): f"{_EXECUTOR_TASK}\n{_EXECUTOR_STEPS}",
 }
 
 # Invented people and works: an example must not give away a fact of any benchmark.

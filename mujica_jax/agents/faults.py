@@ -1,10 +1,10 @@
-"""What happens to an attempt whose search the retriever did not answer.
+"""Repeat attempts whose search the retriever did not answer, and end the program where the retriever is gone.
 
-That is a fault of the environment and says nothing about the policy. The attempt is played again, by the same seeds: if
-the search is answered this time, the episode is the one that would have been played without the fault. An attempt that
-fails in all of its repeats stays in the records as `retriever_failed`. It earns no reward, and groups, means and
-thresholds leave it out (`Trajectory.is_rewarded`). Where one attempt after the other fails so, the retriever is gone,
-and the program ends instead of learning from nothing.
+A failed search is a fault of the environment and says nothing about the policy. The attempt is played again by the same
+seeds: if the search is answered this time, the episode is the one that would have been played without the fault. An
+attempt that fails in all of its repeats stays in the records as `retriever_failed`. It earns no reward, and groups,
+means and thresholds leave it out (`Trajectory.is_rewarded`). If too many attempts in a row fail, the program ends
+instead of learning from nothing.
 """
 
 from mujica_jax.agents.agent import Agent, Attempt, Policy

@@ -35,7 +35,7 @@ _CONTRACTS: dict[str, Contract] = {"mujica": MUJICA_CONTRACT, "evipath": EviPath
 
 
 def contract_of(agent: object) -> Contract:
-    """Return the contract that an agent's configuration names. Agents without planner and workers have none to name."""
+    """Return the contract that an agent's configuration names. Agents without workers have Mujica's."""
     return _CONTRACTS[agent.protocol] if isinstance(agent, MujicaConfig) else MUJICA_CONTRACT
 
 
@@ -88,7 +88,8 @@ class _Episode(Episode):
 
     def __init__(self, agent: Mujica, attempt: Attempt, environment: Environment, policy: Policy) -> None:
         super().__init__(agent._tokenizer, agent._config, attempt, environment, policy)
-        self._agent, self._config, self._contract = agent, agent._config, agent.contract
+        self._agent, self._config = agent, agent._config
+        self._contract = agent.contract
         self._planner = agent.begin(PLANNER, environment.kind)
         self._candidates = list(attempt.question.candidates) if environment.kind == "graph" else []
         self._observation = ""
@@ -145,8 +146,9 @@ class _Episode(Episode):
         return self._contract.parse_planner(written.text, kind, candidates=len(self._candidates), max_searches=limit)
 
     async def _search_all(self, calls: Sequence[protocol.SearchCall], iteration: int, *, unreadable: int) -> None:
-        """All searches of a turn at once; their answers reach the planner as one message, in the order of the searches.
-        One that is refused is answered by the reason."""
+        """Make all searches of a turn at once, and tell the planner their answers in one message, in their order.
+
+        A refused search is answered by the reason."""
         tasks = {
             number: asyncio.ensure_future(self._search(call, iteration, number))
             for number, call in enumerate(calls)
@@ -208,9 +210,10 @@ class _Episode(Episode):
         reply = self._contract.parse_worker(written.text if written.cut is None else "", materials=len(materials))
         self._malformed_workers += not reply.well_formed
         # Over texts a worker that selects nothing may answer from its own knowledge.
-        knows = self.environment.kind == "text" and reply.sentence != protocol.NOTHING_FOUND
-        found = reply.found or knows
-        search = dataclasses.replace(search, selected=reply.selected, sentence=reply.sentence, found=found)
+        knows_answer = self.environment.kind == "text" and reply.sentence != protocol.NOTHING_FOUND
+        search = dataclasses.replace(
+            search, selected=reply.selected, sentence=reply.sentence, found=reply.found or knows_answer
+        )
         entities = _entities([materials[index] for index in reply.selected])
         conversation = worker.record()
         return search, conversation if conversation.turns[-1].role == "model" else None, entities

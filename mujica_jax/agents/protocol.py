@@ -31,6 +31,7 @@ from mujica_jax.records import Entity, StopReason
 from mujica_jax.tasks.task import EnvironmentKind
 
 PromptMode = Literal["brief", "zero_shot", "few_shot"]
+Role = Literal["planner", "worker"]
 
 NOTHING_FOUND = "No relevant information found."
 UNREADABLE = "A search of this turn could not be read."  # stands behind the answers to the others
@@ -41,7 +42,7 @@ OBSERVATION = "Obs:"  # begins a message to the planner; a model that writes it 
 class SearchCall:
     query: str
     candidate: int | None  # number of the candidate searched; None in text environments
-    refusal: str = ""  # what the planner is told instead of an answer, where the search cannot be made
+    refusal: str = ""  # why the search cannot be made: the planner is told this instead of an answer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class WorkerReply:
         return bool(self.selected)
 
 
-def stop_strings(role: Literal["planner", "worker"], kind: EnvironmentKind) -> tuple[str, ...]:
+def stop_strings(role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
     """What ends a turn besides the stop token: the tag that closes it, and the beginning of an observation.
 
     A planner over texts may write several searches, so its closing tag of a search ends nothing."""
@@ -106,33 +107,33 @@ _INDEXES = re.compile(r"\s*-?[0-9]{1,6}(?:[\s,;]+-?[0-9]{1,6})*\s*")
 
 @functools.cache
 def _field_pattern(tag: str) -> re.Pattern[str]:
-    """A field between two tags, with no tag of the same name inside."""
+    """Return a pattern for a field between two tags, with no tag of the same name inside."""
     return re.compile(rf"<\s*{tag}\s*>((?:(?!<\s*/?\s*{tag}\s*>).)*)<\s*/\s*{tag}\s*>", _FLAGS)
 
 
 def field(tag: str, text: str) -> str | None:
     """What a turn says first between these tags, outside of its thoughts, on one line."""
-    found = _field_pattern(tag).search(outside_thoughts(text))
-    return None if found is None else one_line(found[1])
+    match = _field_pattern(tag).search(outside_thoughts(text))
+    return None if match is None else one_line(match[1])
 
 
-def fields(tag: str, said: str) -> list[str]:
-    """Return what stands between these tags in what a turn says, each time they are there."""
-    return _field_pattern(tag).findall(said)
+def fields(tag: str, text: str) -> list[str]:
+    """Return all that stands between these tags, in its order. `text` is a turn without its thoughts."""
+    return _field_pattern(tag).findall(text)
 
 
-def on_one_line(tag: str, said: str) -> str:
-    """What a turn says, with each field between these tags on one line."""
-    return _field_pattern(tag).sub(lambda field: re.sub(r"\s*\n\s*", " ", field[0]), said)
+def on_one_line(tag: str, text: str) -> str:
+    """Return a turn without its thoughts, with each field between these tags on one line."""
+    return _field_pattern(tag).sub(lambda field: re.sub(r"\s*\n\s*", " ", field[0]), text)
 
 
-def opens(tag: str, said: str) -> int:
-    """How often this tag is opened in what a turn says."""
-    return len(re.findall(rf"<\s*{tag}\s*>", said, _FLAGS))
+def opens(tag: str, text: str) -> int:
+    """Return how often this tag is opened. `text` is a turn without its thoughts."""
+    return len(re.findall(rf"<\s*{tag}\s*>", text, _FLAGS))
 
 
 def parse_answer(text: str) -> str | None:
-    """The first answer outside of thoughts. One that holds another tag of ours is none."""
+    """Return the first answer outside of thoughts. Text with another tag of ours inside is no answer."""
     for answer in _field_pattern("answer").findall(outside_thoughts(text)):
         if not TAG_PATTERN.search(answer):
             return one_line(answer)
@@ -157,7 +158,7 @@ def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_sear
 
 
 def _graph_calls(said: str, candidates: int) -> tuple[list[SearchCall], int]:
-    """The calls of all actions in their order, and how many searches could not be read."""
+    """Return the calls of all actions in their order, and how many searches could not be read."""
     calls: list[SearchCall] = []
     actions = _field_pattern("action").findall(said)
     beside_actions = _field_pattern("action").sub(" ", said)
@@ -177,7 +178,7 @@ def _graph_calls(said: str, candidates: int) -> tuple[list[SearchCall], int]:
 
 
 def _call(match: re.Match[str], candidates: int) -> SearchCall | None:
-    """The call that was matched; None where its query is empty."""
+    """Return the call that was matched, or None where its query is empty."""
     number = int(match["bracketed"] or match["bare"])
     quoted = match["single"] if match["double"] is None else match["double"]
     query = one_line(quoted.replace('\\"', '"'))
@@ -188,7 +189,7 @@ def _call(match: re.Match[str], candidates: int) -> SearchCall | None:
 
 
 def _text_calls(said: str) -> tuple[list[SearchCall], int]:
-    """The queries in their order, and how many searches could not be read."""
+    """Return the queries in their order, and how many searches could not be read."""
     queries = [one_line(query) for query in _field_pattern("search").findall(said)]
     calls = [SearchCall(query=query, candidate=None) for query in queries if query]
     beside_searches = _field_pattern("search").sub(" ", said)
@@ -198,7 +199,7 @@ def _text_calls(said: str) -> tuple[list[SearchCall], int]:
 def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -> WorkerReply:
     """Read one worker turn. [-1] selects nothing, and so does a sentence without a selection.
 
-    What is no index of a material that was shown is left out, and the turn then is not well-formed."""
+    An index of a material that was not shown is left out, and makes the turn malformed."""
     select, sentence = field("select", text), field(sentence_tag, text)
     if not sentence:
         return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=False)
@@ -212,7 +213,7 @@ def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -
 
 
 def _selection(select: str) -> tuple[list[int], bool]:
-    """The indexes of a selection such as "[0][2]", "[0, 2]" or "0, 2", each once, and whether all of it was read."""
+    """Return the indexes of a selection such as "[0][2]", "[0, 2]" or "0, 2", each once, and whether all was read."""
     groups = _BRACKETS.findall(select) or ([select] if select else [])
     readable = [group for group in groups if _INDEXES.fullmatch(group)]
     indexes = [int(index) for group in readable for index in re.findall(r"-?[0-9]+", group)]
@@ -295,7 +296,6 @@ def write_worker(thought: str, selected: Sequence[int], sentence: str) -> str:
 
 # --- prompts ---
 
-Role = Literal["planner", "worker"]
 Exchange = tuple[str, str]  # a user message and the model's reply
 
 # One line for models that were trained on the format.
@@ -363,7 +363,7 @@ _RULES_WITHOUT_WORKERS = {
         f"{_ANSWER}"
     ),
 }
-_ONE_SEARCH = "\nWrite one search a turn: only the first one is answered."
+ONE_SEARCH = "\nWrite one search a turn: only the first one is answered."
 
 # --- worked examples: invented people and works, which give away no fact of a benchmark ---
 
@@ -391,7 +391,7 @@ _DIRECTOR_PASSAGE = ("Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent
 
 
 def found_line(materials: Sequence[Sequence[str]], mode: PromptMode) -> str:
-    """Return what a search found as a planner without workers is shown it."""
+    """Write what a search found for a planner without workers."""
     return " ".join(numbered(materials, mode)) or NOTHING_FOUND
 
 
@@ -400,8 +400,8 @@ def _planner_graph_examples(
 ) -> tuple[tuple[Exchange, ...], ...]:
     """Return two examples over a graph.
 
-    `dates`, `director` and `birth` are what the searches bring. `listed` are the candidates that the two searches for
-    dates add."""
+    `dates`, `director` and `birth` are the answers to the searches. `listed` are the candidates that the two searches
+    for dates add."""
     return (
         (
             (
@@ -446,7 +446,7 @@ def _planner_graph_examples(
 
 
 def _planner_text_examples(dates: Sequence[str], director: str, birth: str) -> tuple[tuple[Exchange, ...], ...]:
-    """Return two examples over texts. `dates`, `director` and `birth` are what the searches bring."""
+    """Return two examples over texts. `dates`, `director` and `birth` are the answers to the searches."""
     return (
         (
             (
@@ -576,11 +576,13 @@ def opening(
     example that searches twice. Without `split` it is told, and shown, that it reads what was found itself."""
     if mode == "brief":
         return Opening(system=_BRIEF[role, kind])
-    rules, examples = _RULES[role, kind], _EXAMPLES[role, kind]
+    rules = _RULES[role, kind]
+    examples = _EXAMPLES[role, kind]
     if role == "planner" and not split:
-        rules, examples = _RULES_WITHOUT_WORKERS[kind], _EXAMPLES_WITHOUT_WORKERS[kind]
+        rules = _RULES_WITHOUT_WORKERS[kind]
+        examples = _EXAMPLES_WITHOUT_WORKERS[kind]
     if role == "planner" and not parallel:
-        rules += _ONE_SEARCH
+        rules += ONE_SEARCH
         examples = examples[1:]
     if mode == "zero_shot":
         return Opening(system=rules)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from mujica_jax.agents import decex, protocol
 from mujica_jax.agents.decex import DecexState, Step
 from mujica_jax.agents.scripted_text import conclusion, fact, first_statement, queries_of
+from mujica_jax.agents.single import INFORMATION_TAG, numbered_passages
 from mujica_jax.records import UNKNOWN, Evidence, Question
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
@@ -35,16 +36,17 @@ def write(state: DecexState) -> str:
 
 
 def sample_text() -> Iterator[str]:
-    """The words of prompts and scripts, for a from-scratch tokenizer."""
+    """Yield the words of prompts and scripts, for a from-scratch tokenizer."""
     yield decex.opening("brief").system
     yield "<think> " + decex.write_sub_question("The of is. I need the of .", "Who is the of ?")
     yield decex.write_memory(", of.", f"the of is {UNKNOWN}.") + decex.write_search("of")
     yield "<think> " + decex.write_answer("yes", "no")
-    yield f"<{decex.INFORMATION}>\n{decex.passages([Material(text='')])}\n</{decex.INFORMATION}> {decex.passages([])}"
+    passage = numbered_passages([Material(text="")])
+    yield f"<{INFORMATION_TAG}>\n{passage}\n</{INFORMATION_TAG}> {numbered_passages([])}"
 
 
 def _recalled(evidence: Evidence) -> str:
-    """The sentence of the pre-training text, within a sentence."""
+    """Return the sentence of the pre-training text, to stand within another sentence."""
     sentence = fact(evidence, evidence.object)
     return sentence[0].lower() + sentence[1:]
 

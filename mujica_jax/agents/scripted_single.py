@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.scripted_text import conclusion, fact, stated
-from mujica_jax.agents.single import INFORMATION, INFORMATION_TAG, SingleState, found_lines, opening
+from mujica_jax.agents.single import INFORMATION, INFORMATION_TAG, SingleState, numbered_passages, opening
 from mujica_jax.records import UNKNOWN, Question, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
@@ -48,7 +48,8 @@ def sample_text() -> Iterator[str]:
         for each in (state, later):
             yield f"{_thought(each, f'The of is {UNKNOWN}.')}\n<search> of </search>"
             yield _turn(each, protocol.NOTHING_FOUND, "Earlier Later More Longer Rather same: and.", "yes no")
-    yield f"Question: What\n{INFORMATION}\n{found_lines(())}\n{found_lines((Material(text=''),))}\n</{INFORMATION_TAG}>"
+    passages = f"{numbered_passages([])}\n{numbered_passages([Material(text='')])}"
+    yield f"Question: What\n{INFORMATION}\n{passages}\n</{INFORMATION_TAG}>"
     yield "\n".join(f"[{number}]" for number in range(8))
 
 

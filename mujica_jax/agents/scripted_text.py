@@ -78,17 +78,19 @@ class TextScript:
 
 
 def _is_answered(search: Search, evidence: Evidence, state: PlannerState) -> bool:
-    """Check that the search told the planner the object: in a worker's sentence, or in a passage that it reads."""
+    """Tell whether a search told the planner the object: in a worker's sentence, or in a passage that it reads."""
     if not search.found:
         return False
     return state.split or stated(evidence, [search]) is not None
 
 
 def without_silent_workers(conversations: Sequence[Conversation]) -> tuple[Conversation, ...]:
-    """Return the conversations without those of workers that say that nothing was found.
+    """Leave out the conversations of workers that say that nothing was found.
 
     The prompt of a worker over texts asks for an answer from its own knowledge instead."""
-    return tuple(one for one in conversations if one.role != WORKER or not _is_silent(one))
+    return tuple(
+        conversation for conversation in conversations if conversation.role != WORKER or not _is_silent(conversation)
+    )
 
 
 def _is_silent(worker: Conversation) -> bool:

@@ -15,6 +15,7 @@ model may think again before it searches or answers.
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from mujica_jax.agents import protocol
@@ -32,7 +33,7 @@ SINGLE = "single"  # role of the conversation
 INFORMATION_TAG = "information"  # around what was found, in a message to the model
 INFORMATION = f"<{INFORMATION_TAG}>"  # a model that writes it itself is cut there
 STOPS = ("</search>", "</answer>", INFORMATION)
-NOTHING = "none"  # was found
+NOTHING = "none"  # stands where a search found no passage
 
 _FIELD = re.compile(r"\s*<(think|search|reflect|answer)>(.*?)</\1>\s*", re.DOTALL)
 _FOREIGN_TAG = re.compile(r"<\s*/?\s*observation\s*>", re.IGNORECASE)
@@ -84,20 +85,19 @@ def parse(text: str) -> tuple[str | None, str | None]:
 
 
 def information(materials: tuple[Material, ...]) -> str:
-    """What other agents of one conversation are told after a search."""
-    lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
-    return "\n".join(["Passages found:", *(lines or [NOTHING])])
+    """Write what a baseline's conversation is told after a search."""
+    return f"Passages found:\n{numbered_passages(materials)}"
 
 
-def found_lines(materials: tuple[Material, ...]) -> str:
-    """What stands inside <information> ... </information>."""
+def numbered_passages(materials: Sequence[Material]) -> str:
+    """Write what a search found as it stands inside <information> ... </information>."""
     lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
     return "\n".join(lines or [NOTHING])
 
 
 def _observation(*materials: Material) -> str:
-    """The message after a search, in a worked example."""
-    return f"{INFORMATION}\n{found_lines(materials)}\n</{INFORMATION_TAG}>"
+    """Write the message after a search, for a worked example."""
+    return f"{INFORMATION}\n{numbered_passages(materials)}\n</{INFORMATION_TAG}>"
 
 
 _FILM = Material(text="Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.")
@@ -152,8 +152,8 @@ def opening(style: Style, mode: protocol.PromptMode) -> Opening:
 def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bool = False) -> bool:
     """Whether every turn of the model has one of the shapes that its prompt permits.
 
-    With `thought_open` the chat template begins every turn with a thought. It then is the first field of the first
-    turn, and in later turns it is the template's and not asked for."""
+    With `thought_open` the chat template begins every turn with a thought. That thought is the first field of the
+    first turn. In later turns of `reflect` the prompt asks for none, so it is left out."""
     turns = [turn.text for turn in conversation.turns if turn.role == "model"]
     if thought_open:
         turns = [f"{OPEN_THOUGHT}{text}" for text in turns]
@@ -169,9 +169,9 @@ def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bo
 
 
 def _shape(text: str) -> tuple[str, ...]:
-    """The tags of a turn that is fields alone, in their order; nothing for any other turn.
+    """Return the tags of a turn that consists of fields, in their order. Any other turn has no tags.
 
-    A thought may say anything. Every other field holds words and no tag."""
+    A thought may hold anything. Every other field holds words and no tag."""
     tags: list[str] = []
     position = 0
     while position < len(text):
@@ -226,7 +226,7 @@ class Single:
             except RetrievalError:
                 reason = StopReason.RETRIEVER_FAILED
                 break
-            dialogue.add_user(found_lines(materials), tag=INFORMATION_TAG)
+            dialogue.add_user(numbered_passages(materials), tag=INFORMATION_TAG)
         record = dialogue.record()
         is_formed = is_well_formed(record, config.style, thought_open=bool(self._tokenizer.opened_thought))
         counts = {"malformed_shape": float(not is_formed)}

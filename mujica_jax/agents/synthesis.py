@@ -51,6 +51,7 @@ from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.inference.stops import before_stop
 from mujica_jax.metrics import Rule
+from mujica_jax.models.thoughts import first_thought
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import Conversation, GoldPassage, Question, StopReason, Trajectory
 from mujica_jax.retrieval.text.similarity import Similarity
@@ -100,8 +101,8 @@ class Synthesizer:
         return () if trajectory.stop_reason is StopReason.SYNTHESIS_FAILED else writer.lessons()
 
     async def _play(self, attempt: Attempt, environment: Environment, policy: Policy) -> tuple[Trajectory, "_Writer"]:
-        contract, writes = self._mujica.contract, self._synthesis.teacher.policy or policy
-        writer = _Writer(self._synthesis, contract, attempt, environment.kind, writes)
+        teacher = self._synthesis.teacher.policy or policy
+        writer = _Writer(self._synthesis, self._mujica.contract, attempt, environment.kind, teacher)
         trajectory = await self._mujica.run(attempt, self._pool(environment, attempt.question), writer)
         counts = {**trajectory.counts, **writer.counts}
         if not writer.failures:
@@ -130,7 +131,8 @@ class _Writer:
     def __init__(
         self, synthesis: Synthesis, contract: Contract, attempt: Attempt, kind: EnvironmentKind, policy: Policy
     ) -> None:
-        self._synthesis, self._policy, self._contract = synthesis, policy, contract
+        self._synthesis, self._policy = synthesis, policy
+        self._contract = contract
         self._kind: EnvironmentKind = kind
         self._question, self._mode = attempt.question, synthesis.method.mode
         self._lesson = Lesson(synthesis.teacher, policy, attempt, synthesis.method.max_tries)
@@ -206,7 +208,7 @@ class _Writer:
     def _checked(self, reply: str, state: PlannerState, params: SamplingParams) -> str:
         """One planner turn, written again."""
         reply = before_stop(reply, self._contract.observation(self._kind))
-        thought = neutralise(synthesis_prompts.parse_thought(reply))
+        thought = neutralise(first_thought(reply))
         if not thought:
             raise Refused("no_thought")
         limit = self._synthesis.agent.max_searches_per_turn
@@ -255,7 +257,8 @@ class _Writer:
         shown = [material.parts for material in state.materials]
         mode = self._synthesis.prompt
         opening = self._contract.worker_opening(state.query, shown, self._kind, mode)
-        prompt, places = self._prompt(WORKER), None
+        prompt = self._prompt(WORKER)
+        places = None
         if self._mode == "abductive":
             answer, places = await self._answer(state, params)
             prompt = self._prompt(WORKER, synthesis_prompts.worker_addition(mode))
@@ -296,7 +299,7 @@ class _Writer:
     def _checked_reading(self, reply: str, state: WorkerState, params: SamplingParams, places: list[int] | None) -> str:
         """One worker turn, written again. `places`: what it must select, where that is known."""
         read = self._contract.parse_worker(reply, materials=len(state.materials))
-        thought = neutralise(synthesis_prompts.parse_thought(reply))
+        thought = neutralise(first_thought(reply))
         selects = protocol.field("select", reply) is not None
         says_nothing_found = not read.selected and not self._contract.explains_nothing_found
         needs_thought = bool(read.selected) or self._contract.explains_nothing_found

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.protocol import PromptMode
-from mujica_jax.models.thoughts import first_thought, outside_thoughts
+from mujica_jax.models.thoughts import outside_thoughts
 
 PLAN_RULES = """You split a complex question into simple ones. You are given the question and its answer, and \
 supporting evidences if there are any: work back from them how the answer is found.
@@ -116,11 +116,6 @@ def plan_in_thought(plan: Sequence[str]) -> str:
 
 def parse_plan(text: str) -> list[str]:
     return [protocol.one_line(line) for line in _PLANNED.findall(outside_thoughts(text))]
-
-
-def parse_thought(text: str) -> str:
-    """Return the first thought, or nothing where there is none."""
-    return first_thought(text)
 
 
 def numbered(plan: Sequence[str]) -> list[str]:

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.dialogue import Dialogue, Opening
-from mujica_jax.inference.remote.formats import ReplyError
-from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.inference.requests import Completion, ReplyError, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import StopReason
 
@@ -48,7 +47,7 @@ class Lesson:
         return dialogue
 
     def accept(self, dialogue: Dialogue, text: str) -> None:
-        """Go on as if the teacher had written this text, which is what was accepted of its reply."""
+        """Append the accepted text of a reply to the conversation, as if the teacher had written just that."""
         dialogue.add_model(as_completion(self._teacher.tokenizer, text))
 
     async def ask(

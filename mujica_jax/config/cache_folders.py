@@ -1,4 +1,4 @@
-"""Where files lie that may be lost and made again: `$XDG_CACHE_HOME/mujica_jax`, else `~/.cache/mujica_jax`.
+"""The folder of files that may be lost and made again: `$XDG_CACHE_HOME/mujica_jax`, else `~/.cache/mujica_jax`.
 
 A program works without them. Where nothing can be written there (a read-only container, a user without a home), it
 keeps them in a temporary folder, which it removes when it ends.

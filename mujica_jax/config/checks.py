@@ -137,7 +137,7 @@ def check_agent(config: Config) -> None:
 
 
 def check_demonstrations(config: Config) -> None:
-    """For a run that begins: the warm-up has something to show this agent, and its rows hold what is learnt."""
+    """Check that a run which begins has demonstrations for its agent, and rows that hold what it learns."""
     check_pairs(config)
     kind, warmup = config.agent.kind, config.warmup
     if warmup.steps and warmup.source == "scripted" and not has_script(config):

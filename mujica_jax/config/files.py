@@ -67,7 +67,7 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
 
 
 def _with_true(words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """The words with True behind each of these flags that has no value."""
+    """Return the command line with True behind each of these flags that has no value."""
     complete: list[str] = []
     for place, word in enumerate(words):
         complete.append(word)
@@ -78,9 +78,10 @@ def _with_true(words: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def _true_or_false(prefix: str, section: Any) -> Iterator[str]:
-    """The flags of all fields that are true or false."""
+    """Yield the flags of all fields that are true or false."""
     for field in dataclasses.fields(section):
-        value, name = getattr(section, field.name), f"{prefix}{field.name}"
+        name = f"{prefix}{field.name}"
+        value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             yield from _true_or_false(f"{name}.", value)
         elif isinstance(value, bool):

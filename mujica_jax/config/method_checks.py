@@ -37,7 +37,7 @@ def check_method(config: Config) -> None:
 
 
 def _check_staged(staged: StagedRewardConfig) -> None:
-    """Something can be earned, and stages are not both joined and switched off."""
+    """Check that something can be earned, and that no stage is switched off where there are no stages."""
     if not (staged.answer or staged.format):
         raise UserError("staged.answer and staged.format are both False, and nothing can be earned: leave one on")
     if staged.unified and not (staged.stage_one and staged.stage_two):
@@ -48,7 +48,7 @@ def _check_staged(staged: StagedRewardConfig) -> None:
 
 
 def _check_judge(config: Config) -> None:
-    """A reward that asks a judge has one, and a method that can wait for it."""
+    """Check that a reward which asks a judge has one, and a method that can wait for it."""
     if not needs_judge(config.reward, config.staged):
         return
     correctness = f" with staged.correctness {config.staged.correctness}" if config.reward == "staged" else ""
@@ -65,7 +65,7 @@ def _check_judge(config: Config) -> None:
 
 
 def check_judge_is_asked(config: Config) -> None:
-    """For a run that trains: a judge that is described is asked by the reward. (`eval` asks it for scores too.)"""
+    """Check that the reward of a run that trains asks the judge that is described. (`eval` asks it for scores too.)"""
     if config.judge.base_url is not None and not needs_judge(config.reward, config.staged):
         raise UserError(
             f"judge.base_url is {config.judge.base_url} and reward {config.reward} asks no judge: add --reward judge, "
@@ -228,7 +228,8 @@ def check_pairs(config: Config) -> None:
     method = config.method
     if not isinstance(method, DecexTreeConfig) or not _learns_pairs(method):
         return
-    conversation, row = config.agent.max_trajectory_tokens, config.trainer.row_tokens
+    conversation = config.agent.max_trajectory_tokens
+    row = config.trainer.row_tokens
     if row < 2 * conversation:
         raise UserError(
             f"trainer.row_tokens is {row} and agent.max_trajectory_tokens {conversation}: a row holds both "

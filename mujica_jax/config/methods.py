@@ -27,7 +27,7 @@ class MygoConfig:
     # rising: K follows the policy's mean reward. fixed: K stays at initial_threshold. auto: fixed offline, where one
     # policy samples all rounds, and else rising.
     threshold: Literal["auto", "rising", "fixed"] = "auto"
-    # K before the first round, from 0 to the best reward; where K is fixed, that of all rounds. At a fixed 0 everything
+    # K before the first round, from 0 to the best reward. If K is fixed, it stays there in all rounds: at 0 everything
     # that earns anything is kept, at the best reward only what reaches it.
     initial_threshold: float = 0.0
     replay: float  # rows of earlier rounds and of the warm-up mixed in, as a share of the new rows
@@ -55,17 +55,17 @@ class EviPathConfig:
     # With teacher checkpoint: a run directory (its latest policy), a Hugging Face directory, a GGUF file, or smollm2.
     # Its tokenizer may differ from the policy's.
     teacher_checkpoint: str | None = None
-    # Tokens that a conversation with a second checkpoint may hold: its prompt is longer than the agent's own, by worked
+    # How many tokens a conversation with a second checkpoint may hold. Beside the agent's own prompt there are worked
     # examples, answer and evidence. 0: agent.max_trajectory_tokens.
     teacher_max_tokens: int = 0
     remote: RemoteConfig = NO_ENDPOINT
     # How the teacher reads the agent's prompts. auto: as the agent does where the teacher was trained on its format (by
     # this run's warm-up, or as a run of its own), otherwise with worked examples.
     teacher_prompt: Literal["auto", "brief", "zero_shot", "few_shot"] = "auto"
-    # Right trajectories that are learnt, the first by question; synthesis ends when they are there. 0: all. Two modes
-    # are compared with as many in both.
+    # How many right trajectories are learnt. Synthesis ends when it has them. 0: all. Give two modes the same number to
+    # compare them.
     trajectories: int = 0
-    # Over passages, in abductive mode: the noise that a worker reads beside the gold evidence. own: the paragraphs that
+    # The noise that a worker reads beside the gold evidence, over passages in abductive mode. own: the paragraphs that
     # the data set gives with the question; retrieved: what a search finds.
     distractors: Literal["own", "retrieved"] = "own"
     tune: Literal["both", "planner", "executor"] = "both"  # whose conversations are learnt
@@ -92,7 +92,7 @@ class PolicyGradientConfig:
     learning_rate: float  # at first; one cosine over all rounds
     end_learning_rate: float  # where it ends
     epochs: int  # passes over a round's rows
-    # Of them in one update: a round of more rows makes several, and one of fewer makes a single update of all its rows.
+    # How many rows one update sees. A round of more rows makes several updates, and a round of fewer makes one.
     # 0: trainer.rows_per_step.
     rows_per_update: int = 0
     clip_low: float = 0.2  # how far below 1 the ratio to the policy that sampled may count
@@ -140,11 +140,11 @@ class DecexTreeConfig:
     # What stays of a layer: the best branch; both branches of a decision, each with its best execution; every execution
     # (nothing is scored by episodes then).
     expansion: Literal["pruned", "unpruned", "full"] = "pruned"
-    # Score both branches of each decision, also the one that is not expanded, so that pairs can prefer either. Without
-    # it, what is pruned costs no episodes and gives no pair.
+    # Score both branches of each decision, so that pairs can prefer either. With False, a pruned branch costs no
+    # episodes and gives no pair.
     score_both_branches: bool = True
-    # A second model that writes the trees but for the executions of the retrieval decision; without an endpoint the
-    # policy writes all.
+    # The endpoint of a second model that writes all of a tree except the executions of retrieval decisions. Without an
+    # endpoint the policy writes all.
     remote: RemoteConfig = NO_ENDPOINT
     budget_tokens: int = 0  # a tree that has generated so many begins no other layer; 0: no bound
     sft: bool = True  # learn the best chains: paths from root to leaf, where a leaf has a tree's best reward

@@ -19,7 +19,7 @@ from mujica_jax.config.rewards import JudgeConfig as JudgeConfig
 from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.config.tasks import STORED_WITHOUT, OpenDomain, PassageSearch
 
-BEFORE_OFFICIAL_SPLITS = {STORED_WITHOUT: True}  # runs that were begun before kept no official split
+BEFORE_OFFICIAL_SPLITS = {STORED_WITHOUT: True}  # earlier releases did not keep official splits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,21 +55,20 @@ class TwoWikiConfig(PassageSearch):
     implementation: ClassVar[str] = "mujica_jax.tasks.two_wiki.task:build"
     environment: Literal["graph", "text"]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
     data_dir: str  # folder with train*, dev* or questions*.json[l], triples*.tsv, corpus*.json[l] (docs/evaluation.md)
-    # Questions of files train* are trained on, those of dev* are held out. Of others, as of `questions*`, this share is
-    # held out, by the hash of their ids.
+    # Questions of files train* are trained on, and those of dev* are held out. Of all others (questions*), this
+    # percentage is held out, by the hash of their ids.
     hold_out_percent: int
     test_percent: int = 50  # share of what is held out that is test, by the hash; the rest is dev. 100: all of dev*
     # How many there are at most, first by hash; None: all. For `eval` only a flag sets it: eval.questions decides.
     dev_questions: int | None = None
     test_questions: int | None = None  # the same for test
-    # Of a folder with dev* and without train*, as a sample of the set: hold_out_percent splits dev* too, and the others
-    # of its questions are trained on. What is trained so has seen a part of the official dev set.
+    # For a folder with dev* and without train*, such as a sample of the set: hold_out_percent splits dev* too, and what
+    # is not held out is trained on. A policy that is trained so has seen a part of the official dev set.
     split_dev_files: bool = dataclasses.field(default=False, metadata=BEFORE_OFFICIAL_SPLITS)
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
-    # Of passages. distractor: a question's own passages alone, which the official files give with it; the gold ones are
-    # among them
+    # Over passages. distractor: only the passages that the official files give with a question, gold ones among them
     setting: Literal["open", "distractor"] = "open"
-    # Of the distractor setting: ask questions whose gold passages are not all among their own, too.
+    # In the distractor setting, also ask questions whose gold passages are not all among their own.
     keep_incomplete: bool = False
     # Of passages: share of the searches of a demonstration that miss a gold passage and are given it all the same.
     gold_share: float = 0.5
@@ -189,7 +188,7 @@ class WarmupConfig:
 
     source: Literal["scripted", "few_shot"] = "scripted"  # where demonstrations come from
     steps: int  # updates, at most; 0 leaves the warm-up out
-    epochs: int = 0  # passes over the demonstrations, if these are fewer updates than steps; 0: as many as steps says
+    epochs: int = 0  # ends the warm-up after this many passes over the demonstrations; 0: steps alone decides
     learning_rate: float  # the highest
     end_learning_rate: float  # where the cosine ends
     rise_steps: int = 20  # updates in which the learning rate rises before the cosine; 0: a plain cosine
@@ -225,13 +224,13 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """What happens when a search or the judge fails for good, after the retries of the request itself. That is never
-    counted against the policy. May change at a restart."""
+    """What happens when a search or the judge fails after all retries of its request. That is never counted against the
+    policy. May change at a restart."""
 
-    # How often an attempt is played again, by the same seeds, whose search failed; then it is left out and counted.
+    # How often an attempt whose search failed is played again, by the same seeds. Then it is left out and counted.
     repeats: int = 2
-    # Attempts left out one after the other because no search was answered, or answers without a verdict of the judge;
-    # one more ends the program.
+    # How many attempts in a row may be left out because their searches failed, and how many answers in a row may get no
+    # verdict of the judge. One more ends the program.
     max_in_a_row: int = 16
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-# In the metadata of a field: the value that a stored configuration means which was written before the field was there.
+# Key in a field's metadata: the value to assume in a stored configuration that is older than the field.
 STORED_WITHOUT = "stored_without"
 DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 
@@ -43,10 +43,10 @@ class OpenDomainConfig(PassageSearch):
 class MultiHopConfig(OpenDomainConfig):
     """With passages given for each question, some of them gold."""
 
-    # open: one index of all (`index`, or the passages of all questions); distractor: a question's own passages alone,
-    # with the gold ones among them
+    # open: one index of all (`index`, or the passages of all questions); distractor: only the question's own passages,
+    # gold ones among them
     setting: Literal["open", "distractor"] = "open"
-    # Of the distractor setting: ask questions whose gold passages are not all among their own, too.
+    # In the distractor setting, also ask questions whose gold passages are not all among their own.
     keep_incomplete: bool = False
 
 

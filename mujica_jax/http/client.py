@@ -28,7 +28,7 @@ class HttpError(Exception):
 
 
 class RequestRefused(HttpError):
-    """The same request would be refused again. `status` is the server's, where it was the server that refused."""
+    """The same request would be refused again. `status` is the server's status, 0 if no server refused it."""
 
     def __init__(self, sentence: str, status: int = 0) -> None:
         super().__init__(sentence)

@@ -33,13 +33,13 @@ class PolicyError(RequestError):
 
 
 class ReplyError(RequestError):
-    """An endpoint answered, and not what was asked for."""
+    """An endpoint answered with something that was not asked for."""
 
 
 class UnusableReplyError(ReplyError):
-    """An endpoint's model gave this request nothing that an agent can use. The episode that asked ends; others go on.
+    """An endpoint gave this request no reply that an agent can use. The episode that asked ends, and others go on.
 
-    `reason` is the stop reason of that episode.
+    `reason` is that episode's stop reason.
     """
 
     def __init__(self, sentence: str, reason: Literal["filtered", "bad_reply"] = "bad_reply") -> None:

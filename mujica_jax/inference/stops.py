@@ -8,7 +8,7 @@ stop `"</a>"` may be completed by a token `">\\n"`, and `text.partition(stop_str
 stop token in the same place counts first. Of two stop strings that one token completes, the one that ends first counts,
 and the longer of two that end together. A stop string never begins in the prompt.
 
-Stop strings sleep while a thought is open (`models/thoughts.py`): one that ends inside of a thought ends nothing.
+Stop strings sleep while a thought is open (`models/thoughts.py`): inside of a thought they end nothing.
 `SamplingParams.thought_open` says that the prompt ends inside of a thought, where the chat template opens one.
 
 The turn has no end-of-turn token: the conversation goes on with `Tokenizer.continue_conversation(text, stopped=False)`,
@@ -33,7 +33,7 @@ def first_stop(text: bytes, stops: Sequence[bytes], *, thought_open: bool = Fals
 def first_stop_of_turn(text: str, stops: Sequence[str]) -> tuple[str, str] | None:
     """Return a whole turn up to the end of its first stop string, and that stop string.
 
-    The turn may begin in a thought that is not told of: one that it closes before it opens any."""
+    A turn that closes a thought before it opens one began inside of that thought."""
     begin = end_of_unopened_thought(text)
     encoded = text[begin:].encode()
     ending = first_stop(encoded, [stop.encode() for stop in stops])

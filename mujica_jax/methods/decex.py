@@ -46,7 +46,6 @@ from mujica_jax.methods.tree_records import (
     best_chain,
     encode_nodes,
     figures,
-    is_lost,
     is_pair,
     pairs_by_preference,
     records_of,
@@ -132,7 +131,7 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
             records += found
             grown = min(len(questions), (index + 1) * size)
             stage.update(grown)
-    rewards = [record.reward for record in records if not is_pair(record) and not is_lost(record)]
+    rewards = [record.reward for record in records if not is_pair(record) and not record.is_environment_fault]
     close_round(run, ROUND, entries, mean_reward=statistics.fmean(rewards))
     return records
 
@@ -142,7 +141,7 @@ def _endpoint(run: Run) -> Endpoint:
 
 
 def _writer(run: Run, endpoint: Endpoint | None) -> TreeWriter | None:
-    """The second model as it writes one shard."""
+    """Return the second model for one shard; None where the policy writes alone."""
     if endpoint is None:
         return None
     version = EnginePolicy(run.generator).version
@@ -156,7 +155,7 @@ def _grown(
     endpoint: Endpoint | None,
     on_tree: Callable[[int, float], None],
 ) -> list[Trajectory]:
-    """The trees of a shard, which share the engine. Their nodes are written before the shard is.
+    """Grow the trees of a shard, which share the engine. Their nodes are written before the shard is.
 
     Raises UserError where all of them are lost to the retriever: nothing of the shard is kept then."""
     config, agent, began = method_of(run, DecexTreeConfig), run.agent, time.monotonic()
@@ -186,7 +185,7 @@ def _grown(
         return await gather_polled([one(question, gate) for question in asked], run.preemption.check)
 
     trees = asyncio.run(all_of_them())
-    if all(is_lost(best_chain(tree, config.retrievals)[0]) for tree in trees):
+    if all(best_chain(tree, config.retrievals)[0].is_environment_fault for tree in trees):
         failed = int(sum(tree.counts["retriever_failed"] for tree in trees))
         tries = run.config.faults.repeats + 1
         raise UserError(
@@ -199,7 +198,7 @@ def _grown(
 
 
 def _tell(run: Run, records: Sequence[Trajectory], found: Mapping[str, float]) -> None:
-    """Say how the trees came out: the share of chains that are leaves, what pairs prefer, and what was lost."""
+    """Print the share of chains that are leaves, what pairs prefer, and what was lost."""
     preferred = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in pairs_by_preference(records).items())
     run.progress.line(
         f"trees: the best chain is a leaf in {found['leaf_share']:.0%}, its reward {found['best_reward']:.2f}; pairs: "
@@ -219,12 +218,14 @@ def _pairs(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
     pairs = [record.conversations for record in records if is_pair(record)]
     pairs = [pair for pair in pairs if kinds[pair[0].role]]
     trained = [pair for pair in pairs if all(any(side.loss_mask) for side in pair)]
-    kept = [pair for pair in trained if sum(len(side.token_ids) for side in pair) <= limit]
+    fitting = [pair for pair in trained if sum(len(side.token_ids) for side in pair) <= limit]
     if len(trained) < len(pairs):
         run.progress.line(f"{len(pairs) - len(trained)} of {len(pairs)} pairs have a side without a token to learn")
-    if len(kept) < len(trained):
-        run.progress.line(f"{len(trained) - len(kept)} of {len(trained)} pairs exceed {limit} tokens and are left out")
-    return [side for pair in kept for side in pair]
+    if len(fitting) < len(trained):
+        run.progress.line(
+            f"{len(trained) - len(fitting)} of {len(trained)} pairs exceed {limit} tokens and are left out"
+        )
+    return [side for pair in fitting for side in pair]
 
 
 def _learn_chains(

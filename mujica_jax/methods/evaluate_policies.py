@@ -175,8 +175,13 @@ def _evaluate_one(
     if judge is not None and distributed.is_primary():
         summary["greedy"] |= _judged(judge, str(config.judge.base_url), scores, progress)
     shown = getattr(task, "shown", "")  # how many of a question's own passages a search shows
-    name, em = f"{task.name} {task.environment_kind}{shown and f', {shown}'}", scores.exact_matches()
-    compared = Compared(task=name, agent=config.agent.kind, summary=summary["greedy"], em=em)
+    name = f"{task.name} {task.environment_kind}"
+    compared = Compared(
+        task=f"{name}, {shown}" if shown else name,
+        agent=config.agent.kind,
+        summary=summary["greedy"],
+        em=scores.exact_matches(),
+    )
     if not distributed.is_primary():
         return compared
     about = _about(config, task) | policy.about() | ({} if worker is None else {"worker": worker.place})
@@ -195,15 +200,15 @@ def _evaluate_one(
 
 
 def _judged(judge: Judge, place: str, scores: Scores, progress: Progress) -> dict[str, Any]:
-    """What another model says of the greedy answers."""
+    """Return what the judge says of the greedy answers."""
     progress.line(f"{judge.name} at {place} judges {scores.greedy.score.questions} answers")
-    found = judge.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
+    verdicts = judge.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
     progress.line(
-        f"{judge.name} says yes to {found['judge']}%, without the {found['judge_failures']} answers on which it "
-        f"gave no verdict; yes without an exact match {found['judge_yes_not_exact']} times and no with one "
-        f"{found['judge_no_but_exact']} times"
+        f"{judge.name} says yes to {verdicts['judge']}%, without the {verdicts['judge_failures']} answers on which it "
+        f"gave no verdict; yes without an exact match {verdicts['judge_yes_not_exact']} times and no with one "
+        f"{verdicts['judge_no_but_exact']} times"
     )
-    return found | {"judged_by": judge.name}
+    return verdicts | {"judged_by": judge.name}
 
 
 def _about(config: Config, task: Task) -> dict[str, Any]:
@@ -274,9 +279,9 @@ def _identity(config: Config, task: Task, policy: Checkpoint | Endpoint, worker:
             folder = getattr(checkpoint, name, None)
             weights.append([] if folder is None else describe_folder(folder))
     content = [fingerprint_of_questions(questions), fingerprint_of_searches(task, questions), weights]
-    said = [repr(settings), repr(getattr(policy, "remote", None)), config.reward, config.seed]
-    said += [policy.place, policy.name, distributed.processes(), content]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
+    identity = [repr(settings), repr(getattr(policy, "remote", None)), config.reward, config.seed]
+    identity += [policy.place, policy.name, distributed.processes(), content]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
 
 
 def _kept(parts: RunDirectory, name: str, play: Play) -> Sequence[Trajectory]:

@@ -101,10 +101,7 @@ class Scores:
     def exact_matches(self) -> tuple[float | None, ...]:
         """Return the exact match of each question, greedily; None where a search failed."""
         pairs = zip(self.questions, self.greedy.trajectories, strict=True)
-        return tuple(
-            None if of.is_environment_fault else metrics.score(of.final_answer, asked.answers, self.rule).em
-            for asked, of in pairs
-        )
+        return tuple(self._scores_of(question, trajectory)["em"] for question, trajectory in pairs)
 
     def predictions(self) -> bytes:
         """One JSON object a line: what was asked, what came greedily, how it scored and what its reward was; and what
@@ -222,13 +219,13 @@ def score_policy(
                 played = [*played, *found]
         if distributed.processes() > 1:
             played = gather(kind, played)
-        found = summarise(questions, played, task.rule, task.environment_kind)
-        if found.left_out:
+        evaluation = summarise(questions, played, task.rule, task.environment_kind)
+        if evaluation.left_out:
             progress.line(
-                f"{name}, {kind}: {found.left_out} of {len(questions)} episodes are left out of the scores because a "
-                "search failed"
+                f"{name}, {kind}: {evaluation.left_out} of {len(questions)} episodes are left out of the scores "
+                "because a search failed"
             )
-        return found
+        return evaluation
 
     greedy = evaluated(0.0)
     drawn = evaluated(config.eval.temperature) if sampled else None
@@ -308,9 +305,9 @@ def _further(
 
 
 def _names_of_shown(search: Search, gold: Sequence[GoldPassage]) -> list[str]:
-    """A name for each passage that a search has shown: the number of the gold passage that it is, or else all of it.
+    """Return a name for each passage that a search has shown: the number of its gold passage, or else its whole text.
 
-    One that was shown alone may have been cut to fit.
+    A passage that was shown alone may have been cut to fit.
     """
     names = []
     for text in search.materials:

@@ -7,9 +7,9 @@
 
 The teacher is a language model (`evipath_teacher.py`): the policy itself, a second checkpoint, or the model behind an
 endpoint (the paper's has 70B). It serves the abductive and the deductive mode alike, so table 4's comparison has one
-teacher, and `method.trajectories` gives both of its rows as many trajectories. The script of a world from scratch is no
-language model: it replays the demonstrations that a warm-up shows, without noise. It shows what perfect trajectories
-teach, and says nothing about abduction.
+teacher, and `method.trajectories` gives both rows the same number of trajectories. The script of a world from scratch
+is no language model: it replays the demonstrations that a warm-up shows, without noise. It shows what perfect
+trajectories teach, and says nothing about abduction.
 
 With `tune` one of the two roles is learnt; two such runs and `eval --worker` are planner and worker as two models
 (table 5).
@@ -162,11 +162,10 @@ def _synthesize(
     def unit(index: int, on_episode: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
         author.begin_shard()
         attempts = [attempt(run, question, 0, number) for question in shards[index]]
-        agent, concurrency = author.synthesizer, author.concurrency
-        return run.sample(number, index, attempts, on_episode, agent=agent, concurrency=concurrency)
+        return run.sample(number, index, attempts, on_episode, agent=author.synthesizer, concurrency=author.concurrency)
 
     units = [functools.partial(unit, index) for index in range(len(shards))]
-    # Where not all shards are needed, hosts share as many at a time as there are hosts.
+    # If the synthesis may end early, the hosts share out a few shards at a time: one for each host.
     group_size = distributed.processes() if config.trajectories else len(units)
     made = _Made(run.task.rule, wanted=config.trajectories)
     with sampling(run, name, number, total=len(questions), unit="questions") as stage:
@@ -196,7 +195,7 @@ def _synthesize(
 
 
 class _Made:
-    """What a synthesis has made so far. `wanted`: right trajectories that are enough (0: no number is)."""
+    """What a synthesis has made so far. It ends at `wanted` right trajectories; 0: it asks all questions."""
 
     def __init__(self, rule: Rule, wanted: int) -> None:
         self._rule: Rule = rule
@@ -223,7 +222,7 @@ class _Made:
     @property
     def nothing_usable(self) -> bool:
         written = [trajectory for trajectory in self.trajectories if not trajectory.is_environment_fault]
-        return bool(written) and all(one.stop_reason is StopReason.SYNTHESIS_FAILED for one in written)
+        return bool(written) and all(trajectory.stop_reason is StopReason.SYNTHESIS_FAILED for trajectory in written)
 
 
 def _summed(trajectories: Sequence[Trajectory]) -> collections.Counter[str]:

@@ -1,7 +1,8 @@
 """EviPath's teachers, and what they need to write trajectories.
 
 A teacher is a language model: the policy that the run starts with, a second checkpoint, or the model behind an
-endpoint. All of them serve all modes. The script is none: it replays the demonstrations that the warm-up shows.
+endpoint. All of them serve all modes. The script is no language model: it replays the demonstrations that the warm-up
+shows.
 
 A policy that is trained from scratch has read no text about tasks, so it cannot follow a prompt that it never saw. Its
 warm-up shows it the teacher's prompts too (`lessons`), beside the agent's own: the script writes both. Such a policy
@@ -54,7 +55,7 @@ class Author:
 def find_author(run: Run) -> Callable[[], Author]:
     """Find the teacher, and return what opens it.
 
-    What can be wrong with a teacher is answered here, before anything is learnt. Raises UserError."""
+    Raises UserError for what is wrong with a teacher, before anything is learnt."""
     config = method_of(run, EviPathConfig)
     if config.teacher == "scripted":
         return functools.partial(_script, run)
@@ -130,14 +131,15 @@ def _checkpoint_limit(run: Run) -> int:
 def _model_teacher(
     run: Run, policy: Policy | None, tokenizer: Tokenizer, trained: PromptMode | None, limit: int
 ) -> Teacher:
-    """Return a teacher on this machine. One that reads brief prompts was never shown a request for a plan."""
+    """Return a teacher on this machine. A teacher that reads brief prompts was never shown a request for a plan."""
     plans = _prompt(run, trained) != "brief"
     return Teacher(policy=policy, tokenizer=tokenizer, plans=plans, max_tokens=limit)
 
 
 def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, field: str) -> None:
     """Refuse a teacher whose prompt leaves no room for what it reads and writes, before anything is learnt."""
-    agent, kind = _agent(run), run.task.environment_kind
+    agent = _agent(run)
+    kind = run.task.environment_kind
     for role in (PLANNER, WORKER):
         opening = contract_of(agent).opening(role, kind, prompt, parallel=agent.parallel)
         system = opening.system
@@ -173,7 +175,7 @@ def _synthesizer(run: Run, teacher: Teacher, prompt: PromptMode, *, mode: str | 
 
 
 def _prompt(run: Run, trained: PromptMode | None) -> PromptMode:
-    """Return how the teacher reads the agent's prompts; `trained` is how it was trained to, if it was."""
+    """Return the mode of prompts that the teacher reads; `trained` is the mode that it was trained on, if any."""
     config = method_of(run, EviPathConfig)
     return (trained or "few_shot") if config.teacher_prompt == "auto" else config.teacher_prompt
 

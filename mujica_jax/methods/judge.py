@@ -76,7 +76,7 @@ class CachedVerdicts:
 
 
 class RunVerdicts:
-    """Verdicts in a run directory, one object each. Of several processes the first one's verdict stays."""
+    """Verdicts in a run directory, one object each. If several processes write one, the first verdict stays."""
 
     def __init__(self, store: RunDirectory) -> None:
         self._store = store
@@ -101,18 +101,20 @@ class RunVerdicts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Of one evaluation. A prediction without a verdict, or whose search failed, is left out of the mean: the judge or
-    the retriever failed, not the policy."""
+    """The verdicts on one evaluation.
+
+    A prediction without a verdict, or whose search failed, is left out of the mean: the judge or the retriever failed,
+    not the policy."""
 
     verdicts: tuple[bool | None, ...]  # None: the judge failed
     exact: tuple[bool, ...]
 
     def summary(self) -> dict[str, object]:
-        given = [float(verdict) for verdict in self.verdicts if verdict is not None]
+        known = [float(verdict) for verdict in self.verdicts if verdict is not None]
         pairs = list(zip(self.verdicts, self.exact, strict=True))
         return {
-            "judge": round(100 * sum(given) / len(given), 2) if given else None,
-            "judge_interval": [round(bound, 2) for bound in bootstrap_interval(given)] if given else None,
+            "judge": round(100 * sum(known) / len(known), 2) if known else None,
+            "judge_interval": [round(bound, 2) for bound in bootstrap_interval(known)] if known else None,
             "judge_failures": self.verdicts.count(None),
             # where the judge and exact match differ
             "judge_yes_not_exact": pairs.count((True, False)),
@@ -134,10 +136,12 @@ class Judge:
         verdicts: VerdictStore | None = None,
         max_failures_in_a_row: int = 16,
     ) -> None:
-        """`name` is the model's: another judge has other verdicts. `concurrency`: requests under way at once.
-        `verdicts` keeps what was said (None: the user's cache folder)."""
-        self._generator, self._tokenizer, self.name = generator, tokenizer, name
-        self._show_question, self._concurrency = show_question, concurrency
+        """`name` is the model's name, since another judge has other verdicts. `concurrency` bounds the requests under
+        way. `verdicts` keeps the replies (None: the user's cache folder)."""
+        self.name = name
+        self._generator, self._tokenizer = generator, tokenizer
+        self._show_question = show_question
+        self._concurrency = concurrency
         self._verdicts = CachedVerdicts() if verdicts is None else verdicts
         self._max_failures_in_a_row = max_failures_in_a_row
         self._failures_in_a_row = 0
@@ -147,8 +151,9 @@ class Judge:
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def __call__(self, question: Question, answer: str | None) -> bool:
-        """Return whether an answer is right. No answer is wrong without being asked about. Raises NoVerdict, and
-        JudgeLost."""
+        """Return whether an answer is right. The judge is not asked where there is no answer: that is wrong.
+
+        Raises NoVerdict and JudgeLost."""
         if answer is None:
             return False
         text = self._message(question, answer)
@@ -273,7 +278,7 @@ def judge_behind(endpoint: Endpoint, config: Config, verdicts: VerdictStore | No
 
 
 def _verdict_of(reply: str) -> bool:
-    """Raises NoVerdict for anything but YES and NO."""
+    """Return whether a reply is YES. Raises NoVerdict for anything but YES and NO."""
     verdict = VERDICTS.get(reply.strip().rstrip(".").upper())
     if verdict is None:
         raise NoVerdict(f"it replied {reply!r} and not YES or NO")

@@ -38,7 +38,8 @@ def check_prompts(agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKin
     tokenizer.open_conversation("", "")  # refuses a chat template that cannot be used before anything is played
     if not isinstance(agent, PromptedAgent):  # baselines have prompts of their own
         return
-    roles, readers = (agent.kind,), (agent.kind,)
+    # Readers are shown what a search found.
+    roles = readers = (agent.kind,)
     if isinstance(agent, MujicaConfig):
         roles = (PLANNER, WORKER) if agent.split else (PLANNER,)
         readers = (WORKER,) if agent.split else (PLANNER,)
@@ -55,7 +56,7 @@ def check_prompts(agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKin
 
 
 def make_reward(config: Config, rule: Rule, judge: Correctness | None = None) -> RewardFunction:
-    """The reward of a configuration, with the embedder that it needs and the judge that it asks."""
+    """Return the reward of a configuration, with the embedder that it needs and the judge that it asks."""
     similarity = None
     if config.reward == STAGED and config.staged.search:
         similarity = find_similarity(config.staged.embedder)

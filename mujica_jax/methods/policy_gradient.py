@@ -109,8 +109,7 @@ def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: 
 
     @functools.cache
     def rows() -> PackedRows:
-        """A round of fewer rows than an update has makes one update of all of them: rows of padding fill it, so that
-        none is learnt twice."""
+        """Return the round's rows, filled up with rows of padding to one update: none is learnt twice."""
         compared = scored(run, config, rollout().rows, state, number, reference)
         return compared.with_empty_rows(_trainer(run).rows_per_step)
 

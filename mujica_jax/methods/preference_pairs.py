@@ -87,7 +87,7 @@ def decision_pairs(decisions: Sequence[tuple[Group, Group]]) -> list[Pair]:
 
 
 def scored(siblings: Group) -> list[Node]:
-    """Those that have a reward. The others' episodes were all lost to the retriever, or none was played."""
+    """Return the siblings that have a reward. Of the others no episode was played, or every search failed."""
     return [node for node in siblings if node.rewards]
 
 

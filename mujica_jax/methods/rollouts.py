@@ -53,11 +53,14 @@ def compared_groups(config: Method, trajectories: Sequence[Trajectory]) -> list[
 
 
 def is_learnt(config: Method, group: Group) -> bool:
+    """Whether a group is learnt: under dynamic sampling only if it teaches something."""
     return group.teaches if config.dynamic_sampling else group.is_comparable
 
 
 def prepare(run: Run, config: Method, trajectories: list[Trajectory], number: int) -> Rollout:
-    """Groups that teach nothing are left out under dynamic sampling alone: in GRPO they count in its mean. A group of
+    """Turn a round's trajectories into training rows with advantages.
+
+    Groups that teach nothing are left out under dynamic sampling alone: in GRPO they count in its mean. A group of
     fewer than two members is always left out. Turns that a length limit cut are learnt like others."""
     groups = compared_groups(config, trajectories)
     learnt = [group for group in groups if is_learnt(config, group)]

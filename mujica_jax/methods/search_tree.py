@@ -40,6 +40,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from mujica_jax.agents.agent import Attempt, Policy
 from mujica_jax.agents.decex import Chain, Decex, Decided, Source
 from mujica_jax.config.methods import DecexTreeConfig
+from mujica_jax.config.schema import FaultConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.methods.preference_pairs import (
     Group,
@@ -65,7 +66,6 @@ COUNTS = (  # docs/metrics.md
     "repeated",
     "retriever_failed",
 )
-REPEATS = 2  # of a piece or an episode whose search fails
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,9 +95,10 @@ class Growth:
         reward: Callable[[Trajectory], Awaitable[Trajectory]],
         gate: asyncio.Semaphore,
         writer: Policy | None = None,
-        repeats: int = REPEATS,
+        repeats: int = FaultConfig.repeats,
     ) -> None:
-        self._config, self._reward, self._gate, self._repeats = config, reward, gate, repeats
+        self._config, self._reward, self._gate = config, reward, gate
+        self._repeats = repeats
         self._policy = _Counted(policy)
         self._writer = None if writer is None else _Counted(writer)
         self._root = agent.begin(attempt, environment, self._policy)
@@ -158,15 +159,15 @@ class Growth:
         """One iteration: the states that follow, the best one first."""
         pruned = self._config.expansion == "pruned"
         sampled = await self._decide(node)
-        stopping = [one for one in sampled if one.kind == "answer"]
+        stopping = [sample for sample in sampled if sample.kind == "answer"]
         answers = self._distinct(stopping)
-        asked = self._distinct([one for one in sampled if one.kind == "sub-question"])
-        over = 2 * len(stopping) > self._config.branches
-        goes_on = bool(asked) and not (pruned and over)
+        asked = self._distinct([sample for sample in sampled if sample.kind == "sub-question"])
+        majority_stops = 2 * len(stopping) > self._config.branches
+        goes_on = bool(asked) and not (pruned and majority_stops)
 
         await self._score(answers)
         self._executions.append(answers)
-        if answers and (over or not pruned or not asked):
+        if answers and (majority_stops or not pruned or not asked):
             await self._add_leaves(answers)
         if goes_on or self._scores_both:
             await self._score(asked, for_pairs=not goes_on)
@@ -181,16 +182,16 @@ class Growth:
         return [following for group in solved for following in group]
 
     async def _add_leaves(self, answers: Group) -> None:
-        self._leaves += [await self._reward(await one.chain.finish()) for one in answers]
+        self._leaves += [await self._reward(await node.chain.finish()) for node in answers]
         if self._config.expansion == "full":
-            for one in answers:
-                above = one.parent
+            for node in answers:
+                above = node.parent
                 while above is not None:
-                    above.rewards += one.rewards
+                    above.rewards += node.rewards
                     above = above.parent
 
     async def _compare_termination(self, node: Node, sampled: Group, answers: Group, asked: Group) -> None:
-        """Keep the two branches of the termination decision for pairs, one of them forced where nothing chose it."""
+        """Keep the two branches of the termination decision for pairs. A branch that no sample took is forced."""
         if self._scores_both and not answers and node.chain.steps:
             answers = await self._forced(node, sampled, "stop")
         if self._scores_both and not asked and node.chain.can_ask:
@@ -198,7 +199,7 @@ class Growth:
         self._decisions.append((answers, asked))
 
     async def _forced(self, node: Node, sampled: Group, to: Decided) -> list[Node]:
-        """The other termination decision after the thoughts of what was sampled, scored for pairs."""
+        """Return nodes that take the other termination decision after the sampled thoughts, scored for pairs."""
 
         async def one(number: int, sample: Node) -> Node:
             return await self._execute(node, f"{to}{number}", lambda fork: fork.decide_otherwise(sample.chain, to))
@@ -217,20 +218,20 @@ class Growth:
         if is_enough:
             self._counts["skipped_searches"] += 1
             if self._scores_both:
-                found = await self._solutions(node, "search", for_pairs=True)
-                self._decisions.append((memory, found))
-                self._counts["pruned_branches"] += len(found)
+                searches = await self._solutions(node, "search", for_pairs=True)
+                self._decisions.append((memory, searches))
+                self._counts["pruned_branches"] += len(searches)
             return self._kept(memory)
-        found = await self._solutions(node, "search")
-        self._decisions.append((memory, found))
-        if pruned and scored(found):
+        searches = await self._solutions(node, "search")
+        self._decisions.append((memory, searches))
+        if pruned and scored(searches):
             self._counts["pruned_branches"] += len(memory)
-            return self._kept(found)
-        both = [*self._kept(memory), *self._kept(found)]
+            return self._kept(searches)
+        both = [*self._kept(memory), *self._kept(searches)]
         return both if self._config.expansion == "full" else sorted(both, key=lambda one: -one.mean)
 
     async def _solutions(self, node: Node, source: Source, *, for_pairs: bool = False) -> list[Node]:
-        """The distinct executions of one branch of the retrieval decision, scored."""
+        """Return the distinct executions of one branch of the retrieval decision, scored."""
 
         async def one(number: int) -> Node:
             return await self._execute(node, f"{source}{number}", lambda fork: fork.solve(source), writes=False)
@@ -242,7 +243,7 @@ class Growth:
         return distinct
 
     def _kept(self, siblings: Group) -> list[Node]:
-        """The best execution, the first of equal ones; all of them in a full tree. None where none has a score."""
+        """Return the best execution that has a score, the first of equal ones. A full tree keeps all."""
         if self._config.expansion == "full":
             return list(siblings)
         candidates = scored(siblings)
@@ -252,7 +253,7 @@ class Growth:
         return [best_of(candidates)]
 
     async def _decide(self, node: Node) -> list[Node]:
-        """k forks, each one termination decision further."""
+        """Return k forks, each one termination decision further."""
 
         async def one(number: int) -> Node:
             return await self._execute(node, f"decide{number}", lambda fork: fork.decide())
@@ -263,8 +264,9 @@ class Growth:
     async def _execute(
         self, node: Node, place: str, play: Callable[[Chain], Awaitable[object]], *, writes: bool = True
     ) -> Node:
-        """A fork of a node after `play`. What a failed search ended is played again, by the same seeds. With `writes`
-        it is the second model's, if there is one."""
+        """Return a fork of a node after `play`. A fork that a failed search ended is played again, by the same seeds.
+
+        With `writes` the second model writes it, if there is one."""
         fork = await self._played_once(node, place, play, writes=writes)
         repeats = 0
         while _is_lost(fork) and repeats < self._repeats:
@@ -277,18 +279,18 @@ class Growth:
         self, node: Node, place: str, play: Callable[[Chain], Awaitable[object]], *, writes: bool
     ) -> Chain:
         fork = node.chain.fork(place)
-        is_written = writes and self._writer is not None
-        fork.policy = self._writer if writes and self._writer is not None else self._policy
+        writer = self._writer if writes else None
+        fork.policy = self._policy if writer is None else writer
         async with self._gate:
             await play(fork)
-        if not is_written:
+        if writer is None:
             self._counts["forward_tokens"] += fork.tokens - node.chain.tokens
         return fork
 
     def _readable(self, sampled: Group) -> list[Node]:
-        """Those that a branch comes of."""
-        readable = [one for one in sampled if one.chain.outcome is None or _stops(one.chain)]
-        lost = sum(_is_lost(one.chain) for one in sampled)
+        """Return the samples that a branch can grow from."""
+        readable = [node for node in sampled if node.chain.outcome is None or _stops(node.chain)]
+        lost = sum(_is_lost(node.chain) for node in sampled)
         self._counts["retriever_failed"] += lost
         self._counts["malformed"] += len(sampled) - len(readable) - lost
         return readable
@@ -322,15 +324,15 @@ class Growth:
         self._counts["rollouts_for_pairs"] += count if for_pairs else 0
 
     async def _episodes(self, node: Node) -> list[Trajectory]:
-        """Play n episodes from a node. Those that were lost to the retriever are left out and counted."""
+        """Play n episodes from a node. An episode whose search failed is left out and counted."""
 
         async def one(number: int) -> Node:
             return await self._execute(node, f"rollout{number}", lambda fork: fork.finish())
 
         played = await asyncio.gather(*(one(number) for number in range(self._config.rollouts)))
-        whole = [one for one in played if not _is_lost(one.chain)]
+        whole = [episode for episode in played if not _is_lost(episode.chain)]
         self._counts["retriever_failed"] += len(played) - len(whole)
-        return [await self._reward(await one.chain.finish()) for one in whole]
+        return [await self._reward(await episode.chain.finish()) for episode in whole]
 
 
 def _stops(chain: Chain) -> bool:
@@ -338,7 +340,7 @@ def _stops(chain: Chain) -> bool:
 
 
 def _is_lost(chain: Chain) -> bool:
-    """Whether a search failed. What the chain earns then says nothing about the policy."""
+    """Whether a search failed. Then the chain's reward says nothing about the policy."""
     return chain.outcome is not None and chain.outcome[1] is StopReason.RETRIEVER_FAILED
 
 

@@ -168,7 +168,7 @@ def _check_memory(config: Config, size: DecoderConfig) -> int:
 
 
 def _check_reward(config: Config, task: Task, directory: RunPath) -> None:
-    """The reward can be given: its embedder is there, and its judge answers. A finished run gives no more rewards."""
+    """Check that the reward's embedder is there and that its judge answers. A finished run gives no more rewards."""
     judge = open_judge(config, None, out=directory)
     make_reward(config, task.rule, judge)
     if judge is not None and not (directory / SUMMARY).exists():
@@ -218,7 +218,8 @@ def check_content(store: Store, config: Config, task: Task) -> None:
     The first start writes them down. Rounds and evaluations of a run are about its own questions: with others, what it
     has played would be scored against answers to something else. Raises RunMismatch.
     """
-    learnt, evaluated = task.questions("train"), task.questions(config.eval.split)[: config.eval.questions]
+    learnt = task.questions("train")
+    evaluated = task.questions(config.eval.split)[: config.eval.questions]
     now = {
         "training questions": f"{len(learnt)}, {fingerprint_of_questions(learnt)}",
         "evaluation questions": f"{len(evaluated)}, {fingerprint_of_questions(evaluated)}",
@@ -307,7 +308,7 @@ def build_task(config: Config, *, learns: bool = True) -> Task:
 
 
 def without_training(task: Task) -> str:
-    """Why official files alone may leave nothing to train on."""
+    """Return why official files alone may leave nothing to train on, as the end of a sentence."""
     if not hasattr(getattr(task, "config", None), "split_dev_files"):
         return ""
     return (
@@ -317,7 +318,7 @@ def without_training(task: Task) -> str:
 
 
 def about_questions(task: Task) -> list[str]:
-    """Sentences to show before questions are asked: which are left out, and what is particular about the others."""
+    """Return sentences to show before questions are asked: which are left out, and what is special about the others."""
     shown = getattr(task, "shown", "")
     sentences = [
         left_out(task),

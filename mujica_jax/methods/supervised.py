@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.agents.dialogue import with_opening
-from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.agents.mujica import contract_of
 from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.scripted_text import without_silent_workers
@@ -182,7 +181,6 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
         seed=run.config.seed,
         contract=contract_of(run.config.agent),
     )
-    faults = FaultGuard(run.config.faults)
     played: list[tuple[Trajectory, Question]] = []
     trajectories: list[Trajectory] = []
     right: list[bool] = []
@@ -191,7 +189,7 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
         for question, environment in from_scratch(run.task).demonstrations():
             run.preemption.check()
             attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
-            trajectory = await faults.play(run.agent, attempt, environment, policy)
+            trajectory = await run.faults.play(run.agent, attempt, environment, policy)
             if isinstance(environment, WrittenPassages):
                 planned = tuple(c for c in trajectory.conversations if c.role == "planner")
                 trajectory = dataclasses.replace(trajectory, conversations=planned)
@@ -201,7 +199,8 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
             played.append((trajectory, question))
             right.append(metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0)
         # All at once: a judge may have to be waited for.
-        trajectories.extend(await asyncio.gather(*(run.reward.rewarded(*one) for one in played)))
+        rewards = (run.reward.rewarded(trajectory, question) for trajectory, question in played)
+        trajectories.extend(await asyncio.gather(*rewards))
 
     run.preemption.enter(f"{WARM_UP.name}: playing the demonstrations")
     asyncio.run(play())

@@ -11,7 +11,7 @@ from typing import Literal
 
 from mujica_jax.methods.preference_pairs import PREFERENCES
 from mujica_jax.methods.search_tree import COUNTS, Tree
-from mujica_jax.records import StopReason, Trajectory
+from mujica_jax.records import Trajectory
 
 CHOSEN, REJECTED = "chosen_mean", "rejected_mean"  # counts of a preference pair
 PREFERS = "prefers_"  # before what a pair prefers: a count of 1
@@ -72,20 +72,16 @@ def encode_nodes(trees: Sequence[Tree]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def is_lost(record: Trajectory) -> bool:
-    """Whether a tree finished nothing because searches failed. It enters no mean of rewards."""
-    return record.stop_reason is StopReason.RETRIEVER_FAILED
-
-
 def pairs_by_preference(records: Sequence[Trajectory]) -> dict[str, int]:
-    """How many pairs of a run prefer what."""
+    """Count the pairs of a run by what they prefer."""
     return {name: int(sum(record.counts.get(f"{PREFERS}{name}", 0) for record in records)) for name in PREFERENCES}
 
 
 def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
     """Of the trees of a run, means a question where nothing else is said (docs/metrics.md)."""
     trees = [record for record in records if not is_pair(record)]
-    whole = [tree for tree in trees if not is_lost(tree)]
+    # A tree that finished nothing because searches failed says nothing about the policy.
+    whole = [tree for tree in trees if not tree.is_environment_fault]
 
     def mean(name: str) -> float:
         return statistics.fmean(tree.counts[name] for tree in trees)

@@ -1,4 +1,4 @@
-"""The fields of PEFT's `adapter_config.json` that decide what an adapter computes: read, or refused by name.
+"""Read the fields of PEFT's `adapter_config.json` that decide what an adapter computes, or refuse them by name.
 
 For a module with weight W, PEFT computes
 
@@ -10,7 +10,7 @@ For a module with weight W, PEFT computes
 - `rank_pattern` and `alpha_pattern` give some modules another rank or alpha. Their keys are regular expressions for the
   end of a module's name, and the first that fits counts.
 
-Every other field must say that it changes nothing. A field that nobody here knows is refused where it is set.
+Every other field must be one without effect. An unknown field is refused if it is set.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ WITHOUT_EFFECT = {
     *("base_fingerprint", "lora_dropout", "megatron_core", "runtime_config", "ensure_weight_tying"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 }
-# Other ways to begin change the base's weights as well (pissa, olora, corda, loftq), or the formula (mica).
+# Other initialisations change the base's weights as well (pissa, olora, corda, loftq), or the formula (mica).
 KEEP_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -62,8 +62,9 @@ class AdapterConfig:
         return _first_that_fits(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return by what the product of a module's matrices is multiplied."""
-        rank, alpha = self.rank_of(module), _first_that_fits(self.alpha_pattern, module, self.alpha)
+        """Return the factor of the product of a module's matrices."""
+        rank = self.rank_of(module)
+        alpha = _first_that_fits(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
     def corrects(self, module: str) -> bool:
@@ -116,7 +117,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def _refuse_other_methods(fields: Mapping[str, Any], file: Path) -> None:
-    """Raises UserError for the first field that would change what is computed."""
+    """Check that no other field changes what is computed. Raises UserError that names the first which does."""
     kind = fields.get("peft_type", "LORA")
     if kind != "LORA":
         raise UserError(f"{file} sets peft_type to {kind!r} and LORA is computed here: give a LoRA adapter")

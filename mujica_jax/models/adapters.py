@@ -75,7 +75,7 @@ def save_adapter(tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: floa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrices:
-    """What an adapter has for one kernel: nothing in layers that it does not correct."""
+    """An adapter's matrices for one kernel. They are zero in layers that the adapter does not correct."""
 
     a: np.ndarray  # [layers, inputs, rank], zero beyond a layer's rank
     b: np.ndarray  # [layers, rank, outputs]
@@ -94,7 +94,9 @@ class Adapter:
         """Return the one rank and alpha with which training goes on: alpha / rank is the adapter's scale.
 
         Raises UserError where layers or kernels differ in them: what is trained has one of each."""
-        forms = {form for of in self.matrices.values() for form in zip(of.ranks, of.scales.tolist(), strict=True)}
+        forms: set[tuple[int, float]] = set()
+        for matrices in self.matrices.values():
+            forms |= set(zip(matrices.ranks, matrices.scales.tolist(), strict=True))
         if len(forms) > 1:
             shown = ", ".join(f"rank {rank} and scale {scale:g}" for rank, scale in sorted(forms))
             raise UserError(
@@ -134,10 +136,10 @@ def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
 
 def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
     """Merge the adapter of a folder into the decoder's weights. Raises UserError as `read_adapter` does."""
-    for name, of in read_adapter(decoder, folder).matrices.items():
+    for name, matrices in read_adapter(decoder, folder).matrices.items():
         kernel = getattr(decoder.layers, name)
-        scales = jnp.asarray(of.scales)[:, None, None]
-        kernel.set_value(add_product(kernel.get_value(), jnp.asarray(of.a), jnp.asarray(of.b), scales))
+        scales = jnp.asarray(matrices.scales)[:, None, None]
+        kernel.set_value(add_product(kernel.get_value(), jnp.asarray(matrices.a), jnp.asarray(matrices.b), scales))
     return decoder
 
 
@@ -145,8 +147,8 @@ def with_trained_adapters(params: nnx.State, adapter: Adapter) -> nnx.State:
     """Return an adapted decoder's parameters with these adapters in the place of its own, laid out as those are.
 
     A kernel that the adapter does not correct keeps its fresh one, which changes nothing yet."""
-    stacked = {f"{name}_lora_a": of.a for name, of in adapter.matrices.items()}
-    stacked |= {f"{name}_lora_b": of.b for name, of in adapter.matrices.items()}
+    stacked = {f"{name}_lora_a": matrices.a for name, matrices in adapter.matrices.items()}
+    stacked |= {f"{name}_lora_b": matrices.b for name, matrices in adapter.matrices.items()}
 
     def placed(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         values = stacked.get(str(path[-1]))
@@ -222,12 +224,14 @@ def _read_matrices(
 def _read_tensor(
     opened: Any, names: set[str], name: str, shape: tuple[int, int], config: AdapterConfig
 ) -> Float[np.ndarray, "rows columns"]:
-    found = tuple(opened.get_slice(name).get_shape()) if name in names else None
-    if found != shape:
-        said = "no tensor" if found is None else f"a tensor of {' x '.join(map(str, found))} as"
+    own_shape = tuple(opened.get_slice(name).get_shape()) if name in names else None
+    if own_shape != shape:
+        tensor = "no tensor"
+        if own_shape is not None:
+            tensor = f"a tensor of {' x '.join(map(str, own_shape))} as"
         raise UserError(
-            f"{config.file.parent} has {said} {name} and the model needs {shape[0]} x {shape[1]} with the rank and the "
-            f"target_modules of {CONFIG_FILE}: give the checkpoint that the adapter was trained on "
+            f"{config.file.parent} has {tensor} {name} and the model needs {shape[0]} x {shape[1]} with the rank and "
+            f"the target_modules of {CONFIG_FILE}: give the checkpoint that the adapter was trained on "
             f"({config.base_model})"
         )
     return opened.get_tensor(name).astype(np.float32)

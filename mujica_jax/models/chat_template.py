@@ -34,7 +34,7 @@ class ChatPieces:
 
 
 def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
-    """Renders the template with stand-ins for the contents and cuts the text at them.
+    """Render the template with stand-ins for the contents, and cut the text at them.
 
     Templates of thinking models may open a thought in the generation prompt and leave it out of earlier turns. A
     conversation here only grows, so every turn keeps the prompt that it was generated after, and its thought.

@@ -1,7 +1,6 @@
-"""The small files of a checkpoint's folder, beside its weights: read, or refused in one sentence that names the file.
+"""Read the small files beside the weights of a checkpoint, or refuse them in one sentence that names the file.
 
-A download that broke off leaves a file that is cut. A clone without Git LFS leaves a pointer in the place of a large
-file.
+An interrupted download leaves a file that is cut. A clone without Git LFS leaves a pointer in place of a large file.
 """
 
 import pathlib
@@ -22,7 +21,7 @@ def read_json(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def refuse_pointer(path: pathlib.Path) -> None:
-    """Raises UserError where a file is missing, cannot be read, or is the pointer that Git LFS leaves in its place."""
+    """Check that a file is there and is no Git LFS pointer. Raises UserError."""
     try:
         with open(path, "rb") as file:
             beginning = file.read(len(GIT_LFS_POINTER))

@@ -207,9 +207,10 @@ def _indexed_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """Return the files that the index of a split checkpoint names. Raises UserError where one is missing."""
     file = folder / INDEX_FILE
     weight_map = read_json(file).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(of, str) for of in weight_map.values()):
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not names or not all(isinstance(name, str) for name in names):
         raise UserError(f"{file} has no weight_map of tensor names to file names: download it again")
-    paths = [folder / name for name in sorted(set(weight_map.values()))]
+    paths = [folder / name for name in sorted(set(names))]
     for path in paths:
         if not path.exists():
             raise UserError(f"{path} is named by {INDEX_FILE} but missing: download it again")

@@ -5,7 +5,8 @@ tag, no stop string, no action. Three more rules:
 
 - A chat template may open the thought at the end of the prompt (Qwen3-Thinking, R1 distils). The model's turn then
   begins inside it, and has no `<think>` of its own.
-- A `</think>` before the turn's first `<think>` closes a thought that nobody saw open. Everything before it is thought.
+- A `</think>` before the turn's first `<think>` closes a thought whose beginning is not in the turn. Everything before
+  it is thought.
   A later one that closes nothing is left out.
 - A thought without an end hides everything behind it.
 
@@ -25,19 +26,19 @@ LONGEST_TAG_BYTES = len("< / think >")
 
 def outside_thoughts(text: str) -> str:
     """Return what a turn says, without its thoughts and their tags."""
-    said: list[str] = []
+    parts: list[str] = []
     is_open = False
     position = end_of_unopened_thought(text)
     for tag in THOUGHT_TAG.finditer(text, position):
         closes = tag[1] is not None
         if not is_open:
-            said.append(text[position : tag.start()])
+            parts.append(text[position : tag.start()])
         if closes or not is_open:
             position = tag.end()
         is_open = not closes
     if not is_open:
-        said.append(text[position:])
-    return "".join(said)
+        parts.append(text[position:])
+    return "".join(parts)
 
 
 def end_of_unopened_thought(text: str) -> int:

@@ -166,7 +166,7 @@ class Tokenizer:
         return self._encode(self._tags.split(text))
 
     def encode_turn(self, text: str) -> list[int]:
-        """A model's whole turn: where the template opens its thought, the text goes on inside of it."""
+        """Encode a model's whole turn. If the template opens its thought, the text goes on inside of the thought."""
         return self.encode_model(within_opened_thought(text) if self.opened_thought else text)
 
     def decode(self, ids: Sequence[int]) -> str:

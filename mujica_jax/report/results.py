@@ -44,8 +44,9 @@ def summary_dict(phases: Sequence[PhaseRow], **about: Any) -> dict[str, Any]:
 
 
 def closing_table(phases: Sequence[PhaseRow]) -> Table:
-    """A row a phase: scores in percent, greedy unless called sampled, and searches a question. Where searches failed
-    while a phase was evaluated, a last column counts the episodes that are left out."""
+    """Return a table with a row a phase: scores in percent, greedy unless called sampled, and searches a question.
+
+    If searches failed in an evaluation, a last column counts the episodes that are left out."""
     headings = ["phase", "EM", "F1", "EM\nsampled", "F1\nsampled", "trajectories", "accepted", "searches", "minutes"]
     has_left_out = any(phase.left_out for phase in phases)
     if has_left_out:

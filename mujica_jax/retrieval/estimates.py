@@ -149,7 +149,8 @@ def _estimate_words(spec: IndexSpec, sample: Sequence[Passage], passages: int, d
         index.save(Path(folder))
         disk["words"] = sum(path.stat().st_size for path in Path(folder).iterdir()) * passages // len(sample)
     words = indexed_words([passage.contents for passage in sample], spec.tokeniser)
-    held = WORD_BYTES * sum(map(len, words)) + POSTING_BYTES[spec.tokeniser] * sum(len(set(of)) for of in words)
+    distinct_words = sum(len(set(words_of_passage)) for words_of_passage in words)
+    held = WORD_BYTES * sum(map(len, words)) + POSTING_BYTES[spec.tokeniser] * distinct_words
     return {
         "disk_bytes": disk,
         "building_bytes": passages * (PASSAGE_BYTES + held // len(sample)),

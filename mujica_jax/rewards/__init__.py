@@ -44,7 +44,7 @@ Correctness = Callable[[Question, str | None], Awaitable[bool]]  # of an answer,
 
 
 class NoVerdict(Exception):
-    """A reward that cannot be had, in one sentence. The environment is at fault, not the policy."""
+    """A reward cannot be given; the sentence says why. The environment is at fault, not the policy."""
 
 
 def f1(answer: Score, trajectory: Trajectory) -> Reward:
@@ -56,7 +56,7 @@ def exact_match(answer: Score, trajectory: Trajectory) -> Reward:
 
 
 def judged(answer: Score, trajectory: Trajectory) -> Reward:
-    """`answer.em` is the judge's verdict here (`RewardFunction.judge`)."""
+    """Return the judge's verdict, which `RewardFunction` puts into `answer.em`."""
     return Reward(total=answer.em, parts={"judge": answer.em})
 
 
@@ -87,14 +87,14 @@ class RewardFunction:
     judge: Correctness | None = None  # says what is right, in place of an exact match
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
-        """Return what an episode earned, of a reward that nothing has to be waited for."""
+        """Return what an episode earned. Only for rewards that need not be awaited."""
         assert self.judge is None, "a judge has to be waited for: use `rewarded`"
         if trajectory.is_environment_fault:
             return Reward(total=0.0)
         return self._checked(self.of(self._score(trajectory, question), trajectory))
 
     async def rewarded(self, trajectory: Trajectory, question: Question) -> Trajectory:
-        """Return the episode with its reward, or as one that no reward could be given."""
+        """Return the episode with its reward, or marked as one without a verdict."""
         if trajectory.is_environment_fault:
             return trajectory
         answer = self._score(trajectory, question)
@@ -147,8 +147,7 @@ def find_reward(
         raise UserError(f"the reward {name}{correctness} asks a judge and there is none: give --judge.base-url")
     if name == STAGED:
         return _staged(rule, staged, similarity, judge)
-    of = judged if name == JUDGE else REWARDS[name]
-    return RewardFunction(rule=rule, of=of, judge=judge)
+    return RewardFunction(rule=rule, of=judged if name == JUDGE else REWARDS[name], judge=judge)
 
 
 def _staged(

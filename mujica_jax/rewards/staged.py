@@ -68,7 +68,7 @@ def best_reward(config: StagedRewardConfig) -> float:
 
 
 def answer_reward(*, right: bool, searches: int, stage: int, config: StagedRewardConfig) -> float:
-    """Equation 10 or 11, or both at once where there are no stages."""
+    """Return the answer's part by equation 10 or 11, or by both at once where there are no stages."""
     searched = config.beta * searches
     is_softened = config.unified or (stage == 1 and config.stage_one)
     is_lessened = config.unified or (stage == 2 and config.stage_two)

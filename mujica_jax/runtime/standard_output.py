@@ -45,17 +45,17 @@ def run_program(main: Callable[[], int]) -> int | str | None:
 
 
 def discard(stream: TextIO) -> None:
-    """Send what a stream still holds, and what is written to it later, nowhere."""
+    """Drop what a stream still holds, and all that is written to it later."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def _open_closed_streams() -> None:
-    """Give a program that was started with closed streams streams that go nowhere.
+    """Open standard streams that were closed when the program was started. What is written to them is dropped.
 
-    Python has None for them. Their numbers are taken as well: else the next file that is opened would have number 1 or
-    2, and a library that writes its notices there would write into that file.
+    Python has None for a closed stream. Its number is taken as well: otherwise the next file that is opened would get
+    number 1 or 2, and a library that writes notices there would write into that file.
     """
     for number in (0, 1, 2):
         try:

@@ -4,9 +4,9 @@ The bytes of a file go to a temporary file beside it, reach the disk, and get th
 where the name is taken (`create`), or by `rename` (`atomic_write`). A reader sees a whole file or none, and a killed
 writer leaves nothing that counts.
 
-Some file systems have no hard links (gcsfuse, SMB, 9p). There `create` renames while it holds a lock on the folder, so
-that of several writers on one host exactly one wins. Writers on several hosts may both believe to have won. Each file
-of a run is a function of its seed, so both have written the same.
+Some file systems have no hard links (gcsfuse, SMB, 9p). There `create` renames while it holds a lock on the folder.
+So exactly one of several writers on one host wins. Writers on two hosts may both believe that they won. Each file of a
+run is a function of its seed, so both have written the same.
 """
 
 import contextlib

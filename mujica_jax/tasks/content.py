@@ -1,7 +1,7 @@
 """Fingerprints of what a task asks and searches.
 
-What was played of some questions counts for these questions alone. So an interrupted evaluation and a resumed run
-compare what they are given now with what they began with: by content, not by the names, sizes or times of files.
+Played episodes count only for the questions they were played on. So an interrupted evaluation and a resumed run compare
+the task they are given now with the one they began with: by content, not by the names, sizes or times of files.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from mujica_jax.tasks.task import Environment, Task
 
 
 def fingerprint_of_questions(questions: Iterable[Question]) -> str:
-    """Return a hash of all that the questions say, in their order."""
+    """Return a hash of all fields of the questions, in their order."""
     digest = hashlib.sha256()
     for question in questions:
         digest.update(repr(question).encode(errors="surrogatepass"))
@@ -22,7 +22,7 @@ def fingerprint_of_questions(questions: Iterable[Question]) -> str:
 def fingerprint_of_searches(task: Task, questions: Sequence[Question]) -> str:
     """Return a hash of what is searched for these questions.
 
-    A remote retriever is known by its address until it has answered, so it says nothing about its content.
+    The content behind an address is not known before it has answered, so a remote retriever adds nothing to the hash.
     """
     versions = dict.fromkeys(content_version(task.environment(question)) for question in questions)
     return hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]

@@ -31,7 +31,8 @@ class GraphEnvironment:
     kind: Literal["graph", "text"] = "graph"
 
     def __init__(self, graph: TripleGraph | KnowledgeGraph, top_k: int, ranked: Ranking | None = None) -> None:
-        self.graph, self.top_k = graph, top_k
+        self.graph = graph
+        self.top_k = top_k
         self._ranked: Ranking = ranked or WordRanking()
 
     @property
@@ -107,8 +108,7 @@ class WithGoldPassages:
             if passage.text and not any(material.shows(passage) for material in found)
         ]
         for passage in missed:
-            is_named = passage.title.partition(" (")[0].casefold() in query.casefold()
-            if found and is_named and draw.random() < self._share:
+            if found and is_named_by(query, passage.title) and draw.random() < self._share:
                 found[draw.randrange(len(found))] = passage_material(passage.title, passage.text)
         return tuple(found)
 
@@ -135,19 +135,25 @@ class WithAllGoldPassages:
         found = list(await self._searched.search(query, entity))
         gold_passages = [passage for passage in self._question.gold_passages if passage.text]
         golds = [_found_or_made(passage, found) for passage in gold_passages]
-        golds.sort(key=lambda gold: gold.title.partition(" (")[0].casefold() not in query.casefold())
+        golds.sort(key=lambda gold: not is_named_by(query, gold.title))
         others = [material for material in found if not any(material.shows(passage) for passage in gold_passages)]
         pool = list(self._fit([*golds, *others][: max(len(found), len(golds))]))
         random.Random(f"{self._question.id} {query}").shuffle(pool)
         return tuple(pool)
 
 
+def is_named_by(query: str, title: str) -> bool:
+    """Whether a query names a title, in capital or small letters and up to its parenthesis."""
+    return title.partition(" (")[0].casefold() in query.casefold()
+
+
 def passage_material(title: str, text: str) -> Material:
+    """Return a passage as a search shows it."""
     return Material(text=f"{title}: {text}" if title.strip() else text, title=title)
 
 
 def _found_or_made(passage: GoldPassage, found: Sequence[Material]) -> Material:
-    """The passage as the search found it, or else as it would have."""
+    """Return the passage as the search found it. If it did not, return it as it would have."""
     shown = next((material for material in found if material.shows(passage)), None)
     return passage_material(passage.title, passage.text) if shown is None else shown
 

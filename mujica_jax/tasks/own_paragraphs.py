@@ -11,6 +11,7 @@ from typing import Literal
 
 from mujica_jax.records import Entity, GoldPassage, Question
 from mujica_jax.retrieval.statistics import RetrievalStatistics
+from mujica_jax.tasks.environment import is_named_by, passage_material
 from mujica_jax.tasks.task import Material
 
 Fit = Callable[[Sequence[Material]], Sequence[Material]]
@@ -25,23 +26,26 @@ class OwnParagraphs:
     kind: Literal["graph", "text"] = "text"
 
     def __init__(self, question: Question, paragraphs: Sequence[GoldPassage], fit: Fit) -> None:
-        self._question, self._fit = question, fit
-        given = list(dict.fromkeys(paragraphs))
-        self._gold: list[GoldPassage] = []
+        self._question = question
+        self._fit = fit
+        distinct = list(dict.fromkeys(paragraphs))
+        gold: dict[GoldPassage, None] = {}
         for passage in question.gold_passages:
-            same = [of for of in given if of == passage] or [of for of in given if of.title == passage.title]
-            if not same and passage.text:
-                same = [passage]
-            self._gold += [of for of in same if of not in self._gold]
-        self._others = [of for of in given if of not in self._gold]
+            same_title = [paragraph for paragraph in distinct if paragraph.title == passage.title]
+            if passage in distinct:
+                gold[passage] = None
+            elif same_title:
+                gold |= dict.fromkeys(same_title)
+            elif passage.text:
+                gold[passage] = None
+        self._gold = list(gold)
+        self._others = [paragraph for paragraph in distinct if paragraph not in gold]
         self.statistics = RetrievalStatistics()  # nothing is searched
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         del entity  # texts have no candidates
-        asked = query.casefold()
-        named = [of for of in self._gold if of.title.partition(" (")[0].casefold() in asked]
-        unnamed = [of for of in self._gold if of not in named]
-        ordered = [Material(text=f"{of.title}: {of.text}", title=of.title) for of in [*named, *unnamed, *self._others]]
+        gold = sorted(self._gold, key=lambda paragraph: not is_named_by(query, paragraph.title))
+        ordered = [passage_material(paragraph.title, paragraph.text) for paragraph in [*gold, *self._others]]
         pool = list(self._fit(ordered))
         random.Random(f"{self._question.id} {query}").shuffle(pool)
         return tuple(pool)

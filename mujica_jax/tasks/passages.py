@@ -1,8 +1,6 @@
 """What tasks over passages search: an index on disk, a service, or BM25 over a corpus in memory."""
 
 import dataclasses
-import html
-import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from mujica_jax.config.cache_folders import cache_folder
@@ -81,17 +79,18 @@ class OwnPassages(Mapping[str, TextEnvironment]):
         return len(self._given)
 
     def describe(self) -> str:
-        """How many of a question's passages one search shows at most."""
+        """Say how many of a question's passages one search shows at most."""
         sizes = sorted({len(passages) for passages in self._given.values()})
-        of = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        return f"{self._top_k} of {of} passages"
+        own_passages = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        return f"{self._top_k} of {own_passages} passages"
 
 
 def leave_incomplete_out(
     config: MultiHopConfig | TwoWikiConfig, incomplete: Collection[str], questions: int
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The questions to leave out of the distractor setting, of those without all gold passages among their own, and a
-    sentence about it. Raises UserError where no other is left.
+    """Return which questions the distractor setting leaves out, and a sentence about them.
+
+    `incomplete` are the ids of questions without all gold passages among their own. Raises UserError where all are.
     """
     if not incomplete:
         return (), ()
@@ -110,10 +109,9 @@ def leave_incomplete_out(
 class GoldInCorpus:
     """Finds gold passages among the passages that are searched: by title and text.
 
-    A corpus can hold other versions of a paragraph (another cut of the article, a newer text). Where it has the title
-    and not the text, the passage of that title counts that shares the most words with the paragraph, if it shares
-    enough. `by_title`: the texts that are searched are not known, as behind an address, so every passage of the title
-    counts.
+    A corpus can hold other versions of a paragraph (another cut of the article, a newer text). If it has the title and
+    not the text, the passage of that title with the most words in common counts, if these are enough. With `by_title`
+    every passage of the title counts: behind an address the texts are not known.
     """
 
     def __init__(self, passages: Iterable[Passage], titles: Collection[str], *, by_title: bool = False) -> None:
@@ -124,7 +122,7 @@ class GoldInCorpus:
             self._passages.setdefault(title_key(passage.title), {}).setdefault(passage_key(gold), gold)
 
     def find(self, passage: GoldPassage) -> GoldPassage | None:
-        """The gold passage as it is searched. None where the corpus lacks it."""
+        """Return the gold passage as it is searched, or None where the corpus lacks it."""
         of_title = self._passages.get(title_key(passage.title), {})
         if self._by_title:
             text = passage.text or next((other.text for other in of_title.values()), "")
@@ -140,10 +138,10 @@ class GoldInCorpus:
         return likest if _shared_words(passage.text, likest.text) >= SAME_PARAGRAPH else None
 
     def find_all(self, passages: Collection[GoldPassage]) -> tuple[GoldPassage, ...] | None:
-        """All of them as they are searched. None where there are none, or where the corpus lacks one."""
-        found = [self.find(passage) for passage in passages]
-        known = tuple(dict.fromkeys(passage for passage in found if passage is not None))
-        return known if passages and None not in found else None
+        """Return all of them as they are searched. None where there are none, or where the corpus lacks one."""
+        searched = [self.find(passage) for passage in passages]
+        known = tuple(dict.fromkeys(passage for passage in searched if passage is not None))
+        return known if passages and None not in searched else None
 
 
 def as_passages(given: Collection[GoldPassage]) -> list[Passage]:
@@ -151,20 +149,19 @@ def as_passages(given: Collection[GoldPassage]) -> list[Passage]:
 
 
 def titled(passages: Iterable[Passage], titles: Collection[str]) -> list[Passage]:
-    """The passages with one of these titles, however its accents, spaces and entities are written."""
+    """Return the passages with one of these titles, however its accents, spaces and entities are written."""
     keys = {title_key(title) for title in titles}
     if not isinstance(passages, PassageFile):
         return [passage for passage in passages if title_key(passage.title) in keys]
-    escaped = {html.escape(key, quote=quote) for key in keys for quote in (False, True)}
-    decomposed = {unicodedata.normalize("NFD", key) for key in keys}
-    return passages.titled({*titles, *keys, *escaped, *decomposed})
+    return passages.titled({*titles, *keys})
 
 
 def _shared_words(first: str, second: str) -> float:
-    """The share of the different words of the shorter text that the longer one has too."""
-    words_of_both = words(first), words(second)
-    smaller = min(map(len, words_of_both))
-    return len(words_of_both[0] & words_of_both[1]) / smaller if smaller else 0.0
+    """Return the share of the different words of the shorter text that the longer one has too."""
+    first_words = words(first)
+    second_words = words(second)
+    smaller = min(len(first_words), len(second_words))
+    return len(first_words & second_words) / smaller if smaller else 0.0
 
 
 def _index(config: PassageSearch, corpus: Corpus) -> Index:

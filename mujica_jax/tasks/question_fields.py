@@ -1,8 +1,8 @@
-"""Fields of question records as people's files give them: ids, answers, paragraphs, supporting facts.
+"""Read the fields of question records as files give them: ids, answers, paragraphs, supporting facts.
 
-What can be read in one way only is read: a number is its text, `true` and `false` are the answers "yes" and "no", HTML
-entities (`&amp;`, which HotpotQA's files are full of) are the characters that they stand for. Everything else raises
-TypeError or ValueError, which the readers turn into one sentence with file and line.
+A value with only one possible meaning is read: a number is its text, `true` and `false` are the answers "yes" and "no",
+HTML entities (`&amp;`, which HotpotQA's files are full of) are the characters that they stand for. Everything else
+raises TypeError or ValueError, which the readers turn into one sentence with file and line.
 """
 
 import json
@@ -61,13 +61,14 @@ def read_answers(values: object) -> tuple[str, ...]:
 
 
 def is_missing(answer: object) -> bool:
-    """Whether a record has no answer, as the records of official test files. 0 and false are answers."""
+    """Whether a record has no answer, like those of official test files. 0 and false are answers."""
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
 def read_context(value: object) -> list[Paragraph]:
-    """Return the paragraphs given with a question: `[[title, sentences], ...]`, or as Hugging Face's copies have it
-    `{"title": [...], "sentences": [...]}`. A paragraph that is given twice counts once.
+    """Return the paragraphs given with a question. A paragraph that is given twice counts once.
+
+    The value is `[[title, sentences], ...]`, or as in Hugging Face's copies `{"title": [...], "sentences": [...]}`.
     """
     if isinstance(value, Mapping):
         value = list(zip(value["title"], value.get("sentences", value.get("content")), strict=True))
@@ -82,8 +83,9 @@ def read_context(value: object) -> list[Paragraph]:
 
 
 def read_facts(value: object) -> list[Fact]:
-    """Return the supporting facts: titles, or `[title, sentence]` each, or Hugging Face's `{"title": [...], "sent_id":
-    [...]}`.
+    """Return the supporting facts.
+
+    The value is a list of titles or of `[title, sentence]`, or Hugging Face's `{"title": [...], "sent_id": [...]}`.
     """
     if isinstance(value, Mapping):
         value = [list(fact) for fact in zip(value["title"], value["sent_id"], strict=True)]
@@ -121,9 +123,9 @@ def read_passage_text(value: object) -> str:
 
 
 def gold_passages(facts: Sequence[Fact], context: Sequence[Paragraph]) -> tuple[GoldPassage, ...]:
-    """Return the paragraphs that the facts name. A title that no paragraph has stays without a text.
+    """Return the paragraphs that the facts name. A title that no paragraph has is returned without a text.
 
-    Of several paragraphs with one title, those count that are long enough for the sentences that the facts name.
+    If several paragraphs have the title, those that are long enough for the named sentences count.
     """
     last_sentence: dict[str, int] = {}
     for title, sentence in facts:
@@ -137,8 +139,9 @@ def gold_passages(facts: Sequence[Fact], context: Sequence[Paragraph]) -> tuple[
 
 
 def with_texts(gold: Iterable[GoldPassage], context: Sequence[GoldPassage]) -> tuple[GoldPassage, ...]:
-    """Return gold passages of one question from several records: a title alone is replaced by the passages with that
-    title, among the other gold ones or else in the context.
+    """Join the gold passages of one question from several records.
+
+    A title alone is replaced by the passages with that title among the other gold ones, or else in the context.
     """
     listed = list(dict.fromkeys(gold))
     by_title: dict[str, list[GoldPassage]] = {}

@@ -1,6 +1,6 @@
-"""Which triples of an entity are shown where it has more than fit: by the words of the query, or by an embedder.
+"""Rank the triples of an entity that has more than fit: by the words of the query, or by an embedder.
 
-Both give all positions of the texts, best first, and leave texts that they cannot tell apart in their order.
+Both rankings return the positions of all texts, best first. Texts with equal scores keep their order.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class Ranking(Protocol):
 class WordRanking:
     """Ranks texts by the words that they share with the query; stop words count nothing.
 
-    A word weighs the more the fewer of the texts have it, by BM25's formula over these texts alone:
+    A word weighs more if fewer texts have it, by BM25's formula over these texts alone:
 
         score(q, d) = sum over words w in both of  ln(1 + (N - n(w) + 1/2) / (n(w) + 1/2))
 
@@ -57,7 +57,7 @@ class WordRanking:
     """
 
     def __init__(self, language: str = "en") -> None:
-        """`language` is that of the queries. They may be in English too, as the prompts are."""
+        """`language` is the queries' language. They may also be in English, as the prompts are."""
         self._language = language
 
     async def __call__(self, query: str, texts: Sequence[str]) -> list[int]:
@@ -73,8 +73,8 @@ class WordRanking:
 class DenseRanking:
     """Ranks texts by the inner product of their embeddings with the query's.
 
-    The texts of an entity are embedded together in batches, and their embeddings are kept for its next search. They are
-    kept and embedded by entity, so that what a search finds does not depend on the searches before it. From any thread.
+    The texts of an entity are embedded together in batches, and their embeddings are kept for its next search. Keeping
+    them by entity makes a search independent of the searches before it. Any thread may call it.
     """
 
     def __init__(self, embedder: "Embedder") -> None:

@@ -65,9 +65,11 @@ class Environment(Protocol):
 
 
 class Task(Protocol):
-    """A task may say more of its questions: `left_out`, ids of those that cannot be asked; `notes`, sentences that are
-    printed before questions are asked and kept with results; `shown`, how many of a question's own passages one search
-    shows, as in "5 of 10 passages".
+    """Questions with their environments and the rule that scores answers.
+
+    A task may have three more attributes: `left_out`, ids of questions that cannot be asked; `notes`, sentences that
+    are printed before questions are asked and kept with results; `shown`, how many of a question's own passages one
+    search shows, as in "5 of 10 passages".
     """
 
     name: str

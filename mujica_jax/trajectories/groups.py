@@ -26,7 +26,7 @@ class Group:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether there are two members at least: one alone is compared with nothing."""
+        """Whether the group has at least two members to compare."""
         return len(self.rewards) >= MIN_MEMBERS
 
     @property

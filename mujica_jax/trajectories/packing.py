@@ -76,7 +76,7 @@ class PackedRows:
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
     def with_empty_rows(self, num_rows: int) -> "PackedRows":
-        """With rows of padding behind the others, where there are fewer than `num_rows`."""
+        """Return at least `num_rows` rows, with rows of padding behind the others."""
         missing = max(0, num_rows - self.num_rows)
 
         def padded(values: np.ndarray) -> np.ndarray:

@@ -46,8 +46,9 @@ def accepts(reward: float, *, k: float, best_reward: float) -> bool:
 def select(
     trajectories: Sequence[Trajectory], *, k: float, keep_per_question: int, best_reward: float
 ) -> list[Trajectory]:
-    """At most `keep_per_question` accepted trajectories of each question, the earliest attempts first. What could not
-    be rewarded is not accepted.
+    """Return at most `keep_per_question` accepted trajectories of each question, the earliest attempts first.
+
+    A trajectory that could not be rewarded is not accepted.
 
     A trajectory whose first conversation (the planner's) repeats, token for token, one already kept for its question is
     dropped: it would only weigh the same text twice. The result stands in the order in which questions first appear,
@@ -67,10 +68,10 @@ def select(
 
 
 def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
-    """The planner's conversation and every worker's, each an independent row of maximum likelihood."""
+    """Return the planner's conversation and every worker's, each an independent row of maximum likelihood."""
     return [conversation for trajectory in trajectories for conversation in trajectory.conversations]
 
 
 def policy_gradient_rows(trajectory: Trajectory) -> list[Conversation]:
-    """The same rows for a policy gradient: turns that a length limit cut are trained with the rest."""
+    """Return a trajectory's rows for a policy gradient: turns that a length limit cut are trained too."""
     return [conversation.with_cut_turns_trained() for conversation in trajectory.conversations]

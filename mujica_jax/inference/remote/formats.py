@@ -46,7 +46,7 @@ ROUNDING = 1e-3  # a logarithm of a probability may come out above 0 by this
 
 
 class NoChoiceError(UnusableReplyError):
-    """The endpoint's answer holds no reply at all. If all its answers are such, it is no endpoint of this kind."""
+    """The endpoint's answer holds no reply. An endpoint that answers so each time does not speak this interface."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class CompletionsFormat:
         self._tokenizer = tokenizer
 
     def body(self, prompt: Sequence[int], params: SamplingParams, sampled: Sequence[int] = ()) -> dict[str, Any]:
-        """`sampled` is what an unfinished reply already holds."""
+        """Return the body of a request. `sampled` holds the tokens of an unfinished reply."""
         return {
             "prompt": [int(id) for id in (*prompt, *sampled)],
             "max_tokens": params.max_new_tokens - len(sampled),
@@ -96,7 +96,7 @@ class CompletionsFormat:
     def read(
         self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams, before: Reply | None = None
     ) -> Reply:
-        """`before` is the unfinished reply that this answer goes on from; what is returned holds both."""
+        """Read an answer. If it goes on from the unfinished reply `before`, return both as one reply."""
         choice = _choice(answer)
         finish = _finish_reason(choice)
         ids, logprobs = _token_ids(choice), _logprobs(choice)
@@ -130,7 +130,8 @@ class CompletionsFormat:
         kept, finish, stop_string = ending or (len(ids), finish, None)
         is_unfinished = ending is None and finish == "stop" and thought_open
         if is_unfinished and len(ids) == params.max_new_tokens:
-            is_unfinished, finish = False, "length"
+            is_unfinished = False
+            finish = "length"
         if ending is None and finish == "stop" and not is_unfinished:
             raise ReplyError(
                 f"the endpoint ended a completion by {_brief(choice.get('stop_reason') or 'stop')} and its last token "
@@ -203,7 +204,7 @@ class ChatFormat:
     def read(
         self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams, before: Reply | None = None
     ) -> Reply:
-        """Where a reply closes a thought that it does not open, the server's template opened it."""
+        """Read an answer. If it closes a thought that it does not open, the server's template opened that thought."""
         assert before is None, "no reply of a chat endpoint is unfinished"
         choice = _choice(answer)
         finish: FinishReason = _finish_reason(choice)
@@ -211,7 +212,8 @@ class ChatFormat:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may hold halves of characters
         ending = first_stop_of_turn(text, params.stop_strings)
         if ending is not None:
-            text, finish = ending[0], "stop_string"
+            text = ending[0]
+            finish = "stop_string"
         if params.thought_open:
             text = within_opened_thought(text)
         ids = self._tokenizer.encode_model(text)
@@ -276,8 +278,8 @@ def _text(message: Any, finish: Literal["stop", "length"]) -> str:
 
 def reason_of_refusal(message: str) -> Literal["filtered", "bad_reply"]:
     """Return the stop reason for what a server says when it refuses a request."""
-    said = message.lower().replace("_", " ")
-    return "filtered" if any(words in said for words in FILTER_WORDS) else "bad_reply"
+    lower_case = message.lower().replace("_", " ")
+    return "filtered" if any(words in lower_case for words in FILTER_WORDS) else "bad_reply"
 
 
 def _token_ids(choice: Mapping[str, Any]) -> list[int]:

@@ -36,7 +36,7 @@ from mujica_jax.inference.requests import (
 from mujica_jax.models.tokenizer import Tokenizer
 
 NO_POLICY = -1  # an endpoint's model is no policy of a run
-# Statuses that say something of one request (400: a filter, a prompt too long) and not of the key or the model's name.
+# Statuses that refuse one request (400: a filter, a prompt too long) and do not mean a wrong key or model name.
 REFUSED_ALONE = (400, 413, 422)
 MAX_REFUSALS_IN_A_ROW = 16  # after which it is not single requests that are refused
 MAX_WAIT_SECONDS = 30.0  # between two attempts
@@ -127,7 +127,7 @@ class RemoteGenerator:
         return self._completion(reply, prompt, params)
 
     def require_an_answer(self) -> None:
-        """Raise RequestError where every request was refused: scores would say something of the model, and cannot."""
+        """Raise RequestError where every request was refused: then scores say nothing about the model."""
         if self._last_refusal and self._counts["refused"] == self._counts["requests"]:
             raise RequestError(
                 f"{self._client.url} refused all of {self._counts['requests']} requests, the last one so: "
@@ -174,7 +174,7 @@ class RemoteGenerator:
     async def _answer(
         self, body: dict[str, Any], policy: RetryPolicy, draw: random.Random, *, came: float
     ) -> dict[str, Any]:
-        """Waits for a place, then tries until there is an answer. The deadline counts from `came`. Raises HttpError."""
+        """Wait for a place, then try until there is an answer. The deadline counts from `came`. Raises HttpError."""
         asked, began = time.monotonic(), None
         remaining_seconds = max(0.001, came + policy.deadline_seconds - asked)
         try:

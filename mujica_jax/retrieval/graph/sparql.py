@@ -120,7 +120,7 @@ def triples_query(entity: NamedNode, languages: Sequence[str], most: int) -> str
 
 
 def label_query(entity: NamedNode, languages: Sequence[str]) -> str:
-    """The entity's own label, and who took over from it."""
+    """Return the query for an entity's own label, and for the entity that it was merged into."""
     spoken = _spoken(languages)
     return f"""{PREFIXES}SELECT ?own ?same WHERE {{
   {{ {entity} rdfs:label ?own FILTER(LANG(?own) IN ({spoken})) }}
@@ -246,7 +246,7 @@ def _spoken(languages: Sequence[str]) -> str:
 
 
 def _ranked_label(label: Any, languages: Sequence[str]) -> tuple[int, str]:
-    """A label that sorts by the place of its language, one without a language last."""
+    """Return a label that sorts by the place of its language. A label without a known language sorts last."""
     place = languages.index(label.language) if label.language in languages else len(languages)
     return place, one_line(label.value)
 

@@ -1,4 +1,4 @@
-"""How values of RDF read: one printed form for the triples that a model sees and for the gold answers of a data set.
+"""Print values of RDF in one form, for the triples that a model sees and for the gold answers of a data set.
 
 | datatype | value | printed |
 |---|---|---|

@@ -232,8 +232,8 @@ def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
     contents = record.get("contents")
     if not title and isinstance(contents, str) and not _is_blank(contents):
         return _title_in_contents(contents)
-    given = (record.get(field) for field in ("text", "content", "contents", "sentences"))
-    text = next((value for value in given if not _is_blank(value)), record.get("text"))
+    values = (record.get(field) for field in ("text", "content", "contents", "sentences"))
+    text = next((value for value in values if not _is_blank(value)), record.get("text"))
     if isinstance(text, list):
         text = _joined(text)
     if text is contents and isinstance(text, str):
@@ -249,8 +249,9 @@ def _is_blank(value: object) -> bool:
 
 
 def _title_in_contents(contents: str) -> tuple[str, str]:
-    """Split contents into the title of its first line, and the text. A single line is a text without a title, unless
-    quotes say that it is a title alone.
+    """Split contents into the title of its first line, and the text.
+
+    A single line is a text without a title, or in quotes a title without a text.
     """
     first, _, text = contents.partition("\n")
     first = first.strip()

@@ -138,7 +138,7 @@ def explained(path: str | Path) -> Iterator[None]:
 
 
 def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    """Read a table by its name. Another text is an array where it begins with a bracket, and lines where not."""
+    """Read a table, known by the file's name, or an array, which begins with a bracket, or else JSON Lines."""
     name = Path(str(path).removesuffix(".gz").removesuffix(".bz2"))
     if name.suffix in TABLES:
         yield from _table_records(path, file, TABLES[name.suffix])
@@ -215,7 +215,10 @@ def _line_records(path: str | Path, file: TextIO, first: str, line_number: int) 
 def _array_records(path: str | Path, file: TextIO, line_number: int) -> Iterator[tuple[int, object]]:
     """Decode records one by one, so that each has the line it begins on and the file is never held whole."""
     decoder = json.JSONDecoder()
-    text, position, counted, ended = "", 0, 0, False
+    text = ""
+    position = 0
+    counted = 0
+    ended = False
 
     def more() -> bool:
         """Drop what is done and read on. False at the end of the file."""

@@ -135,7 +135,7 @@ def read_prepared(folder: Path) -> Iterator[tuple[bool, records.OpenRecord]]:
                 "again with `tfds build` (docs/evaluation.md)"
             )
         answers = [text.decode() for text in row["answers"]]
-        texts = {name: of.decode() for name, of in row.items() if name != "answers"}
+        texts = {name: value.decode() for name, value in row.items() if name != "answers"}
         yield training, records.from_row({"answers": answers} | texts)
 
 

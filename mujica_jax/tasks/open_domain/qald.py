@@ -172,7 +172,7 @@ async def _asked_of(graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]])
 
 
 class _Labels:
-    """What a graph calls entities, each looked up once."""
+    """Labels of a graph's entities, each looked up once."""
 
     def __init__(self, graph: KnowledgeGraph) -> None:
         self._graph = graph
@@ -184,7 +184,7 @@ class _Labels:
         return self._labels[key]
 
     async def answer(self, kind: str, value: str, other_forms: tuple[str, ...]) -> tuple[str, ...]:
-        """Return an answer as the graph prints it, then its aliases; nothing for what the graph does not know."""
+        """Return an answer as the graph prints it, then its aliases. Empty: the graph does not know it."""
         if kind == "literal":
             return (value, *other_forms)
         if kind != "uri":

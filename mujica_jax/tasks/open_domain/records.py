@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 PATTERNS = ("*.json", "*.jsonl", "*.csv", "*.tsv")
 PREPARED = "dataset_info.json"  # in a folder that `builders.py` has filled
-CACHE_FORMAT = 2  # of what is kept
+CACHE_FORMAT = 2  # of the Parquet files that are kept
 BYTE_ORDER_MARK = "\ufeff"  # that spreadsheets put before a table
 SOURCES = {  # where the official files are, as their papers name them
     "hotpotqa": "hotpot_train_v1.1.json and hotpot_dev_distractor_v1.json from HotpotQA's page",
@@ -145,8 +145,9 @@ def _keep(kept: Path, records: Sequence[tuple[bool, OpenRecord]]) -> None:
 
 
 def read_question_files(files: Sequence[Path], kind: str) -> list[tuple[bool, OpenRecord]]:
-    """The questions of all files, each with whether it is for training. A question that stands in a training file and
-    in another one is listed for both.
+    """Return the questions of all files, each with whether it is for training.
+
+    A question that stands in a training file and in another file is listed for both.
     """
     merged: dict[tuple[bool, str], OpenRecord] = {}
     first_places: dict[str, tuple[str, str]] = {}  # of an id: the text of its question and where it stands
@@ -173,7 +174,7 @@ def _words_of(text: str) -> list[str]:
 
 
 def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
-    """One question of two places: with the answers of both, and the passages of the place that has the gold ones."""
+    """Join one question of two places: the answers of both, and the passages of the place that has the gold ones."""
     better = second if second.has_gold_in_context and not first.has_gold_in_context else first
     return dataclasses.replace(
         better,
@@ -206,7 +207,7 @@ def from_row(row: Mapping[str, Any]) -> OpenRecord:
         id=row["id"],
         text=row["text"],
         answers=tuple(row["answers"]),
-        answer_sets=tuple(tuple(tuple(of) for of in answers) for answers in json.loads(row["answer_sets"])),
+        answer_sets=tuple(tuple(map(tuple, answers)) for answers in json.loads(row["answer_sets"])),
         gold=tuple(GoldPassage(**passage) for passage in json.loads(row["gold"])),
         context=tuple(GoldPassage(**passage) for passage in json.loads(row["context"])),
         kind=row["kind"],
@@ -235,7 +236,7 @@ def read_open_records(file: Path, kind: str) -> Iterator[OpenRecord]:
 
 
 def read_placed_records(file: Path, kind: str) -> Iterator[tuple[str, OpenRecord]]:
-    """As `read_open_records`, each with the place that it stands at."""
+    """Read the questions with an answer, each with its file and place. Raises UserError as `read_open_records` does."""
     with explained(file):
         check_not_blank(file)
     for number, value in _explained_values(file):
@@ -282,7 +283,7 @@ def _values(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Rows of a table by the names in its first line, in whatever order its columns stand."""
+    """Yield the rows of a table by the names in its first line, whatever the order of its columns."""
     with open_text(file) as text:
         first_line = text.readline().removeprefix(BYTE_ORDER_MARK)
         reader = csv.DictReader(itertools.chain([first_line], text), delimiter=delimiter)
@@ -297,7 +298,7 @@ def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str
 
 
 def _first_character(text: TextIO) -> str:
-    """The first one that is neither white space nor a byte order mark."""
+    """Return the first character that is neither white space nor a byte order mark."""
     while read := text.read(1):
         if not read.isspace() and read != BYTE_ORDER_MARK:
             return read
@@ -305,7 +306,7 @@ def _first_character(text: TextIO) -> str:
 
 
 def _whole_object(file: Path) -> Any:
-    """The one object that a file holds. None where it holds a record a line."""
+    """Return the one object that a file holds, or None where each line holds a record."""
     with open_text(file) as text:
         content = text.read().removeprefix(BYTE_ORDER_MARK)
     try:
@@ -322,7 +323,7 @@ def _whole_object(file: Path) -> Any:
 
 
 def _listed_in(file: Path, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The records under `Data`, as TriviaQA's files have them, or the only record of a file."""
+    """Yield the records under `Data`, as TriviaQA's files have them, or the only record of a file."""
     if "question" in whole and "Data" not in whole:
         yield "line 1", whole
         return

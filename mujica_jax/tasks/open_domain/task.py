@@ -47,11 +47,16 @@ class OpenDomain:
         notes: Sequence[str] = (),
         shown: str = "",
     ) -> None:
-        """`environment` is that of all questions; None: each has its `own`, by id. `left_out` cannot be asked, `notes`
-        are sentences about the questions, and `shown` says how many of a question's own passages a search shows.
+        """`environment` serves all questions; None: each question has its `own`, by id.
+
+        `left_out` are ids of questions that cannot be asked, `notes` are sentences about the questions, and `shown`
+        says how many of a question's own passages a search shows.
         """
-        self.name, self.rule, self.left_out = config.kind, RULES[config.kind], tuple(left_out)
-        self.notes, self.shown = tuple(notes), shown
+        self.name = config.kind
+        self.rule = RULES[config.kind]
+        self.left_out = tuple(left_out)
+        self.notes = tuple(notes)
+        self.shown = shown
         self.environment_kind: EnvironmentKind = config.environment
         self._questions, self._environment, self._own = questions, environment, own
         self._config = config
@@ -69,7 +74,7 @@ class OpenDomain:
 
     @functools.cached_property
     def _paragraphs(self) -> Mapping[str, Sequence[GoldPassage]]:
-        """The paragraphs of all questions, read from the files when they are first asked for."""
+        """The paragraphs of all questions. The files are read when the first is asked for."""
         if not isinstance(self._config, MultiHopConfig):
             return {}
         paragraphs: dict[str, Sequence[GoldPassage]] = {}
@@ -101,8 +106,8 @@ def build(config: OpenDomainConfig) -> OpenDomain:
     is_left_out = set(left_out)
     chosen: dict[Split, list[OpenRecord]] = {}
     for split, of_split in by_split.items():
-        kept = [record for record in of_split.values() if record.id not in is_left_out]
-        chosen[split] = sorted(kept, key=lambda record: hash_of(record.id))[: config.max_questions]
+        asked = [record for record in of_split.values() if record.id not in is_left_out]
+        chosen[split] = sorted(asked, key=lambda record: hash_of(record.id))[: config.max_questions]
     records = [record for of_split in chosen.values() for record in of_split]
 
     if is_distractor:
@@ -110,14 +115,14 @@ def build(config: OpenDomainConfig) -> OpenDomain:
         questions = _questions(chosen, None)
         return OpenDomain(config, questions, None, own, left_out=left_out, notes=notes, shown=own.describe())
 
-    given = [passage for record in records for passage in record.context]
+    own_passages = [passage for record in records for passage in record.context]
     config = dataclasses.replace(config, index=fetched_index(config.index))
-    if config.index is None and not given:
+    if config.index is None and not own_passages:
         raise UserError(
             f"task.kind {config.kind} has questions without passages and index is None: give --task.index with an "
             "index of Wikipedia, as docs/retrieval.md builds one"
         )
-    retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(given)))
+    retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(own_passages)))
     titles = {title for record in records for title in record.titles}
     corpus = GoldInCorpus(passages, titles, by_title=is_service(config.index))
     questions = _questions(chosen, corpus)
@@ -134,7 +139,7 @@ def _questions(
 
 
 def _question(record: OpenRecord, corpus: GoldInCorpus | None) -> Question:
-    """With its gold passages as the corpus has them. One that the corpus lacks stays as the record has it."""
+    """Return the question with its gold passages as the corpus has them, or else as the record has them."""
     gold = [passage if corpus is None else corpus.find(passage) or passage for passage in record.gold]
     return Question(
         id=record.id,

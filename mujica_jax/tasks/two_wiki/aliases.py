@@ -19,13 +19,13 @@ ADVICE = "take the file that came in one archive with these questions (data_ids.
 
 
 def alias_file(folder: Path) -> Path | None:
-    """The folder's file of aliases, plain or .gz."""
+    """Return the folder's file of aliases, plain or .gz, if it has one."""
     files = [folder / f"{ALIAS_FILE}{suffix}" for suffix in ("", ".gz")]
     return next((file for file in files if file.is_file()), None)
 
 
 def official_aliases(file: Path, records: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-    """The aliases of the questions' answers by id. Raises UserError for a file of another release."""
+    """Return the aliases of the questions' answers by id. Raises UserError for a file of another release."""
     answer_ids = {record.answer_id for record in records} - {""}
     aliases = read_aliases(file, answer_ids)
     if not aliases:
@@ -35,7 +35,7 @@ def official_aliases(file: Path, records: Sequence[Record]) -> dict[str, tuple[s
 
 
 def read_aliases(file: Path, answer_ids: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Aliases and demonyms by id, of these ids alone. Raises UserError with the line that is not in the format."""
+    """Read the aliases and demonyms of these ids. Raises UserError with the line that is not in the format."""
     with explained(file):
         check_not_blank(file, holds="alias")
     aliases: dict[str, tuple[str, ...]] = {}
@@ -47,14 +47,16 @@ def read_aliases(file: Path, answer_ids: Collection[str]) -> dict[str, tuple[str
 
 
 def with_aliases(records: Sequence[Record], aliases: Mapping[str, tuple[str, ...]]) -> list[Record]:
-    return [
-        dataclasses.replace(record, answers=tuple(dict.fromkeys((*record.answers, *aliases.get(record.answer_id, ())))))
-        for record in records
-    ]
+    """Return the records with the aliases of their answers among the answers."""
+    complete: list[Record] = []
+    for record in records:
+        answers = dict.fromkeys((*record.answers, *aliases.get(record.answer_id, ())))
+        complete.append(dataclasses.replace(record, answers=tuple(answers)))
+    return complete
 
 
 def with_record_aliases(record: object, aliases: Mapping[str, tuple[str, ...]]) -> object:
-    """A record as its file has it, with the aliases of its answer among its `answer_aliases`."""
+    """Return a record in the layout of its file, with the aliases of its answer among its `answer_aliases`."""
     if not isinstance(record, Mapping) or not aliases.get(record.get("answer_id") or ""):
         return record
     return {**record, "answer_aliases": [*(record.get("answer_aliases") or []), *aliases[record["answer_id"]]]}
@@ -63,11 +65,12 @@ def with_record_aliases(record: object, aliases: Mapping[str, tuple[str, ...]]) 
 def _read_line(line: object, place: str) -> tuple[str, tuple[str, ...]]:
     check_characters(line, place)
     fields = line if isinstance(line, Mapping) else {}
-    answer_id, names = fields.get("Q_id"), (fields.get("aliases"), fields.get("demonyms"))
-    lists = [of for of in names if isinstance(of, list) and all(isinstance(name, str) for name in of)]
-    if not isinstance(answer_id, str) or len(lists) < len(names):
+    answer_id = fields.get("Q_id")
+    both = (fields.get("aliases"), fields.get("demonyms"))
+    lists = [names for names in both if isinstance(names, list) and all(isinstance(name, str) for name in names)]
+    if not isinstance(answer_id, str) or len(lists) < len(both):
         raise UserError(
             f"{place}: this is no line of {ALIAS_FILE} as 2WikiMultihopQA v1.1 has it, an object with the id Q_id and "
             f"the lists aliases and demonyms; {ADVICE}"
         )
-    return answer_id, tuple(name for listed in lists for name in listed if name.strip())
+    return answer_id, tuple(name for names in lists for name in names if name.strip())

@@ -9,6 +9,7 @@ the same entity.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ class Record(OpenRecord):
     topic_ids: tuple[str, ...] = ()  # Q-ids of the entities the question itself names, in its order
     answer_id: str = ""  # Q-id of the answer, by which the official aliases are listed
     split: Split | None = None  # as the record says itself
-    source: Source = ""  # the official file that it stands in; one that stands in both is of dev
+    source: Source = ""  # the official file that it stands in; dev, if it stands in both
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def data_files(data_dir: str | Path, patterns: Sequence[str], what: str, *, need
         found = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"the 2WikiMultihopQA folder {folder} {found}; set data_dir to one with {what}; {expected}")
     globs = (visible_files(folder, pattern + suffix) for pattern in patterns for suffix in ("", ".gz"))
-    files = dict.fromkeys(file for found in globs for file in found)
+    files = dict.fromkeys(itertools.chain.from_iterable(globs))
     if not files and needed:
         raise UserError(f"{folder} has no file with {what}; {expected}")
     return list(files)
@@ -93,7 +94,7 @@ def read_questions(files: Iterable[Path]) -> list[Record]:
 
 
 def source_of(file_name: str) -> Source:
-    """The official split that a file's name tells."""
+    """Return the official split that a file's name tells."""
     if file_name.startswith("train"):
         return "train"
     return "dev" if file_name.startswith("dev") else ""
@@ -108,7 +109,7 @@ def _placed(files: Iterable[Path]) -> Iterator[Placed]:
 
 
 def _prepared(folder: Path) -> Iterator[Placed]:
-    """The records of a prepared folder. A place names the original file, as in `FOLDER, 0000007 dev.json, line 3`."""
+    """Yield the records of a prepared folder. A place names the file, as in `FOLDER, 0000007 dev.json, line 3`."""
     for place, value in prepared_records(folder):
         original_place = place.removeprefix(f"{folder}, ").partition(" ")[2]
         yield source_of(original_place), place, value
@@ -139,7 +140,7 @@ def _merged(values: Iterable[Placed]) -> list[Record]:
 
 
 def passages_of(records: Iterable[Record]) -> list[Passage]:
-    """The passages given with the records, each once. Two texts with one title are two passages."""
+    """Return the passages given with the records, each once. Two texts with one title are two passages."""
     distinct: dict[tuple[str, str], GoldPassage] = {}
     for record in records:
         for passage in record.context:
@@ -228,14 +229,16 @@ def _record(value: object, place: str, source: Source) -> Record | None:
         )
     fields: Mapping[str, Any] = value
     check_characters(fields, place)
-    identifier, asked = fields.get("_id", fields.get("id")), fields.get("question")
+    identifier = fields.get("_id", fields.get("id"))
+    question = fields.get("question")
     try:
-        id, text = read_id(identifier), read_question(asked)
+        id = read_id(identifier)
+        text = read_question(question)
     except (TypeError, ValueError):
-        id, text = "", ""
+        id = text = ""
     if not text:
         raise UserError(
-            f"{place}: _id is {identifier!r} and question {asked!r}; both are needed, as in the official "
+            f"{place}: _id is {identifier!r} and question {question!r}; both are needed, as in the official "
             "2WikiMultihopQA format"
         )
     if is_missing(fields.get("answer")):
@@ -272,7 +275,8 @@ def _record(value: object, place: str, source: Source) -> Record | None:
 
 
 def _answers(fields: Mapping[str, Any], place: str) -> tuple[str, ...]:
-    answer, aliases = fields["answer"], fields.get("answer_aliases") or []
+    answer = fields["answer"]
+    aliases = fields.get("answer_aliases") or []
     try:
         if not isinstance(aliases, list):
             raise TypeError("answer_aliases must be a list")

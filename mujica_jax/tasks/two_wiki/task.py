@@ -98,7 +98,8 @@ class TwoWiki:
         """
         ordered = sorted(questions, key=lambda question: hash_of(question.id))
         self.config, self._environment, self.left_out = config, environment, left_out
-        self.notes, self.shown = tuple(notes), shown
+        self.notes = tuple(notes)
+        self.shown = shown
         self.environment_kind = environment.kind
         self._demonstrated_in, self._elsewhere = demonstrated_in, elsewhere or {}
         sizes: dict[Split, int | None] = {"train": None, "dev": config.dev_questions, "test": config.test_questions}
@@ -118,7 +119,7 @@ class TwoWiki:
 
     @functools.cached_property
     def _paragraphs(self) -> Mapping[str, Sequence[GoldPassage]]:
-        """The paragraphs of all questions, read from the files when they are first asked for."""
+        """The paragraphs of all questions. The files are read when the first is asked for."""
         return {record.id: record.context for record in read_folder(self.config.data_dir)}
 
     def questions(self, split: Split) -> Sequence[Question]:
@@ -220,7 +221,7 @@ def build(config: TwoWikiConfig) -> TwoWiki:
 
 
 def _read_records(config: TwoWikiConfig) -> tuple[list[Record], list[str]]:
-    """The questions with the official aliases of their answers, and what is to be said about them."""
+    """Return the questions with the official aliases of their answers, and notes about them for the user."""
     folder = Path(config.data_dir)
     records = read_folder(folder)
     notes: list[str] = []
@@ -244,7 +245,7 @@ def _read_records(config: TwoWikiConfig) -> tuple[list[Record], list[str]]:
 
 
 def splits_of(records: Sequence[Record], config: TwoWikiConfig) -> dict[str, Split]:
-    """The split of every question by id."""
+    """Return the split of every question by id."""
     may_train_on_dev = _splits_dev_files(records, config)
     splits: dict[str, Split] = {}
     for record in records:
@@ -265,14 +266,16 @@ def _splits_dev_files(records: Sequence[Record], config: TwoWikiConfig) -> bool:
 
 
 def split_of(question_id: str, hold_out_percent: int, test_percent: int = 50) -> Split:
-    """By the hash of the id alone."""
+    """Return the split of a question without an official one, by the hash of its id."""
     if hash_of(question_id) % 100 >= hold_out_percent:
         return "train"
     return held_out_split(question_id, test_percent)
 
 
 def held_out_split(question_id: str, test_percent: int = 50) -> Split:
-    """By the hash of the id. Its even places come first, so that a half is what is even or odd."""
+    """Return dev or test, by the hash of the id.
+
+    Even places come first, so that at 50 percent all odd ones are test."""
     place, is_odd = divmod(hash_of(question_id) // 100 % 100, 2)
     return "test" if 50 * is_odd + place >= 100 - test_percent else "dev"
 
@@ -359,7 +362,7 @@ def _text_task(
 def _distractor_task(
     config: TwoWikiConfig, records: Sequence[Record], splits: Mapping[str, Split], notes: Sequence[str]
 ) -> TwoWiki:
-    """Each question over its own passages, with all gold ones among them."""
+    """Return the task in which each question is asked over its own passages, all gold ones among them."""
     with_own = [record for record in records if record.context and (record.gold or config.keep_incomplete)]
     incomplete = [record.id for record in with_own if not record.has_gold_in_context]
     left_out, further_notes = leave_incomplete_out(config, incomplete, len(with_own))
