@@ -22,7 +22,7 @@ def fingerprint_of_questions(questions: Iterable[Question]) -> str:
 def fingerprint_of_searches(task: Task, questions: Sequence[Question]) -> str:
     """Return a hash of what is searched for these questions.
 
-    A remote retriever is known by its address until it has answered, so it says nothing about its content.
+    A service of passages says the version of its index when it is opened. A SPARQL endpoint is known by its address.
     """
     environments: dict[int, Environment] = {}
     for question in questions:
@@ -35,7 +35,7 @@ def fingerprint_of_searches(task: Task, questions: Sequence[Question]) -> str:
 
 
 def content_version(environment: Environment) -> str:
-    """Return the version of an environment's index or graph, or "" where it does not say one."""
+    """Return the version of an environment's index, service or graph, or "" where it does not say one."""
     retriever = getattr(environment, "retriever", None)
-    searched = getattr(retriever, "index", None) or getattr(environment, "graph", None)
-    return getattr(searched, "version", "")
+    searched = getattr(retriever, "index", None) or getattr(environment, "graph", None) or retriever
+    return getattr(searched, "version", None) or ""
