@@ -124,6 +124,29 @@ def test_a_run_does_not_go_on_with_other_questions_or_passages(change, tmp_path)
     assert ("searched was" in str(refused.value)) == ("passage" in change)
 
 
+def test_a_run_does_not_go_on_with_other_paragraphs_of_its_training_questions(tmp_path):
+    """In the distractor setting, where each question has its own: those of the evaluated ones stay the same."""
+
+    def task(other: str) -> TwoWiki:
+        rows = []
+        for number in range(12):
+            split = ("train", "dev", "test")[number % 3]
+            context = [["Lisma", ["A mill."]], ["Other", [other if split == "train" else "A pier."]]]
+            row = {"_id": f"q{number}", "question": "Who?", "answer": "Ann", "split": split, "context": context}
+            rows.append(json.dumps(row | {"supporting_facts": [["Lisma", 0]]}))
+        write(tmp_path / "data" / "questions.jsonl", "\n".join(rows) + "\n")
+        return build(config.task)
+
+    config = config_for(tmp_path / "data")
+    assert isinstance(config.task, TwoWikiConfig)
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, setting="distractor", top_k=1))
+    store = Store(tmp_path / "run")
+    check_content(store, config, task("A barn."))
+    check_content(store, config, task("A barn."))
+    with pytest.raises(RunMismatch, match=r"paragraphs of the training questions was"):
+        check_content(store, config, task("A shed."))
+
+
 def nq(folder: Path, question: str, answer: str) -> Path:
     write(folder / "NQ-open.dev.jsonl", json.dumps({"question": question, "answer": [answer]}) + "\n")
     return folder

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from mujica_jax.records import Question
-from mujica_jax.tasks.task import Environment, Task
+from mujica_jax.tasks.task import Environment, ParagraphTask, Task
 
 
 def fingerprint_of_questions(questions: Iterable[Question]) -> str:
@@ -31,6 +31,15 @@ def fingerprint_of_searches(task: Task, questions: Sequence[Question]) -> str:
     digest = hashlib.sha256()
     for environment in environments.values():
         digest.update(content_version(environment).encode())
+    return digest.hexdigest()[:16]
+
+
+def fingerprint_of_paragraphs(task: Task, questions: Sequence[Question]) -> str:
+    """Return a hash of the paragraphs that the data set gives with these questions."""
+    digest = hashlib.sha256()
+    if isinstance(task, ParagraphTask):
+        for question in questions:
+            digest.update(repr((question.id, *task.own_paragraphs(question))).encode(errors="surrogatepass"))
     return digest.hexdigest()[:16]
 
 
