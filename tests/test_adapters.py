@@ -90,6 +90,16 @@ def test_an_adapter_without_a_fingerprint_is_judged_by_its_shapes(folder, tmp_pa
     assert "has a tensor base_model.model.model.layers.1" in refused(flatter, foreign)
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_refused(plain, folder, tmp_path, number):
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+
+    def damage(tensors) -> None:
+        tensors[name] = np.full_like(tensors[name], number)
+
+    assert f"has numbers that are not finite in {name}" in refused(plain, changed(folder, tmp_path, damage))
+
+
 def test_missing_tensors_files_and_folders_are_named(plain, folder, tmp_path):
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
     assert f"has no tensor {name}" in refused(plain, changed(folder, tmp_path, lambda tensors: tensors.pop(name)))

@@ -332,6 +332,8 @@ ACTIONS = {
     "action: finish[Ghent]": "Ghent",
     "Thought 1: known.\nAction 1: Finish[Ghent]": "Ghent",
     "**Action:** Finish[Ghent]": "Ghent",
+    "**Thought**: known.\n**Action**: Finish[Ghent]": "Ghent",
+    "*Action 1*: Finish[Ghent]": "Ghent",
     "Thought: known. Action: Finish[Ghent]": "Ghent",
     "Thought: not Action: Finish[Rome] yet\nAction: Finish[Ghent]": "Ghent",
     "Action: Finish[Amber Tide [film]]": "Amber Tide [film]",

@@ -135,6 +135,16 @@ def test_a_broken_chat_template_is_named(folder, template):
     assert "chat" in message and ("chat_template.jinja" in message or "the chat template" in message)
 
 
+def test_a_chat_template_that_is_no_text_is_named(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    assert refused(folder).startswith(f"{folder / 'chat_template.jinja'} cannot be read (")
+
+
+def test_a_chat_template_without_a_closing_token_is_named(folder):
+    (folder / "chat_template.jinja").write_text("hello")
+    assert refused(folder).startswith(f"{folder / 'chat_template.jinja'}: the chat template closes a model turn with ")
+
+
 @pytest.mark.parametrize("template", ["{% for m in messages %}{{ m['content'] }", "{{ messages + 1 }}"])
 def test_a_broken_chat_template_of_the_configuration_is_named(folder, template):
     (folder / "chat_template.jinja").unlink(missing_ok=True)

@@ -7,16 +7,20 @@ import stat
 from pathlib import Path
 
 import pytest
+from little_agent import ToldPolicy, answer, play
 
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config, TwoWikiConfig
 from mujica_jax.errors import RunMismatch
-from mujica_jax.methods.evaluate_policies import _identity
+from mujica_jax.methods.evaluate_policies import _identity, _kept
 from mujica_jax.methods.policies import Checkpoint
 from mujica_jax.methods.setup import check_content
 from mujica_jax.records import Question
-from mujica_jax.tasks.content import fingerprint_of_questions, fingerprint_of_searches
+from mujica_jax.retrieval.client import RemoteRetriever
+from mujica_jax.storage.run_directory import RunDirectory
+from mujica_jax.tasks.content import content_version, fingerprint_of_questions, fingerprint_of_searches
+from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.open_domain.records import read_set
 from mujica_jax.tasks.two_wiki.task import TwoWiki, build
 from mujica_jax.trajectories.store import Store
@@ -120,6 +124,29 @@ def test_a_run_does_not_go_on_with_other_questions_or_passages(change, tmp_path)
     assert ("searched was" in str(refused.value)) == ("passage" in change)
 
 
+def test_a_run_does_not_go_on_with_other_paragraphs_of_its_training_questions(tmp_path):
+    """In the distractor setting, where each question has its own: those of the evaluated ones stay the same."""
+
+    def task(other: str) -> TwoWiki:
+        rows = []
+        for number in range(12):
+            split = ("train", "dev", "test")[number % 3]
+            context = [["Lisma", ["A mill."]], ["Other", [other if split == "train" else "A pier."]]]
+            row = {"_id": f"q{number}", "question": "Who?", "answer": "Ann", "split": split, "context": context}
+            rows.append(json.dumps(row | {"supporting_facts": [["Lisma", 0]]}))
+        write(tmp_path / "data" / "questions.jsonl", "\n".join(rows) + "\n")
+        return build(config.task)
+
+    config = config_for(tmp_path / "data")
+    assert isinstance(config.task, TwoWikiConfig)
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, setting="distractor", top_k=1))
+    store = Store(tmp_path / "run")
+    check_content(store, config, task("A barn."))
+    check_content(store, config, task("A barn."))
+    with pytest.raises(RunMismatch, match=r"paragraphs of the training questions was"):
+        check_content(store, config, task("A shed."))
+
+
 def nq(folder: Path, question: str, answer: str) -> Path:
     write(folder / "NQ-open.dev.jsonl", json.dumps({"question": question, "answer": [answer]}) + "\n")
     return folder
@@ -172,3 +199,22 @@ def test_hidden_files_of_an_archive_are_no_questions(cache, tmp_path):
     (own / "._questions.jsonl").write_bytes(b"\0\5\26\7 Mac OS X")
     (own / "._corpus.jsonl").write_bytes(b"\0\5\26\7 Mac OS X")
     assert len(two_wiki(own).questions("test")) == 4
+
+
+def test_a_service_of_passages_is_known_by_the_version_that_it_serves():
+    environments = []
+    for version in ("first", "second"):
+        retriever = RemoteRetriever("http://127.0.0.1:1")
+        retriever.version = version  # as its health says it when it is opened
+        environments.append(TextEnvironment(retriever, top_k=1))
+    assert [content_version(environment) for environment in environments] == ["first", "second"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"PAR1", b"no shard"])
+def test_a_part_of_an_evaluation_that_is_damaged_is_played_again(damage, caplog, tmp_path):
+    parts, played = RunDirectory(tmp_path), [play(ToldPolicy([answer("Ghent")]))]
+    assert _kept(parts, "greedy.parquet", lambda: played) == played
+    (tmp_path / "greedy.parquet").write_bytes(damage)
+    assert _kept(parts, "greedy.parquet", lambda: played) == played
+    assert "greedy.parquet" in caplog.text and "it is played again" in caplog.text
+    assert [one.answer for one in _kept(parts, "greedy.parquet", lambda: [])] == ["Ghent"], "and kept"

@@ -252,3 +252,21 @@ def test_a_corpus_without_titles_is_indexed_and_searched(tmp_path, capsys, name)
     capsys.readouterr()
     assert index.main(["query", "--index", out, "--k", "1", "lamps"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[0])["id"] == "1"
+
+
+def test_what_macos_writes_beside_the_files_of_an_archive_is_left_out(tmp_path):
+    path = tmp_path / "corpus.tar"
+    passage = json.dumps({"id": "1", "title": "Lisma", "text": "A town."}).encode()
+    members = {
+        "._corpus": b"\0\5\x16\7",
+        "corpus/._wiki_00.bz2": b"\0\5\x16\7",
+        "corpus/wiki_00.bz2": bz2.compress(passage),
+        "corpus/.DS_Store": b"\0\0\0\1Bud1",
+        "__MACOSX/corpus/wiki_00.bz2": b"\0",
+    }
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    assert read_corpus([path]) == [Passage(id="1", title="Lisma", text="A town.")]

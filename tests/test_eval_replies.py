@@ -9,6 +9,7 @@ from test_eval_endpoint import command
 
 from mujica_jax import eval as evaluation
 from mujica_jax import index
+from mujica_jax.inference.remote import generator
 
 ANSWER = "<answer> Ghent </answer>"
 QUESTIONS = 6
@@ -25,6 +26,9 @@ REPLIES = {
     "an unknown end": ({"content": ANSWER}, "tool_calls", "bad_reply"),
     "no end": ({"content": ANSWER}, None, "bad_reply"),
     "an end of another server": ({"content": ANSWER}, "eos", "answered"),
+    "an end in capital letters": ({"content": ANSWER}, "STOP", "answered"),
+    "cut, in capital letters": ({"content": "and so"}, "MAX_TOKENS", "turn_length"),
+    "a filter of another server": ({"content": None}, "RECITATION", "filtered"),
     "no message": (None, "stop", "bad_reply"),
 }
 # What the server answers in the place of a reply: status, body, and how the episode ends.
@@ -34,6 +38,14 @@ ERRORS = {
     "a prompt that is too long": (400, {"error": {"message": "maximum context length is 4096"}}, "bad_reply"),
     "a filter with status 400": (400, {"error": {"code": "content_filter", "message": "content_filter"}}, "filtered"),
     "a request that is too large": (413, {"error": "too large"}, "bad_reply"),
+    "a filter with status 403": (403, {"error": {"message": "your input was flagged by moderation"}}, "filtered"),
+    "withheld for legal reasons": (451, {"error": "unavailable"}, "filtered"),
+    # Of the server itself, each time that the request is sent:
+    "status 500": (500, {"error": "context length exceeded"}, "bad_reply"),
+    "a page": (200, b"<html>gateway</html>", "bad_reply"),
+    "nothing": (200, b"", "bad_reply"),
+    "a list": (200, [], "bad_reply"),
+    "a stream": (200, b'data: {"choices":[]}\n\n', "bad_reply"),
 }
 
 
@@ -85,6 +97,7 @@ def test_a_reply_that_cannot_be_used_ends_its_episode(name, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_request_that_is_refused_ends_its_episode(name, monkeypatch, tmp_path, tokenizer, task):
+    monkeypatch.setattr(generator, "MAX_WAIT_SECONDS", 0.01)  # between two attempts
     status, body, ends = ERRORS[name]
     check(evaluate(monkeypatch, tmp_path, tokenizer, task, Answer(status=status, content=body)), ends)
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from mujica_jax.config.files import load_config
 from mujica_jax.config.method_checks import check_judge_is_asked
 from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.config.schema import Config, FaultConfig, JudgeConfig, RemoteConfig
-from mujica_jax.errors import UserError
+from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.requests import RequestError
 from mujica_jax.methods.judge import Judge, JudgeLost, Judgement, RunVerdicts, open_judge
 from mujica_jax.methods.parts import make_reward
 from mujica_jax.metrics import normalise_squad
 from mujica_jax.records import Search, StopReason, Trajectory
+from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.rewards import NoVerdict, find_reward
 from mujica_jax.trajectories.store import Store
 
@@ -183,6 +185,38 @@ def test_of_two_processes_the_first_verdict_stays(tmp_path):
     assert verdicts.write("ab12", "YES") == "YES"
     assert RunVerdicts(Store(tmp_path)).write("ab12", "NO") == "YES"
     assert json.loads((tmp_path / "verdicts" / "ab" / "ab12.json").read_text()) == {"reply": "YES"}
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"reply": 5}', '{"reply": "perhaps"}'])
+def test_a_damaged_verdict_of_a_run_is_one_sentence(damage, tmp_path):
+    (tmp_path / "verdicts" / "ab").mkdir(parents=True)
+    (tmp_path / "verdicts" / "ab" / "ab12.json").write_text(damage)
+    with pytest.raises(StoreError, match=r"ab12.json holds no verdict: remove it, and it is asked again"):
+        RunVerdicts(Store(tmp_path)).read("ab12")
+
+
+def test_a_kept_reply_that_is_no_verdict_is_asked_about_again(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with serving(yes_if(lambda given: True)) as endpoint:
+        config = config_of(endpoint, tokenizer)
+        assert [episode.reward for episode in earned(config, episode("Gent"))] == [1.0]
+        cache = SearchCache(tmp_path / "mujica_jax" / "verdicts", "replies")
+        database = sqlite3.connect(cache.path)
+        with database:
+            assert database.execute("UPDATE hits SET found = 'YE'").rowcount == 1
+        assert [episode.reward for episode in earned(config, episode("Gent"))] == [1.0]
+        assert len(endpoint.requests) == 2
+        assert database.execute("SELECT found FROM hits").fetchall() == [("YES",)]
+
+
+def test_an_answer_of_articles_reaches_the_judge_as_it_is_written(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    band = dataclasses.replace(QUESTION, answers=("The The",))
+    with serving(yes_if(lambda given: True)) as endpoint:
+        judge = open_judge(config_of(endpoint, tokenizer), None, out=tmp_path)
+        assert judge is not None and asyncio.run(judge(band, "A"))
+        (request,) = endpoint.requests
+    assert request.body["messages"][1]["content"].splitlines() == ["Prediction: A", "Reference: The The"]
 
 
 def test_an_answer_without_a_verdict_is_left_out_and_a_judge_that_is_gone_ends_the_program(tokenizer, tmp_path):

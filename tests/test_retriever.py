@@ -103,7 +103,20 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
     assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]] and retriever.statistics.cached == 1
 
 
-@pytest.mark.parametrize("kept", ["[[10, 0.5]]", "[[-1, 0.5]]", "no json", "[3]"])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "[[10, 0.5]]",
+        "[[-1, 0.5]]",
+        "[[1e999, 0.5]]",
+        "[[0.7, 0.5]]",
+        "[[1, 0.5], [2, 0.4]]",
+        "no json",
+        "[3]",
+        "[" * 10**5,
+    ],
+    ids=lambda kept: kept[:20],
+)
 def test_what_is_no_result_of_the_index_is_searched_again(index, tmp_path, kept):
     cache = SearchCache(tmp_path, index.version)
     cache.write([("a", 1, kept)])

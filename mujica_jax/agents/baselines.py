@@ -75,7 +75,7 @@ READ_DOCUMENTS = (
 )
 _ANSWERED = ("</answer>",)
 # The content may hold brackets of its own: "Finish[Amber Tide [film]]".
-_REACT = re.compile(r"Action\s*\d*\s*:\W*(Search|Finish)\s*\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", re.IGNORECASE)
+_REACT = re.compile(r"Action[\s*_]*\d*[\s*_]*:\W*(Search|Finish)\s*\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", re.IGNORECASE)
 _BEGINS_LINE = re.compile(r"(?:^|\n)\W*\Z")
 OBSERVATION = "Observation:"
 OBSERVATION_LINE = f"\n{OBSERVATION}"  # a thought may name the word

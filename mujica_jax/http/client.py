@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TRANSIENT_STATUSES = {408, 409, 425, 429}  # and 5xx
 TOO_LARGE = 413
+SERVER_ERROR = 500  # of this request, where 502 to 504 say that the server is away
 MAX_ANSWER_BYTES = 16 * 2**20
 MAX_MESSAGE_CHARACTERS = 200  # of what a server says that are shown
 
@@ -40,7 +41,11 @@ class PayloadTooLarge(RequestRefused):
 
 
 class RetriesExhausted(HttpError):
-    """Every attempt met a transient error."""
+    """Every attempt met a transient error. `was_answered` says that the last one had an answer of the server itself."""
+
+    def __init__(self, sentence: str, *, was_answered: bool = False) -> None:
+        super().__init__(sentence)
+        self.was_answered = was_answered
 
 
 class DeadlineExceeded(HttpError):
@@ -50,9 +55,11 @@ class DeadlineExceeded(HttpError):
 class TransientError(Exception):
     """The same request may succeed later."""
 
-    def __init__(self, reason: str, after_seconds: float = 0.0) -> None:
+    def __init__(self, reason: str, after_seconds: float = 0.0, *, was_answered: bool = False) -> None:
         super().__init__(reason)
         self.after_seconds = after_seconds  # what the server asks to wait
+        # The server is up and answered this request, with something that is none. If that repeats, it is the request.
+        self.was_answered = was_answered
 
 
 class HttpClient:
@@ -83,7 +90,8 @@ class HttpClient:
         answer = await self.exchange(json.dumps(body), {"Content-Type": "application/json"})
         read = _json(answer)
         if not isinstance(read, dict):
-            raise TransientError(f"an answer that is no JSON object ({self.shown(answer.decode(errors='replace'))})")
+            shown = self.shown(answer.decode(errors="replace"))
+            raise TransientError(f"an answer that is no JSON object ({shown})", was_answered=True)
         return read
 
     async def exchange(self, content: str, headers: Mapping[str, str]) -> bytes:
@@ -107,7 +115,8 @@ class HttpClient:
             raise TransientError(self.shown(f"{type(error).__name__}: {error}")) from error
         status = response.status_code
         if status in TRANSIENT_STATUSES or status >= 500:
-            raise TransientError(f"status {status} ({self._message(answer)})", _retry_after(response))
+            said = f"status {status} ({self._message(answer)})"
+            raise TransientError(said, _retry_after(response), was_answered=status == SERVER_ERROR)
         if status != 200:
             refused = PayloadTooLarge if status == TOO_LARGE else RequestRefused
             raise refused(f"{self.url} refused the request with status {status}: {self._message(answer)}", status)

@@ -59,7 +59,8 @@ async def retry(
             raise deadline_exceeded(url, policy, so_far) from late
         made += 1
         if made >= policy.max_attempts:
-            raise RetriesExhausted(f"{url} failed {made} times, the last time with {error}: {advice}")
+            sentence = f"{url} failed {made} times, the last time with {error}: {advice}"
+            raise RetriesExhausted(sentence, was_answered=error.was_answered)
         doubled = min(policy.first_wait_seconds * 2 ** (made - 1), policy.max_wait_seconds)
         wait = max(error.after_seconds, doubled * draw.uniform(0.5, 1.5))
         if time.monotonic() + wait >= deadline:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from mujica_jax.agents.agent import Attempt, EnginePolicy, TwoPolicies, gather_polled
 from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config.schema import Config, MujicaConfig, SingleConfig, TaskConfig
-from mujica_jax.errors import UserError
+from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.methods.evaluation import Play, ScoredGenerator, Scores, held_out_questions, score_policy
@@ -37,6 +38,8 @@ from mujica_jax.storage.run_directory import RunDirectory, RunPath, atomic_write
 from mujica_jax.tasks.content import fingerprint_of_questions, fingerprint_of_searches
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
+
+_log = logging.getLogger(__name__)
 
 MIN_PART_QUESTIONS = 64  # questions that are kept together: what a kill may cost
 
@@ -285,10 +288,14 @@ def _identity(config: Config, task: Task, policy: Checkpoint | Endpoint, worker:
 
 
 def _kept(parts: RunDirectory, name: str, play: Play) -> Sequence[Trajectory]:
+    """Return what an earlier start has played of a part. A part that is damaged, as by a full disk, is played again."""
     if parts.exists(name):
-        return shards.decode(parts.read(name), name)
+        try:
+            return shards.decode(parts.read(name), name)
+        except StoreError as error:
+            _log.warning("%s; it is played again", error)
     played = play()
-    parts.create(name, shards.encode(played))
+    atomic_write(parts.root / name, shards.encode(played))
     return played
 
 

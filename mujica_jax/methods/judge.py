@@ -82,18 +82,20 @@ class RunVerdicts:
         self._store = store
 
     def read(self, key: str) -> str | None:
-        name = self._name(key)
-        return self._store.read_json(name)["reply"] if self._store.exists(name) else None
+        return self._kept(self._name(key)) if self._store.exists(self._name(key)) else None
 
     def write(self, key: str, reply: str) -> str:
         name = self._name(key)
         data = json.dumps({"reply": reply}).encode()
-        if self._store.create(name, data):
-            return reply
+        return reply if self._store.create(name, data) else self._kept(name)
+
+    def _kept(self, name: str) -> str:
         try:
-            return self._store.read_json(name)["reply"]
-        except (KeyError, StoreError) as error:
+            reply = self._store.read_json(name)["reply"]
+            _verdict_of(reply)
+        except (KeyError, TypeError, AttributeError, StoreError, NoVerdict) as error:
             raise StoreError(f"{self._store.root / name} holds no verdict: remove it, and it is asked again") from error
+        return reply
 
     def _name(self, key: str) -> str:
         return f"{VERDICTS_FOLDER}/{key[:2]}/{key}.json"
@@ -207,7 +209,7 @@ class Judge:
     async def _find(self, key: str, text: str) -> bool:
         """Read the verdict, or ask for it and keep it. Stores are asked in a thread: one in a bucket is slow."""
         reply = await asyncio.to_thread(self._verdicts.read, key)
-        if reply is None:
+        if reply is None or not _is_verdict(reply):  # what is kept may be damaged
             async with self._place():
                 reply = await self._counted_reply(text)
             reply = await asyncio.to_thread(self._verdicts.write, key, reply)
@@ -242,9 +244,9 @@ class Judge:
         return self._tokenizer.decode(ids[:-1] if completion.finish_reason == "stop" else ids)
 
     def _message(self, question: Question, answer: str) -> str:
-        references = list(dict.fromkeys(normalise_squad(gold) for gold in question.answers))
+        references = list(dict.fromkeys(_shown(gold) for gold in question.answers))
         lines = [f"Question: {' '.join(question.text.split())}"] if self._show_question else []
-        lines.append(f"Prediction: {normalise_squad(answer)}")
+        lines.append(f"Prediction: {_shown(answer)}")
         lines += [f"Reference: {reference}" for reference in references]
         return "\n".join(lines)
 
@@ -277,9 +279,22 @@ def judge_behind(endpoint: Endpoint, config: Config, verdicts: VerdictStore | No
     )
 
 
+def _shown(answer: str) -> str:
+    """Return an answer as the judge reads it: normalised, and as it is written where nothing would be left of it."""
+    return normalise_squad(answer) or " ".join(answer.split())
+
+
+def _is_verdict(reply: object) -> bool:
+    return isinstance(reply, str) and _word_of(reply) in VERDICTS
+
+
+def _word_of(reply: str) -> str:
+    return reply.strip().rstrip(".").upper()
+
+
 def _verdict_of(reply: str) -> bool:
     """Return whether a reply is YES. Raises NoVerdict for anything but YES and NO."""
-    verdict = VERDICTS.get(reply.strip().rstrip(".").upper())
+    verdict = VERDICTS.get(_word_of(reply))
     if verdict is None:
         raise NoVerdict(f"it replied {reply!r} and not YES or NO")
     return verdict

@@ -49,7 +49,11 @@ from mujica_jax.storage.leases import RENEWALS_A_LEASE, Leases
 from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunPath
 from mujica_jax.tasks.checks import check_task
-from mujica_jax.tasks.content import fingerprint_of_questions, fingerprint_of_searches
+from mujica_jax.tasks.content import (
+    fingerprint_of_paragraphs,
+    fingerprint_of_questions,
+    fingerprint_of_searches,
+)
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
 
@@ -225,6 +229,8 @@ def check_content(store: Store, config: Config, task: Task) -> None:
         "evaluation questions": f"{len(evaluated)}, {fingerprint_of_questions(evaluated)}",
         "searched": fingerprint_of_searches(task, evaluated),
     }
+    if _reads_own_paragraphs(config):
+        now["paragraphs of the training questions"] = fingerprint_of_paragraphs(task, learnt)
     store.write_json_once(CONTENT, now)
     begun = store.read_json(CONTENT)
     if different := provenance.differences(begun, now, ignore=()):
@@ -233,6 +239,12 @@ def check_content(store: Store, config: Config, task: Task) -> None:
             f"{store.root} was begun with other data than {place} holds now (count and checksum): "
             f"{'; '.join(different)}; give the same data or choose another --run directory"
         )
+
+
+def _reads_own_paragraphs(config: Config) -> bool:
+    """Whether training reads the paragraphs that come with its questions: as what is searched, or as EviPath's pool."""
+    is_distractor = getattr(config.task, "setting", None) == "distractor"
+    return is_distractor or getattr(config.method, "distractors", None) == "own"
 
 
 @contextlib.contextmanager

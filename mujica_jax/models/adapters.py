@@ -234,7 +234,13 @@ def _read_tensor(
             f"the target_modules of {CONFIG_FILE}: give the checkpoint that the adapter was trained on "
             f"({config.base_model})"
         )
-    return opened.get_tensor(name).astype(np.float32)
+    values = opened.get_tensor(name).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise UserError(
+            f"{config.file.parent} has numbers that are not finite in {name}, so its training went wrong: give another "
+            "adapter"
+        )
+    return values
 
 
 def _modules(weight: Weight, layers: int) -> list[str]:

@@ -276,8 +276,8 @@ class Tokenizer:
         first = self._added.split(pieces.after_model)[:1]
         if not first or not isinstance(first[0], int):
             raise UserError(
-                f"the chat template closes a model turn with {pieces.after_model!r}, which does not begin with a "
-                "special token: use a tokenizer whose turns end in one"
+                f"{self._template_place}: the chat template closes a model turn with {pieces.after_model!r}, which "
+                "does not begin with a special token: use a tokenizer whose turns end in one"
             )
         return pieces
 
@@ -331,6 +331,12 @@ def _check_companions(folder: pathlib.Path) -> str:
 def _damage(folder: pathlib.Path, error: Exception) -> str:
     """Say which file of a tokenizer that cannot be loaded is to blame."""
     file = folder / "tokenizer.json"
+    template = folder / "chat_template.jinja"
+    try:
+        if template.exists():
+            template.read_text(encoding="utf-8")
+    except (OSError, ValueError) as damage:
+        return f"{template} cannot be read ({one_line_reason(damage)}): download it again"
     try:
         tokenizers.Tokenizer.from_file(str(file))
     except Exception as own_error:  # the package raises nothing more special

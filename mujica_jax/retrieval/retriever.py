@@ -6,6 +6,7 @@ Results are kept on disk where a cache is given. A remote retriever (`client.py`
 import asyncio
 import dataclasses
 import json
+import operator
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -99,12 +100,15 @@ class IndexRetriever(Counted):
     def _cached(self, query: str, k: int) -> Hits | None:
         """None for what is no result of this index: a file that was changed is searched again."""
         kept = self._cache.read(query, k) if self._cache is not None else None
-        try:
-            found = None if kept is None else [(int(position), float(score)) for position, score in json.loads(kept)]
-        except (TypeError, ValueError):
+        if kept is None:
             return None
-        whole = found is not None and all(0 <= position < len(self.index.passages) for position, _ in found)
-        return found if whole else None
+        passages = len(self.index.passages)
+        try:
+            found = [(operator.index(position), float(score)) for position, score in json.loads(kept)]
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            return None
+        positions = {position for position, _ in found if 0 <= position < passages}
+        return found if len(positions) == len(found) <= k else None
 
     async def _answer(self, queries: Sequence[str], k: int) -> list[Hits]:
         return self._search(queries, k) if self._inline else await asyncio.to_thread(self._search, queries, k)

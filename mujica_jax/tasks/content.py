@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from mujica_jax.records import Question
-from mujica_jax.tasks.task import Environment, Task
+from mujica_jax.tasks.task import Environment, ParagraphTask, Task
 
 
 def fingerprint_of_questions(questions: Iterable[Question]) -> str:
@@ -22,14 +22,23 @@ def fingerprint_of_questions(questions: Iterable[Question]) -> str:
 def fingerprint_of_searches(task: Task, questions: Sequence[Question]) -> str:
     """Return a hash of what is searched for these questions.
 
-    The content behind an address is not known before it has answered, so a remote retriever adds nothing to the hash.
+    A service of passages says the version of its index when it is opened. A SPARQL endpoint is known by its address.
     """
     versions = dict.fromkeys(content_version(task.environment(question)) for question in questions)
     return hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
 
 
+def fingerprint_of_paragraphs(task: Task, questions: Sequence[Question]) -> str:
+    """Return a hash of the paragraphs that the data set gives with these questions."""
+    digest = hashlib.sha256()
+    if isinstance(task, ParagraphTask):
+        for question in questions:
+            digest.update(repr((question.id, *task.own_paragraphs(question))).encode(errors="surrogatepass"))
+    return digest.hexdigest()[:16]
+
+
 def content_version(environment: Environment) -> str:
-    """Return the version of an environment's index or graph, or "" where it does not say one."""
+    """Return the version of an environment's index, service or graph, or "" where it does not say one."""
     retriever = getattr(environment, "retriever", None)
-    searched = getattr(retriever, "index", None) or getattr(environment, "graph", None)
-    return getattr(searched, "version", "")
+    searched = getattr(retriever, "index", None) or getattr(environment, "graph", None) or retriever
+    return getattr(searched, "version", None) or ""

@@ -60,6 +60,15 @@ def read_answers(values: object) -> tuple[str, ...]:
     return distinct
 
 
+def read_aliases(values: object) -> list[object]:
+    """Return the aliases of an answer, which may be missing. One text is no list: its letters are not aliases."""
+    if values is None:
+        return []
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"the aliases are {_kind(values)} and must be a list")
+    return [*values]
+
+
 def is_missing(answer: object) -> bool:
     """Whether a record has no answer, like those of official test files. 0 and false are answers."""
     return answer is None or (isinstance(answer, str) and not answer.strip())

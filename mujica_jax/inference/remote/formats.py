@@ -39,9 +39,10 @@ FINISH_REASONS: dict[str, Literal["stop", "length"]] = {
     "stop_sequence": "stop",
     "length": "length",
     "max_tokens": "length",
+    "model_length": "length",
 }
-FILTERED = ("content_filter", "safety", "SAFETY", "refusal")
-FILTER_WORDS = ("content filter", "content management policy", "content policy", "safety")
+FILTERED = ("content_filter", "safety", "refusal", "recitation", "prohibited_content", "blocklist", "spii")
+FILTER_WORDS = ("content filter", "content management policy", "content policy", "safety", "moderation")
 ROUNDING = 1e-3  # a logarithm of a probability may come out above 0 by this
 
 
@@ -244,9 +245,10 @@ def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _finish_reason(choice: Mapping[str, Any]) -> Literal["stop", "length"]:
     reason = choice.get("finish_reason")
-    if reason in FILTERED:
+    word = reason.lower() if isinstance(reason, str) else ""
+    if word in FILTERED:
         raise UnusableReplyError(f"the endpoint ended a completion by {reason!r}: it withheld the reply", "filtered")
-    known = FINISH_REASONS.get(reason) if isinstance(reason, str) else None
+    known = FINISH_REASONS.get(word)
     if known is None:
         raise UnusableReplyError(
             f"the endpoint ended a completion by {_brief(reason)} where 'stop' or 'length' is expected"

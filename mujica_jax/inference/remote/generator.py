@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mujica_jax.config.remote import RemoteConfig
-from mujica_jax.http.client import DeadlineExceeded, HttpClient, HttpError, RequestRefused
+from mujica_jax.http.client import DeadlineExceeded, HttpClient, HttpError, RequestRefused, RetriesExhausted
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
 from mujica_jax.inference.remote.formats import (
     ChatFormat,
@@ -38,6 +38,8 @@ from mujica_jax.models.tokenizer import Tokenizer
 NO_POLICY = -1  # an endpoint's model is no policy of a run
 # Statuses that refuse one request (400: a filter, a prompt too long) and do not mean a wrong key or model name.
 REFUSED_ALONE = (400, 413, 422)
+WITHHELD = 451  # for legal reasons
+FORBIDDEN = 403  # of a filter where the message says so, and else of the key
 MAX_REFUSALS_IN_A_ROW = 16  # after which it is not single requests that are refused
 MAX_WAIT_SECONDS = 30.0  # between two attempts
 
@@ -116,10 +118,15 @@ class RemoteGenerator:
             raise
         except RequestRefused as error:
             self._counts["failed"] += 1
-            if error.status not in REFUSED_ALONE:
+            reason = "filtered" if error.status == WITHHELD else reason_of_refusal(str(error))
+            is_filtered = reason == "filtered" and error.status in (WITHHELD, FORBIDDEN)
+            if error.status not in REFUSED_ALONE and not is_filtered:
                 raise RequestError(str(error)) from error
-            raise self._refused(UnusableReplyError(str(error), reason_of_refusal(str(error)))) from error
+            raise self._refused(UnusableReplyError(str(error), reason)) from error
         except HttpError as error:
+            if isinstance(error, RetriesExhausted) and error.was_answered:
+                self._counts["failed"] += 1
+                raise self._refused(UnusableReplyError(str(error))) from error
             self._counts["failed"] += 1
             kind = DeadlineError if isinstance(error, DeadlineExceeded) else RequestError
             raise kind(str(error)) from error

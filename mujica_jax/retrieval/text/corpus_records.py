@@ -102,10 +102,16 @@ def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
     with explained(path), open_file(path) as file, tarfile.open(fileobj=file, mode="r:*") as archive:
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
-            if content is not None:
+            if content is not None and not _is_hidden(member.name):
                 with io.TextIOWrapper(decompressed(member.name, content), "utf-8-sig") as text:
                     for number, record in _text_records(f"{path}, {member.name}", text):
                         yield member.name, number, record
+
+
+def _is_hidden(member: str) -> bool:
+    """Whether a file of an archive is one that macOS writes beside the others: `._NAME`, `.DS_Store`, `__MACOSX/`."""
+    *folders, name = member.split("/")
+    return name.startswith(".") or "__MACOSX" in folders
 
 
 def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:

@@ -30,6 +30,7 @@ from mujica_jax.tasks.environment import GraphEnvironment
 from mujica_jax.tasks.open_domain.records import is_prepared, prepared_records
 from mujica_jax.tasks.open_domain.task import OpenDomain
 from mujica_jax.tasks.passages import fetched_index
+from mujica_jax.tasks.question_fields import check_characters, read_id, read_question
 from mujica_jax.tasks.task import Split, hash_of
 from mujica_jax.tasks.two_wiki.search import open_knowledge_graph, ranking
 
@@ -76,17 +77,29 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
     """Read the questions: `id`, `text`, `entities` (Q-ids), `answers` and `spellings`.
 
     An answer is ("uri", its IRI) or ("literal", its printed form). `spellings` has for each answer the other ways to
-    write it. Raises UserError naming file and question.
+    write it. A question that is given twice counts once. Raises UserError naming file and question.
     """
     folder = Path(data_dir)
+    first_places: dict[str, tuple[dict[str, Any], str]] = {}  # of an id: its record and where it stands
     for place, value in prepared_records(folder) if is_prepared(folder) else official_records(folder):
+        check_characters(value, place)
         try:
-            yield _record(value, language)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            record = _record(value, language)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise UserError(
                 f"{place}: this is no question of QALD ({type(error).__name__}: {error}); use the official format, "
                 "and a task.language that it has"
             ) from error
+        if record["id"] not in first_places:
+            first_places[record["id"]] = (record, place)
+            yield record
+            continue
+        first, first_place = first_places[record["id"]]
+        if first != record:
+            raise UserError(
+                f"{place}: the question {value['id']} is {record['text']!r} here and {first['text']!r} in "
+                f"{first_place}, or has other answers there; give each question its own id"
+            )
 
 
 def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -100,7 +113,7 @@ def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
         try:
             with open_text(file) as text:
                 listed = json.load(text)["questions"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{file} is no file of QALD ({type(error).__name__}: {error}): use the official format"
             ) from error
@@ -109,6 +122,9 @@ def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
     texts = {entry["language"]: entry["string"] for entry in value["question"]}
+    text = read_question(texts[language])
+    if not text:
+        raise ValueError(f"the question is blank in the language {language}")
     (answer,) = value["answers"]
     if "boolean" in answer:
         terms = [Literal(BOOLEANS[str(answer["boolean"]).lower()])]
@@ -119,7 +135,7 @@ def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
     answers: list[tuple[str, str]] = []
     others: list[tuple[str, ...]] = []
     for term in terms:
-        if isinstance(term, Literal):
+        if isinstance(term, Literal) and term.value.strip():
             printed, *other_forms = spellings(term)
             answers.append(("literal", printed))
             others.append(tuple(other_forms))
@@ -127,13 +143,13 @@ def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
             answers.append(("uri", term.value))
             others.append(())
         else:
-            answers.append(("unknown", ""))  # a blank node has no name
+            answers.append(("unknown", ""))  # a blank node has no name, and a blank text is no answer
             others.append(())
 
     named = dict.fromkeys(short or long for short, long in _named.findall(value["query"]["sparql"]))
     return {
-        "id": f"qald-{value['id']}",
-        "text": texts[language].strip(),
+        "id": f"qald-{read_id(value['id'])}",
+        "text": text,
         "entities": tuple(named),
         "answers": tuple(answers),
         "spellings": tuple(others),

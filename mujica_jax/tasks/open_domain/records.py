@@ -36,6 +36,7 @@ from mujica_jax.tasks.question_fields import (
     gold_passages,
     is_missing,
     passage_key,
+    read_aliases,
     read_answers,
     read_context,
     read_facts,
@@ -283,18 +284,42 @@ def _values(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the rows of a table by the names in its first line, whatever the order of its columns."""
+    """Yield the rows of a table by the names in its first line, whatever the order of its columns.
+
+    Rows of empty cells, which spreadsheets leave at the end, are left out. `strict`: a quotation mark without its
+    partner would otherwise take the lines behind it into its cell.
+    """
     with open_text(file) as text:
         first_line = text.readline().removeprefix(BYTE_ORDER_MARK)
-        reader = csv.DictReader(itertools.chain([first_line], text), delimiter=delimiter)
-        for row in reader:
+        reader = csv.DictReader(itertools.chain([first_line], text), delimiter=delimiter, strict=True)
+        names = [name for name in reader.fieldnames or () if name.strip()]
+        if len(set(names)) < len(names):
+            raise UserError(f"{file}, line 1: a column is named twice ({', '.join(names)}); name each once")
+        for row in _strict_rows(reader, file):
             place = f"line {reader.line_num}"
-            if None in row:
+            surplus = [cell for cell in row.pop(None, ()) if cell.strip()]
+            if not surplus and not any((cell or "").strip() for cell in row.values()):
+                continue
+            if surplus:
                 raise UserError(
-                    f"{file}, {place}: there are more cells than columns ({row[None]!r} is left over); put an answer "
+                    f"{file}, {place}: there are more cells than columns ({surplus!r} is left over); put an answer "
                     "that holds the separator between double quotes"
                 )
             yield place, row
+
+
+def _strict_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
+    """The rows of a reader that refuses quotation marks in wrong places."""
+    first_line = reader.line_num + 1
+    try:
+        for row in reader:
+            yield row
+            first_line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{file}, line {first_line}: not a row of a table ({error}); put a cell that holds quotation marks between "
+            "double quotes, and double those inside it"
+        ) from error
 
 
 def _first_character(text: TextIO) -> str:
@@ -347,7 +372,10 @@ def _hotpotqa(value: Mapping[str, Any]) -> OpenRecord | None:
 
 
 def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
-    if is_missing(value.get("answer")) or not value.get("answerable", True):
+    answerable = value.get("answerable", True)
+    if not isinstance(answerable, int):
+        raise TypeError(f"answerable is {answerable!r} and must be true or false")
+    if is_missing(value.get("answer")) or not answerable:
         return None
     context: dict[tuple[str, str], GoldPassage] = {}
     gold: dict[tuple[str, str], GoldPassage] = {}
@@ -362,7 +390,7 @@ def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
     return OpenRecord(
         id=id,
         text=read_question(value["question"]),
-        answers=read_answers([value["answer"], *value.get("answer_aliases", ())]),
+        answers=read_answers([value["answer"], *read_aliases(value.get("answer_aliases"))]),
         gold=tuple(gold.values()),
         context=tuple(context.values()),
         kind=id.partition("_")[0],
@@ -381,7 +409,7 @@ def _triviaqa(value: Mapping[str, Any]) -> OpenRecord | None:
     return OpenRecord(
         id=read_id(value["QuestionId"]),
         text=read_question(value["Question"]),
-        answers=read_answers([answer["Value"], *answer["Aliases"]]),
+        answers=read_answers([answer["Value"], *read_aliases(answer.get("Aliases"))]),
     )
 
 
