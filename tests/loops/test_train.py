@@ -171,21 +171,25 @@ def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp
     asked = {"id": "2hop__1_2", "question": "Where was the director of The Purple Shore born?", "answer": "Ghent"}
     paragraph = {"title": "The Purple Shore", "paragraph_text": "A film by Ada Moss.", "is_supporting": True}
     asked |= {"answer_aliases": [], "answerable": True, "paragraphs": [paragraph]}
-    (tmp_path / "musique_ans_v1.0_dev.jsonl").write_text(json.dumps(asked) + "\n")
+    passages, graphs = tmp_path / "musique", tmp_path / "qald"
+    passages.mkdir()
+    graphs.mkdir()
+    (passages / "musique_ans_v1.0_dev.jsonl").write_text(json.dumps(asked) + "\n")
     query = {"sparql": "SELECT ?uri WHERE { wd:Q1 wdt:P57 ?uri . }"}
     rows = {"bindings": [{"uri": {"type": "uri", "value": "http://www.wikidata.org/entity/Q2"}}]}
     said = [{"language": "en", "string": "Who directed The Purple Shore?"}]
     record = {"id": 1, "question": said, "query": query, "answers": [{"head": {"vars": ["uri"]}, "results": rows}]}
-    (tmp_path / "qald_10.json").write_text(json.dumps({"questions": [record]}))
+    (graphs / "qald_10.json").write_text(json.dumps({"questions": [record]}))
     (tmp_path / "triples.tsv").write_text(
         "subject\trelation\tobject\tsubject_qid\tobject_qid\nThe Purple Shore\tdirector\tAda Moss\tQ1\tQ2\n"
     )
     graph = ["build", "--corpus", str(tmp_path / "triples.tsv"), "--kind", "graph", "--out", str(tmp_path / "graph")]
     finished([sys.executable, "-m", "mujica_jax.index", *graph])
-    of_run = ["--checkpoint", str(run), "--task.data-dir", str(tmp_path), *OOD]
-    output = finished([*EVAL, "musique_v5e", *of_run, "--task.index", "None", "--task.retriever", "bm25"])
+    of_run = ["--checkpoint", str(run), *OOD, "--task.retriever", "bm25"]
+    output = finished([*EVAL, "musique_v5e", *of_run, "--task.data-dir", str(passages), "--task.index", "None"])
     assert "trained under other settings" not in output
-    finished([*EVAL, "qald10_v5e", *of_run, "--task.index", str(tmp_path / "graph"), "--task.retriever", "bm25"])
+    graph_flags = ["--task.data-dir", str(graphs), "--task.index", str(tmp_path / "graph")]
+    finished([*EVAL, "qald10_v5e", *of_run, *graph_flags])
     for task, question, answer in (
         ("musique-text", asked["question"], "Ghent"),
         ("qald10-graph", said[0]["string"], "Ada Moss"),
