@@ -37,8 +37,9 @@ from flax import nnx
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
+from mujica_jax.inference.generator import GeneratorStatistics
 from mujica_jax.inference.requests import SamplingParams
-from mujica_jax.inference.scheduler import BatchedGenerator, GeneratorStatistics
+from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.methods.parts import use_weights
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig

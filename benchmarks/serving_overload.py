@@ -32,9 +32,9 @@ from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
+from mujica_jax.inference.jetstream.server import Server
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
-from mujica_jax.inference.server import Server
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.weights import load_config
 

@@ -82,9 +82,9 @@ def serve(given: ServeArguments) -> None:
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.inference.counters import LiveCounters, serve_metrics
     from mujica_jax.inference.engine.factory import make_engine
+    from mujica_jax.inference.jetstream.server import Server
     from mujica_jax.inference.requests import SamplingParams
     from mujica_jax.inference.scheduler import BatchedGenerator
-    from mujica_jax.inference.server import Server
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
 
     policy = find_policy(given.checkpoint, policy=given.policy, adapter=given.adapter)

@@ -8,7 +8,7 @@ import logging
 
 from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, make_engine, random_tokens
 
-from mujica_jax.inference.jetstream import JetStreamEngine
+from mujica_jax.inference.jetstream.engine import JetStreamEngine
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 

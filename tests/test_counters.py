@@ -7,7 +7,7 @@ import pytest
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters, between, serve_metrics
-from mujica_jax.inference.scheduler import GeneratorStatistics
+from mujica_jax.inference.generator import GeneratorStatistics
 
 NONE = GeneratorStatistics(
     requests=3,

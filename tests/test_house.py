@@ -27,8 +27,8 @@ FLOORS = (  # from the ground up, as the design has them; a room is a folder or 
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
 HEAVY = {*"tensorflow tensorflow_datasets torch jetstream seqio scann qwix grain orbax google gcsfs".split()}
 ADAPTERS = {  # files whose whole purpose is the package; imported where they are used
-    "inference/jetstream.py": {"jetstream"},
-    "inference/server.py": {"jetstream"},
+    "inference/jetstream/engine.py": {"jetstream"},
+    "inference/jetstream/server.py": {"jetstream"},
     "learning/checkpoints.py": {"orbax"},
     "storage/gcs.py": {"google"},
     "tasks/open_domain/builders.py": {"tensorflow_datasets"},

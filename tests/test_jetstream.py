@@ -27,7 +27,7 @@ GREEDY = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0)
 
 def jetstream() -> Any:
     """Imported by who runs these tests and not by all who collect them: it brings TensorFlow."""
-    return importlib.import_module("mujica_jax.inference.jetstream")
+    return importlib.import_module("mujica_jax.inference.jetstream.engine")
 
 
 def countable(slots: int = 3, **settings: Any) -> CountableEngine:

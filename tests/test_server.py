@@ -20,9 +20,9 @@ from traffic import assert_nothing_is_held
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters, serve_metrics
 from mujica_jax.inference.engine.base import SlotState
+from mujica_jax.inference.jetstream.server import Server
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
-from mujica_jax.inference.server import Server
 from mujica_jax.models.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, seed=0)

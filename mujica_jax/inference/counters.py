@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from mujica_jax.errors import UserError
-from mujica_jax.inference.scheduler import GeneratorStatistics
+from mujica_jax.inference.generator import GeneratorStatistics
 
 WINDOW_SECONDS = 10.0  # tokens a second are counted over this time, or since the reading before it
 PREFIX = "mujica_"

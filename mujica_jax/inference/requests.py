@@ -1,8 +1,8 @@
 """What agents and generators say to each other: token ids and sampling parameters in, token ids and log-probabilities
 out.
 
-Two generators speak it: `generator.BatchedGenerator` on our own engine, `remote.RemoteGenerator` over an
-OpenAI-compatible endpoint.
+Three generators speak it: `scheduler.BatchedGenerator` on our own engine, `jetstream.generator.JetStreamGenerator` on
+any engine with JetStream's interface, `remote.RemoteGenerator` over an OpenAI-compatible endpoint.
 """
 
 import dataclasses

@@ -10,7 +10,6 @@ program with the same seeds gives the same completions. Deadlines alone depend o
 """
 
 import asyncio
-import dataclasses
 import heapq
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState
+from mujica_jax.inference.generator import Capabilities, GeneratorStatistics
 from mujica_jax.inference.paging import BlockAllocator
 from mujica_jax.inference.requests import (
     Completion,
@@ -39,30 +39,10 @@ MAX_DEFERRED_CALLS = 2  # decode calls that a prompt of a batch waits for others
 EVENT_LOOP_TURNS = 6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GeneratorStatistics:
-    """Counted since the generator was made; `running` and `waiting` are now."""
-
-    requests: int
-    prompt_tokens: int
-    prefilled_tokens: int  # prompt tokens computed; the rest was found in memory
-    generated_tokens: int
-    refused: int  # requests that were answered with an error
-    seconds: float  # inside prefill and decode calls
-    running: int
-    waiting: int
-    free_pages: int
-    evicted_pages: int
-    compiled_programs: int
-
-    @property
-    def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens that was not computed."""
-        return 1.0 - self.prefilled_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-
 class BatchedGenerator:
     """The `Generator` of one engine. Use from one event loop at a time."""
+
+    capabilities = Capabilities(sampling_per_request=True, log_probabilities=True)
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ import grpc
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
 from mujica_jax.errors import UserError
+from mujica_jax.inference.generator import GeneratorStatistics, PolicyGenerator
 from mujica_jax.inference.requests import DeadlineError, OverloadError, PolicyError, RequestError, SamplingParams
-from mujica_jax.inference.scheduler import BatchedGenerator, GeneratorStatistics
 from mujica_jax.models.tokenizer import Tokenizer
 
 STATUS = {  # of an error's class, the narrower ones first
@@ -51,7 +51,7 @@ class Server:
 
     def __init__(
         self,
-        generator: BatchedGenerator,
+        generator: PolicyGenerator,
         sampling: SamplingParams,
         *,
         tokenizer: Tokenizer | None = None,
@@ -112,7 +112,7 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
     """Lives in the wire's loop; `_relay` alone runs in the device's."""
 
     def __init__(
-        self, generator: BatchedGenerator, sampling: SamplingParams, tokenizer: Tokenizer | None, device: "_LoopThread"
+        self, generator: PolicyGenerator, sampling: SamplingParams, tokenizer: Tokenizer | None, device: "_LoopThread"
     ) -> None:
         self._generator, self._sampling, self._tokenizer, self._device = generator, sampling, tokenizer, device
         self._stops = generator.stop_token_ids | set(sampling.stop_token_ids)
