@@ -108,6 +108,12 @@ AgentConfig = MujicaConfig | SingleConfig | DecexConfig | Baseline
 class EngineConfig:
     """What generates, for a rollout or an evaluation."""
 
+    # native: our own scheduler. jetstream: an engine with JetStream's interface, driven through prefill, insert and
+    # generate; it gives no log-probabilities, which grpo and dapo need.
+    kind: Literal["native", "jetstream"] = "native"
+    # With kind jetstream: the function that makes the engine, as in my_package:make_engine (default: our own engine
+    # behind JetStream's interface).
+    factory: str | None = None
     slots: int  # conversations decoded at the same time
     decode_steps_per_call: int  # decode steps between two scheduling decisions
     prefill_tokens: int  # prompt tokens computed between two decode calls

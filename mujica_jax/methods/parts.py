@@ -12,9 +12,10 @@ from mujica_jax.agents.mujica import PLANNER, WORKER
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.config.agents import PromptedAgent
 from mujica_jax.config.files import implementation
-from mujica_jax.config.schema import AgentConfig, Config, MujicaConfig
+from mujica_jax.config.schema import AgentConfig, Config, EngineConfig, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
+from mujica_jax.inference.generator import PolicyGenerator
 from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.metrics import Rule
 from mujica_jax.models.adapters import Adapter, read_adapter
@@ -72,18 +73,48 @@ def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatist
     return total
 
 
-def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer, reserved_bytes: int = 0) -> BatchedGenerator:
-    """`reserved_bytes`: see `make_engine`."""
-    engine = make_engine(
+def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer, reserved_bytes: int = 0) -> PolicyGenerator:
+    """Return the generator of a run or an evaluation. `reserved_bytes`: see `make_engine`."""
+    return open_generator(
         decoder,
         config.engine,
+        tokenizer,
         positions=config.agent.max_trajectory_tokens,
-        stop_token_ids=tokenizer.stop_token_ids,
+        queue_size=0,  # episodes wait for their turn; only streams are refused
         reserved_bytes=reserved_bytes,
     )
-    reuse = config.engine.prefix_reuse
-    # no queue of streams: episodes have none
-    return BatchedGenerator(engine, prefix_reuse=reuse, queue_size=0, token_bytes=tokenizer.token_bytes)
+
+
+def open_generator(
+    decoder: Decoder,
+    engine: EngineConfig,
+    tokenizer: Tokenizer,
+    *,
+    positions: int,
+    queue_size: int,
+    reserved_bytes: int = 0,
+) -> PolicyGenerator:
+    """Return the generator that `engine.kind` names, for requests of up to `positions` tokens.
+
+    `queue_size` bounds how many streams wait for a slot. `reserved_bytes`: see `make_engine`."""
+    if engine.kind == "jetstream":
+        # Imported here: JetStream's interface brings TensorFlow.
+        from mujica_jax.inference.jetstream.factory import make_jetstream_generator
+
+        return make_jetstream_generator(
+            decoder,
+            engine,
+            tokenizer,
+            positions=positions,
+            queue_size=queue_size,
+            reserved_bytes=reserved_bytes,
+        )
+    own = make_engine(
+        decoder, engine, positions=positions, stop_token_ids=tokenizer.stop_token_ids, reserved_bytes=reserved_bytes
+    )
+    return BatchedGenerator(
+        own, prefix_reuse=engine.prefix_reuse, queue_size=queue_size, token_bytes=tokenizer.token_bytes
+    )
 
 
 def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
@@ -101,7 +132,7 @@ def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
 
 
 def use_weights(
-    generator: BatchedGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
+    generator: PolicyGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
 ) -> None:
     """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied:
     training reuses its buffers."""
