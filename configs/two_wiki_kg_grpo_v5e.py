@@ -27,6 +27,7 @@ def get_config() -> Config:
     return dataclasses.replace(
         like,
         name="two_wiki_kg_grpo_v5e",
+        engine=dataclasses.replace(like.engine, kind="native"),  # gives the log-probabilities that GRPO learns from
         sampling=dataclasses.replace(like.sampling, questions_per_round=128, shard_questions=16),
         method=GrpoConfig(
             rounds=67,

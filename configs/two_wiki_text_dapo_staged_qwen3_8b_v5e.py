@@ -41,7 +41,7 @@ def get_config() -> Config:
             max_observation_tokens=4096,
             max_trajectory_tokens=2048 + 16384,  # the paper's limits of a prompt and of a response
         ),
-        engine=dataclasses.replace(like.engine, cache_gigabytes=1.5),
+        engine=dataclasses.replace(like.engine, kind="native", cache_gigabytes=1.5),
         trainer=dataclasses.replace(
             like.trainer,
             row_tokens=2048 + 16384,

@@ -74,7 +74,14 @@ def get_config() -> Config:
             max_trajectory_tokens=4096,
             max_observation_tokens=1500,
         ),
-        engine=EngineConfig(slots=128, decode_steps_per_call=16, prefill_tokens=4096, tensor=4, cache_gigabytes=4.0),
+        engine=EngineConfig(
+            kind="jetstream",
+            slots=128,
+            decode_steps_per_call=16,
+            prefill_tokens=4096,
+            tensor=4,
+            cache_gigabytes=4.0,
+        ),
         trainer=TrainerConfig(row_tokens=4096, rows_per_step=32, dtype="bfloat16", fsdp=32),
         pretraining=PretrainingConfig(documents=0, steps=0, learning_rate=0.0, end_learning_rate=0.0),
         warmup=WarmupConfig(

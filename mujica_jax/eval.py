@@ -177,6 +177,8 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
     changed = {section: getattr(given, section) for section in sections}
     if isinstance(given.task, schema.TwoWikiConfig):  # copies are for demonstrations, and of graphs only
         changed["task"] = dataclasses.replace(given.task, augmented_copies=0)
+    if remote is not None:  # an endpoint has an engine of its own, and may give log-probabilities
+        changed["engine"] = dataclasses.replace(given.engine, kind="native", factory=None)
     config = dataclasses.replace(config, **changed)
     check(config)
     check_remote(given.remote)

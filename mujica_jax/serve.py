@@ -81,10 +81,9 @@ def serve(given: ServeArguments) -> None:
     """Until a signal comes."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.inference.counters import LiveCounters, serve_metrics
-    from mujica_jax.inference.engine.factory import make_engine
     from mujica_jax.inference.jetstream.server import Server
     from mujica_jax.inference.requests import SamplingParams
-    from mujica_jax.inference.scheduler import BatchedGenerator
+    from mujica_jax.methods.parts import open_generator
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
 
     policy = find_policy(given.checkpoint, policy=given.policy, adapter=given.adapter)
@@ -95,10 +94,7 @@ def serve(given: ServeArguments) -> None:
     if max_tokens is None:
         max_tokens = min(MAX_TOKENS, decoder.config.context_tokens)
         max_new_tokens = min(max_new_tokens, max_tokens // 2)  # the other half is for the prompt
-    engine = make_engine(decoder, given.engine, positions=max_tokens, stop_token_ids=tokenizer.stop_token_ids)
-    generator = BatchedGenerator(
-        engine, prefix_reuse=given.engine.prefix_reuse, queue_size=given.queue_size, token_bytes=tokenizer.token_bytes
-    )
+    generator = open_generator(decoder, given.engine, tokenizer, positions=max_tokens, queue_size=given.queue_size)
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=given.temperature, seed=given.seed)
     server = Server(generator, sampling, tokenizer=tokenizer, host=given.host, port=given.port)
     asked_to_end = threading.Event()

@@ -12,7 +12,7 @@ import time
 
 from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import command_line, implementation, take_flag
-from mujica_jax.config.method_checks import check_judge_is_asked
+from mujica_jax.config.method_checks import check_judge_is_asked, check_log_probabilities
 from mujica_jax.config.schema import Config
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         check(config)
         check_demonstrations(config)
         check_judge_is_asked(config)
+        check_log_probabilities(config)
         distributed.start(config.distributed, preemption.on_notice)
         new = f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         directory = config.run or distributed.broadcast("run directory", lambda: new)

@@ -1,6 +1,7 @@
 """The files in configs/: checkpoint and chips of those for published models, and which have the same programs."""
 
 import ast
+import dataclasses
 import re
 from collections.abc import Hashable
 
@@ -45,6 +46,9 @@ def checkpoint_of(config: Config) -> str | None:
 
 
 def programs_of(name: str) -> Hashable:
-    """What its training step, its engine and their memory follow from."""
+    """What its training step, its engine and their memory follow from.
+
+    The engine behind JetStream's interface runs the programs of the native one."""
     config = CONFIGS[name]
-    return (config.model, topology_of(name), config.trainer, config.engine, config.agent.max_trajectory_tokens)
+    engine = dataclasses.replace(config.engine, kind="native")
+    return (config.model, topology_of(name), config.trainer, engine, config.agent.max_trajectory_tokens)

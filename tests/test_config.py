@@ -300,7 +300,8 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
     tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,), token_bytes=None)
     values = {"slots": 8, "decode_steps_per_call": 4, "prefill_tokens": 512, "prefix_reuse": False, "tensor": 2}
     values |= {"page_tokens": 16, "cache_gigabytes": 2e-4, "cache_dtype": "fp8"}
-    assert set(values) | {"weights"} == {field.name for field in dataclasses.fields(EngineConfig)}
+    elsewhere = {"weights", "kind", "factory"}  # tested below, and in test_engine_kind.py
+    assert set(values) | elsewhere == {field.name for field in dataclasses.fields(EngineConfig)}
     assert_each_changes(smoke, "engine", values, lambda config: parts.make_generator(decoder, config, tokenizer))
 
 

@@ -116,6 +116,12 @@ def check_engine(config: Any) -> None:
     """The section `engine` of a configuration, or of other arguments that have one."""
     check_least(config, {name: least for name, least in MIN.items() if name.startswith("engine.")})
     require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
+    engine = config.engine
+    if engine.factory is not None and engine.kind != "jetstream":
+        raise UserError(
+            f"engine.factory is {engine.factory} and engine.kind {engine.kind}, which makes its own engine: add "
+            "--engine.kind jetstream, or leave --engine.factory out"
+        )
 
 
 def check_agent(config: Config) -> None:
@@ -130,6 +136,11 @@ def check_agent(config: Config) -> None:
         raise UserError(
             "agent.protocol is evipath, which has a planner and an executor, and agent.split False leaves the executor "
             "out: add --agent.protocol mujica, or --agent.split True"
+        )
+    if kind == "flare" and config.engine.kind == "jetstream":
+        raise UserError(
+            "agent.kind is flare, which reads the log-probability of each token, and engine.kind is jetstream, whose "
+            "interface gives none: add --engine.kind native"
         )
     probability = getattr(config.agent, "min_probability", 1.0)
     if not 0 < probability <= 1:

@@ -196,9 +196,13 @@ def _fields(section: type) -> set[str]:
 
 
 def _kind_of(section: type) -> str:
-    """The literal that tells this dataclass from the others of its union; empty for one that has none."""
+    """Return the literal that tells this dataclass from the others of its union; empty for one that has none.
+
+    A `kind` with several values, as of the engine, is a field like any other."""
     hint = typing.get_type_hints(section).get("kind")
-    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Literal else ""
+    if typing.get_origin(hint) is not typing.Literal or len(typing.get_args(hint)) > 1:
+        return ""
+    return typing.get_args(hint)[0]
 
 
 def _sections_with_kinds(config: type) -> dict[str, dict[str, type]]:

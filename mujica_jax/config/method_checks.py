@@ -73,6 +73,17 @@ def check_judge_is_asked(config: Config) -> None:
         )
 
 
+def check_log_probabilities(config: Config) -> None:
+    """Check that a method which learns from log-probabilities samples by an engine that gives them.
+
+    Called for runs that train: evaluations need none."""
+    if isinstance(config.method, PolicyGradientConfig) and config.engine.kind == "jetstream":
+        raise UserError(
+            f"method.kind is {config.method.kind}, which learns from the log-probability of each sampled token, and "
+            "engine.kind is jetstream, whose interface gives none: add --engine.kind native"
+        )
+
+
 def has_script(config: Config) -> bool:
     """Whether demonstrations of the agent are played by a script."""
     return config.warmup.source == "scripted" and isinstance(config.agent, MujicaConfig | SingleConfig | DecexConfig)

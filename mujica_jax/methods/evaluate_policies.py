@@ -15,7 +15,7 @@ from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config.schema import Config, MujicaConfig, SingleConfig, TaskConfig
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.counters import LiveCounters
-from mujica_jax.inference.scheduler import BatchedGenerator
+from mujica_jax.inference.generator import PolicyGenerator
 from mujica_jax.methods.evaluation import Play, ScoredGenerator, Scores, held_out_questions, score_policy
 from mujica_jax.methods.judge import Judge, judge_behind
 from mujica_jax.methods.parts import check_prompts, make_agent, make_reward, statistics_of
@@ -145,7 +145,7 @@ def _evaluate_one(
     preemption: Preemption,
     sampled: bool,
 ) -> Compared:
-    live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, BatchedGenerator) else dict
+    live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, PolicyGenerator) else dict
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
     where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
     progress.line(f"{policy.name} from {policy.place}, {where}")

@@ -25,7 +25,7 @@ from mujica_jax.agents.teacher import Teacher
 from mujica_jax.config.method_checks import is_taught
 from mujica_jax.config.schema import EviPathConfig, MujicaConfig
 from mujica_jax.errors import UserError
-from mujica_jax.inference.scheduler import BatchedGenerator
+from mujica_jax.inference.generator import PolicyGenerator
 from mujica_jax.methods.policies import Checkpoint, SavedPolicy, find_policy, read_object
 from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.methods.rounds import method_of
@@ -44,7 +44,7 @@ class Author:
 
     synthesizer: Synthesizer
     concurrency: int | None = None  # episodes at a time; None: as many as the run's engine has slots
-    generator: BatchedGenerator | None = None  # of a second checkpoint
+    generator: PolicyGenerator | None = None  # of a second checkpoint
 
     def begin_shard(self) -> None:
         """Empty the teacher's cache, so that a shard is a function of its attempts and the teacher alone."""
@@ -117,7 +117,7 @@ def _checkpoint(run: Run, policy: SavedPolicy, trained: PromptMode | None) -> Au
     served = dataclasses.replace(run.config, agent=dataclasses.replace(_agent(run), max_trajectory_tokens=limit))
     checkpoint = Checkpoint(**vars(policy), out=run.store.root)
     tokenizer, generator = checkpoint.open(served, context_setting="method.teacher_max_tokens")
-    assert isinstance(generator, BatchedGenerator), "a checkpoint is served by the engine"
+    assert isinstance(generator, PolicyGenerator), "a checkpoint is served by the engine"
     teacher = _model_teacher(run, EnginePolicy(generator), tokenizer, trained, limit)
     return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)), generator=generator)
 
