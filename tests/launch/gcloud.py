@@ -123,6 +123,18 @@ def storage(words: list[str]) -> int:
             if Path(found.name).match(pattern):
                 print(f"gs://{bucket}/{found.name}")
         return 0
+    if action == "rsync":
+        source, target = places
+        if not source.startswith("gs://"):
+            for file in sorted(path for path in Path(source).rglob("*") if path.is_file()):
+                blob(f"{target}/{file.relative_to(source)}").upload_from_filename(str(file))
+            return 0
+        bucket, _, prefix = source.removeprefix("gs://").partition("/")
+        for found in client.list_blobs(bucket, prefix=f"{prefix}/"):
+            file = Path(target) / found.name.removeprefix(f"{prefix}/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            found.download_to_filename(str(file))
+        return 0
     return fail(f"the stub has no storage {action}")
 
 
