@@ -30,8 +30,11 @@ def checkpoint(tmp_path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint):
+@pytest.mark.parametrize("kind", ["native", "jetstream"])
+def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
+    """Asked by the stub of JetStream's protocol, which either engine stands behind."""
     command = [sys.executable, "-m", "mujica_jax.serve", "--init", str(checkpoint), "--port", "0", *SIZES]
+    command += ["--engine.kind", kind]
     server = subprocess.Popen(
         [*command, "--metrics-port", "0"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
