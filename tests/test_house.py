@@ -28,6 +28,7 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, start=1) for roo
 HEAVY = {*"tensorflow tensorflow_datasets torch jetstream seqio scann qwix grain orbax google gcsfs".split()}
 ADAPTERS = {  # files whose whole purpose is the package; imported where they are used
     "inference/jetstream/engine.py": {"jetstream"},
+    "inference/jetstream/factory.py": {"jetstream"},
     "inference/jetstream/server.py": {"jetstream"},
     "learning/checkpoints.py": {"orbax"},
     "storage/gcs.py": {"google"},

@@ -128,18 +128,35 @@ def load_config(name: str | Path) -> Config:
 
 def implementation(section: Any) -> Callable[..., Any]:
     """What a section of several kinds names as its implementation, imported now."""
-    module, _, name = section.implementation.partition(":")
-    said = f"the implementation of {section.kind} is {section.implementation!r} and is not there; its section must name"
+    sentence = (
+        f"the implementation of {section.kind} is {section.implementation!r} and is not there; its section must name"
+    )
+    return _imported(section.implementation, f"{sentence} it as module:function")
+
+
+def named_object(place: str, *, setting: str) -> Callable[..., Any]:
+    """Return the function that a setting names as module:function. Raises UserError if there is none."""
+    imported = _imported(place, f"{setting} is {place!r} and is not there: name it as module:function")
+    if not callable(imported):
+        raise UserError(f"{setting} is {place!r} and names a {type(imported).__name__}: name a function")
+    return imported
+
+
+def _imported(place: str, sentence: str) -> Any:
+    """Return what module:function names. Raises UserError with this sentence where the module or function is absent."""
+    module, _, name = place.partition(":")
+    if not module or not name:
+        raise UserError(sentence)
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # what the module imports is missing
-        raise UserError(f"{said} it as module:function") from error
+        raise UserError(sentence) from error
     except AttributeError as error:
         if module not in sys.modules:
             raise  # it was raised in the module
-        raise UserError(f"{said} it as module:function") from error
+        raise UserError(sentence) from error
 
 
 def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:

@@ -59,29 +59,31 @@ class LiveCounters:
     def figures(self) -> dict[str, int | float | str]:
         """For a progress display."""
         found, tokens_a_second = self.now()
+        programs = {} if found.compiled_programs is None else {"programs": found.compiled_programs}
         return {
             "running": found.running,
             "waiting": found.waiting,
             "tokens_per_second": tokens_a_second,
             "cached": f"{found.cache_hit_rate:.0%}",
-            "programs": found.compiled_programs,
-        }
+        } | programs
 
     def collect(self) -> Iterator[Any]:
         """Prometheus metrics: a collector for `prometheus_client`."""
         found, tokens_a_second = self.now()
-        for name, meaning in COUNTS.items():
-            yield CounterMetricFamily(PREFIX + name, meaning, value=getattr(found, name))
-        for name, meaning in GAUGES.items():
-            yield GaugeMetricFamily(PREFIX + name, meaning, value=getattr(found, name))
+        for family, meanings in ((CounterMetricFamily, COUNTS), (GaugeMetricFamily, GAUGES)):
+            for name, meaning in meanings.items():
+                value = getattr(found, name)
+                if value is not None:  # this engine does not say
+                    yield family(PREFIX + name, meaning, value=value)
         yield GaugeMetricFamily(
             PREFIX + "tokens_per_second", "Tokens generated a second, of late", value=tokens_a_second
         )
 
 
 def between(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str, float | int]:
-    """What happened between two readings, for a line of metrics."""
-    found: dict[str, float | int] = {name: getattr(after, name) - getattr(before, name) for name in COUNTS}
+    """What happened between two readings, for a line of metrics. What the engine does not say is left out."""
+    known = [name for name in COUNTS if getattr(after, name) is not None]
+    found: dict[str, float | int] = {name: getattr(after, name) - getattr(before, name) for name in known}
     seconds = found.pop("seconds")
     prompts = found["prompt_tokens"]
     return found | {

@@ -8,12 +8,13 @@ they replace the policy, empty the cache and read counters. `PolicyGenerator` na
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from flax import nnx
 
-from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.errors import UserError
+from mujica_jax.inference.requests import Completion, RequestError, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,50 @@ class Capabilities:
     sampling_per_request: bool
     # A completion carries the log-probability of each of its tokens. GRPO and DAPO learn from them.
     log_probabilities: bool
+    # Without sampling per request: the temperature that all requests are sampled at, without filters. 0 is greedy.
+    temperature: float = 0.0
+    # Tokens of prompt and completion that a slot holds; None where the engine does not say.
+    positions: int | None = None
+
+
+def check_sampling(capabilities: Capabilities, params: SamplingParams, engine: str) -> None:
+    """Raise RequestError for sampling that the engine cannot do. `engine` is its name for the user."""
+    if capabilities.sampling_per_request:
+        return
+    if params.temperature != capabilities.temperature:
+        raise RequestError(_one_temperature(capabilities, engine, f"this request has temperature {params.temperature}"))
+    if params.temperature == 0:  # greedy: no filter changes the most likely token
+        return
+    filters = {"top_k": (params.top_k, 0), "top_p": (params.top_p, 1.0), "min_p": (params.min_p, 0.0)}
+    for name, (value, off) in filters.items():
+        if value != off:
+            raise RequestError(
+                f"{engine} samples all requests alike and without filters, and this request has {name} {value}: use "
+                f"{name} {off}, or an engine that samples each request by itself"
+            )
+
+
+def check_temperatures(capabilities: Capabilities, temperatures: Mapping[str, float], engine: str) -> None:
+    """Raise UserError if a setting asks for a temperature that the engine cannot sample at.
+
+    `temperatures` are by the name of their setting, as in {"temperature": 1.0}. `engine` is its name for the user."""
+    if capabilities.sampling_per_request:
+        return
+    for setting, temperature in temperatures.items():
+        if temperature != capabilities.temperature:
+            raise UserError(_one_temperature(capabilities, engine, f"{setting} is {temperature}"))
+
+
+def _one_temperature(capabilities: Capabilities, engine: str, wish: str) -> str:
+    return (
+        f"{engine} samples all requests at temperature {capabilities.temperature} and {wish}: use "
+        f"{capabilities.temperature}, or an engine that samples each request by itself"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorStatistics:
-    """Counted since the generator was made; `running` and `waiting` are now."""
+    """Counted since the generator was made; `running` and `waiting` are now. None: the engine does not say."""
 
     requests: int
     prompt_tokens: int
@@ -38,9 +78,9 @@ class GeneratorStatistics:
     seconds: float  # inside prefill and decode calls
     running: int
     waiting: int
-    free_pages: int
-    evicted_pages: int
-    compiled_programs: int
+    free_pages: int | None
+    evicted_pages: int | None
+    compiled_programs: int | None
 
     @property
     def cache_hit_rate(self) -> float:

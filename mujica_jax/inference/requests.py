@@ -32,6 +32,10 @@ class PolicyError(RequestError):
     """The request is fine and the policy's numbers are not."""
 
 
+class EngineError(RequestError):
+    """The engine failed while it computed this request."""
+
+
 class ReplyError(RequestError):
     """An endpoint answered with something that was not asked for."""
 

@@ -5,41 +5,30 @@ prefix that earlier sequences share with its prompt), takes a slot, has the rest
 between the decode calls of those that run already, and decodes. When it ends, its pages go to the prefix cache. Of two
 requests that arrive together with a common prefix, the second waits for the first's pages.
 
-Everything runs in the event loop's own thread and in submission order, so a run is a function of its requests: the same
-program with the same seeds gives the same completions. Deadlines alone depend on the clock.
+Submission, deadlines and cancellation are those of `queueing.QueuedGenerator`.
 """
 
-import asyncio
 import heapq
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from flax import nnx
 
-from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState
+from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, SlotState
 from mujica_jax.inference.generator import Capabilities, GeneratorStatistics
 from mujica_jax.inference.paging import BlockAllocator
-from mujica_jax.inference.requests import (
-    Completion,
-    OverloadError,
-    PolicyError,
-    RequestError,
-    SamplingParams,
-    check_params,
-    check_prompt,
-)
-from mujica_jax.inference.sequence import SequenceState
+from mujica_jax.inference.queueing import QueuedGenerator
+from mujica_jax.inference.requests import PolicyError, RequestError, SamplingParams
+from mujica_jax.inference.sequence import SequenceState, fill_slot, next_flush, next_prefill, padded_tokens
 
-FLOAT32 = np.finfo(np.float32)
 # Prompts are computed first until this share of the running requests decodes, where one is waited for (it is streamed
 # or has a deadline) and where all is one batch: there a decode call should be full, for it costs the same for few.
 DECODING_SHARE_WATCHED, DECODING_SHARE = 1 / 2, 7 / 8
 MAX_DEFERRED_CALLS = 2  # decode calls that a prompt of a batch waits for others to fill a call with
-EVENT_LOOP_TURNS = 6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
 
 
-class BatchedGenerator:
+class BatchedGenerator(QueuedGenerator):
     """The `Generator` of one engine. Use from one event loop at a time."""
 
     capabilities = Capabilities(sampling_per_request=True, log_probabilities=True)
@@ -53,19 +42,16 @@ class BatchedGenerator:
         token_bytes: Callable[[int], bytes] | None = None,
         policy_version: int = 0,
     ) -> None:
-        """`queue_size` bounds how many may wait before a stream is refused; `generate` waits in any case. `token_bytes`
-        gives a token's text, which stop strings are looked for in.
-        """
-        self._engine, self._reuse, self._token_bytes = engine, prefix_reuse, token_bytes
-        self._queue_size = queue_size
-        self.policy_version = policy_version
-        self._waiting: list[tuple[int, int, SequenceState]] = []
-        self._running: dict[int, SequenceState] = {}
-        self._submitted = 0
-        self._driver: asyncio.Task | None = None
-        counted = ("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens", "refused")
-        self._counts = dict.fromkeys(counted, 0)
-        self._seconds = 0.0
+        """See `QueuedGenerator`."""
+        super().__init__(
+            slots=engine.slots,
+            positions=engine.positions,
+            vocabulary=engine.config.vocab_size,
+            queue_size=queue_size,
+            token_bytes=token_bytes,
+            policy_version=policy_version,
+        )
+        self._engine, self._reuse = engine, prefix_reuse
         self._evicted = self._deferred_calls = 0
         self._allocate_slots()
 
@@ -89,11 +75,6 @@ class BatchedGenerator:
         self._engine.release_weights()
 
     @property
-    def capacity(self) -> int:
-        """Requests that can run and wait at a time before a stream is refused."""
-        return self._engine.slots + self._queue_size
-
-    @property
     def stop_token_ids(self) -> frozenset[int]:
         return self._engine.stop_token_ids
 
@@ -109,53 +90,8 @@ class BatchedGenerator:
             compiled_programs=self._engine.compiled_programs,
         )
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False) -> Completion:
-        return await self._submit(self._request(prompt, params, continues, shown=None))
-
-    async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
-    ) -> AsyncIterator[Sequence[int]]:
-        """Tokens as they are decoded, at least one at a time. Raises OverloadError where the queue is full."""
-        sequence = self._request(prompt, params, continues, shown=asyncio.Queue())
-        self._drop_given_up()
-        waiting = len(self._waiting)  # slots may be free all the same: memory is short, or a call is due
-        if len(self._running) + waiting >= self.capacity:
-            self._counts["refused"] += 1
-            raise OverloadError(
-                f"{len(self._running)} requests run and {waiting} wait already, and there is room for {self.capacity}: "
-                "come back later"
-            )
-        future = self._submit(sequence)
-        assert sequence.shown is not None, "made above"
-        try:
-            while (tokens := await sequence.shown.get()) is not None:
-                yield tokens
-            await future
-        finally:
-            future.cancel()
-
-    def _request(
-        self, prompt: Sequence[int], params: SamplingParams, continues: bool, *, shown: asyncio.Queue | None
-    ) -> SequenceState:
-        try:
-            self._check(prompt, params)
-        except RequestError:
-            self._counts["refused"] += 1
-            raise
-        future = asyncio.get_running_loop().create_future()
-        return SequenceState(np.asarray(prompt, np.int32), params, continues, future, shown, self._token_bytes)
-
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        check_params(params)
-        check_prompt(prompt, self._engine.config.vocab_size)
-        room = self._engine.positions
-        if params.stop_strings and self._token_bytes is None:
-            raise RequestError("stop strings need a tokenizer and this generator has none: send stop_token_ids")
-        if len(prompt) + params.max_new_tokens > room:
-            raise RequestError(
-                f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones do not fit the engine's {room} "
-                "positions: shorten the prompt or raise agent.max_trajectory_tokens (of serve: --max-tokens)"
-            )
+        super()._check(prompt, params)
         needed = self._blocks.needed(len(prompt) + params.max_new_tokens)
         if needed > self._blocks.count:
             raise RequestError(
@@ -163,65 +99,19 @@ class BatchedGenerator:
                 "memory"
             )
 
-    def _submit(self, sequence: SequenceState) -> asyncio.Future:
-        """Enqueue; the deadline runs from now."""
-        if sequence.params.deadline_seconds is not None:
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(sequence.params.deadline_seconds, self._expire, sequence)
-            sequence.future.add_done_callback(lambda _: timer.cancel())
-        sequence.future.add_done_callback(lambda _: sequence.close())
-        self._submitted += 1
-        heapq.heappush(self._waiting, (0 if sequence.continues else 1, self._submitted, sequence))
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
-        return sequence.future
-
-    def _expire(self, sequence: SequenceState) -> None:
-        if not sequence.future.done():
-            self._fail(sequence, sequence.deadline_error())
-
-    def _fail(self, sequence: SequenceState, error: RequestError) -> None:
-        self._counts["refused"] += 1
-        sequence.future.set_exception(error)
-
-    async def _drive(self) -> None:
-        try:
-            while self._waiting or self._running:
-                self._free_given_up()
-                self._admit()
-                self._prefill()
-                while self._admit():  # those who waited for pages that were just computed
-                    self._prefill()
-                self._decode()
-                for _ in range(EVENT_LOOP_TURNS):
-                    await asyncio.sleep(0)
-        except Exception as error:
-            # A fault of the engine concerns everyone who waits: they get it instead of waiting for ever.
-            for future in self._abandon():
-                future.set_exception(error)
-            self.reset_cache()  # last: an engine that has failed may fail here again
-        except asyncio.CancelledError:
-            # The event loop ends; another one may begin. What is in memory stays, unless requests were under way.
-            if self._waiting or self._running:
-                for future in self._abandon():
-                    future.cancel()
-                self.reset_cache()
-            raise
-
-    def _abandon(self) -> list[asyncio.Future]:
-        """Give up every sequence. Returns the futures that still wait; the cache must be reset."""
-        futures = [sequence.future for _, _, sequence in self._waiting]
-        futures += [sequence.future for sequence in self._running.values()]
-        self._waiting.clear()
-        self._running.clear()
-        return [future for future in futures if not future.done()]
+    def _turn(self) -> None:
+        self._free_given_up()
+        self._admit()
+        self._prefill()
+        while self._admit():  # those who waited for pages that were just computed
+            self._prefill()
+        self._decode()
 
     def _allocate_slots(self) -> None:
         self._blocks = BlockAllocator(self._engine.num_pages, self._engine.page_tokens)
         self._state = SlotState.idle(self._engine.slots)
 
     def _free_given_up(self) -> None:
-        """Free the slots of requests that were cancelled or have expired, and their places in the queue."""
         for slot, sequence in list(self._running.items()):
             if sequence.future.done():  # nobody waits for it: its pages go back as they were found
                 # Before its first log-probability nobody knows whether what it computed is finite.
@@ -229,11 +119,6 @@ class BatchedGenerator:
                 self._engine.free_slot(slot, broken_pages=broken)
                 self._drop(slot, sequence, held=0)
         self._drop_given_up()
-
-    def _drop_given_up(self) -> None:
-        if any(sequence.future.done() for _, _, sequence in self._waiting):
-            self._waiting = [entry for entry in self._waiting if not entry[2].future.done()]
-            heapq.heapify(self._waiting)
 
     def _admit(self) -> bool:
         """Move waiting requests into free slots, as long as there are pages for them; True if any moved."""
@@ -258,9 +143,8 @@ class BatchedGenerator:
             if block_table is None:  # memory is short: what runs gives some back
                 later.append(entry)
                 break
-            sequence.block_table = block_table
+            sequence.use_pages(block_table)
             being_computed.update(blocks)
-            sequence.computed = sequence.flushed = block_table.cached_tokens
             slot = self._engine.choose_slot(free, block_table.pages, block_table.cached_tokens)
             free.remove(slot)
             self._place(slot, sequence)
@@ -282,18 +166,10 @@ class BatchedGenerator:
         return sequence.blocks
 
     def _place(self, slot: int, sequence: SequenceState) -> None:
-        params, state = sequence.params, self._state
         self._running[slot] = sequence
-        state.token[slot] = sequence.prompt[-1]
-        state.position[slot] = len(sequence.prompt) - 1
-        state.remaining[slot] = 0  # until its prompt is computed
-        # What an array cannot hold comes as close as it can: an overflow here would fail everyone who waits.
-        state.temperature[slot] = params.temperature and np.clip(params.temperature, FLOAT32.tiny, FLOAT32.max)
-        state.seed[slot] = params.seed % 2**32
-        state.top_k[slot] = min(params.top_k, self._engine.config.vocab_size)
-        state.top_p[slot], state.min_p[slot] = params.top_p, params.min_p
-        self._counts["requests"] += 1
-        self._counts["prompt_tokens"] += len(sequence.prompt)
+        vocabulary = self._engine.config.vocab_size
+        fill_slot(self._state, slot, prompt=sequence.prompt, params=sequence.params, vocabulary=vocabulary)
+        self._count_started(sequence)
 
     def _prefill(self) -> None:
         """Compute prompts: one chunk of `prefill_tokens` if most running requests decode, else until they do. In a
@@ -305,7 +181,9 @@ class BatchedGenerator:
             watched = any(sequence.watched for sequence in self._running.values())
             most = self._most_decode(watched)
             if most and not watched and self._deferred_calls < MAX_DEFERRED_CALLS:
-                waiting = sum(self._padded(len(sequence.prompt) - 1 - sequence.computed) for _, sequence in pending)
+                waiting = sum(
+                    padded_tokens(self._engine, len(sequence.prompt) - 1 - sequence.computed) for _, sequence in pending
+                )
                 budget = min(budget, waiting - waiting % self._engine.min_call_tokens)
             self._deferred_calls = 0 if budget else self._deferred_calls + 1
             self._prefill_chunk(pending, budget)
@@ -317,21 +195,8 @@ class BatchedGenerator:
         share = DECODING_SHARE_WATCHED if watched else DECODING_SHARE
         return int(np.count_nonzero(self._state.remaining)) >= share * len(self._running)
 
-    def _padded(self, tokens: int) -> int:
-        """Tokens that the engine computes for so many of one request."""
-        tile = self._engine.tile_tokens
-        return -(-tokens // tile) * tile
-
     def _prefill_chunk(self, pending: Sequence[tuple[int, SequenceState]], budget: int) -> None:
-        rows, ready = [], []
-        for slot, sequence in pending:
-            tokens = sequence.prompt[sequence.computed : -1][:budget]
-            if len(tokens) or sequence.prefilled:
-                rows.append(PrefillRow(slot, sequence.block_table.pages, sequence.computed, tokens))
-                sequence.computed += len(tokens)
-                budget -= min(budget, self._padded(len(tokens)))
-                if sequence.prefilled:
-                    ready.append((slot, sequence))
+        rows, ready = next_prefill(self._engine, pending, budget)
         if not rows:
             return
         self._engine.prefill(rows)
@@ -343,12 +208,7 @@ class BatchedGenerator:
 
     def _share(self, ready: Sequence[tuple[int, SequenceState]]) -> None:
         """Let those who wait find the prompts that were just computed."""
-        size, rows = self._engine.page_tokens, []
-        for slot, sequence in ready:
-            whole = (len(sequence.prompt) - 1) // size * size
-            if whole > sequence.flushed:
-                rows.append(FlushRow(slot, sequence.block_table.pages, sequence.flushed, whole))
-                sequence.flushed = whole
+        rows = next_flush(self._blocks, ready)
         self._engine.flush(rows)
         for row in rows:
             sequence = self._running[row.slot]

@@ -1,30 +1,53 @@
-"""One request between its submission and its completion: its state, what was generated for it, and where that ends."""
+"""One request between its submission and its completion: its state, what was generated for it, and where that ends.
+
+`PagedSequence` is the part that an engine with pages needs: a prompt, its pages, and how much of it is computed.
+"""
 
 import asyncio
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from mujica_jax.inference.engine.base import Decoded
-from mujica_jax.inference.paging import BlockTable
+from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState
+from mujica_jax.inference.paging import BlockAllocator, BlockTable
 from mujica_jax.inference.requests import Completion, DeadlineError, FinishReason, SamplingParams
 from mujica_jax.inference.stops import StopMatcher
 
+Paged = TypeVar("Paged", bound="PagedSequence")
+FLOAT32 = np.finfo(np.float32)
+
 
 @dataclasses.dataclass(eq=False)
-class SequenceState:
+class PagedSequence:
+    """A prompt whose keys and values are computed into pages."""
+
     prompt: np.ndarray  # int32
+    block_table: BlockTable = dataclasses.field(init=False)  # from when it has pages
+    computed: int = dataclasses.field(default=0, init=False)  # tokens of the prompt whose keys and values are in memory
+    flushed: int = dataclasses.field(default=0, init=False)  # tokens of the sequence that the pages hold
+
+    @property
+    def prefilled(self) -> bool:
+        return self.computed >= len(self.prompt) - 1
+
+    def use_pages(self, block_table: BlockTable) -> None:
+        """Take these pages, which hold the beginning of the prompt."""
+        self.block_table = block_table
+        self.computed = self.flushed = block_table.cached_tokens
+
+
+@dataclasses.dataclass(eq=False)
+class SequenceState(PagedSequence):
     params: SamplingParams
     continues: bool
     future: asyncio.Future  # of its Completion
     shown: asyncio.Queue | None  # whole tokens, as they become final; None where nobody watches
     token_bytes: Callable[[int], bytes] | None  # a token's text, which stop strings are looked for in
-    block_table: BlockTable = dataclasses.field(init=False)  # from when it has a slot
     blocks: list[int] | None = None  # a name for every full page of the prompt
-    computed: int = 0  # tokens of the prompt whose keys and values are in memory
-    flushed: int = 0  # tokens of the sequence that the pages hold
     tokens: list[int] = dataclasses.field(default_factory=list)
+    # One a token; they stay empty where the engine gives none.
     logprobs: list[float] = dataclasses.field(default_factory=list)
     sampling_logprobs: list[float] = dataclasses.field(default_factory=list)
     finite: bool = True  # all log-probabilities are numbers; tokens drawn under others mean nothing
@@ -41,10 +64,6 @@ class SequenceState:
     def watched(self) -> bool:
         """Somebody waits for this request alone, not for a batch."""
         return self.shown is not None or self.params.deadline_seconds is not None
-
-    @property
-    def prefilled(self) -> bool:
-        return self.computed >= len(self.prompt) - 1
 
     @property
     def held_tokens(self) -> int:
@@ -90,8 +109,8 @@ class SequenceState:
         self.future.set_result(
             Completion(
                 token_ids=tuple(self.tokens),
-                logprobs=tuple(self.logprobs),
-                sampling_logprobs=tuple(self.sampling_logprobs),
+                logprobs=tuple(self.logprobs) if self.logprobs else None,
+                sampling_logprobs=tuple(self.sampling_logprobs) if self.sampling_logprobs else None,
                 finish_reason=reason,
                 policy_version=policy_version,
                 stop_string=self._stop_string,
@@ -108,3 +127,52 @@ class SequenceState:
         """Nothing more will be shown."""
         if self.shown is not None:
             self.shown.put_nowait(None)
+
+
+def padded_tokens(engine: Engine, tokens: int) -> int:
+    """Return how many tokens the engine computes for so many of one request."""
+    return -(-tokens // engine.tile_tokens) * engine.tile_tokens
+
+
+def next_prefill(
+    engine: Engine, pending: Sequence[tuple[int, Paged]], budget: int
+) -> tuple[list[PrefillRow], list[tuple[int, Paged]]]:
+    """Return the rows of the next prefill call, of up to `budget` tokens, and those of `pending` that it completes.
+
+    `pending` are slots and their sequences. A prompt of which nothing is left to compute has a row all the same: it
+    brings what is in its pages to the slot.
+    """
+    rows, ready = [], []
+    for slot, sequence in pending:
+        tokens = sequence.prompt[sequence.computed : -1][:budget]
+        if len(tokens) or sequence.prefilled:
+            rows.append(PrefillRow(slot, sequence.block_table.pages, sequence.computed, tokens))
+            sequence.computed += len(tokens)
+            budget -= min(budget, padded_tokens(engine, len(tokens)))
+            if sequence.prefilled:
+                ready.append((slot, sequence))
+    return rows, ready
+
+
+def next_flush(pages: BlockAllocator, ready: Sequence[tuple[int, PagedSequence]]) -> list[FlushRow]:
+    """Return what must be written to the pages of prompts that were just computed before others can read them."""
+    rows, size = [], pages.page_tokens
+    for slot, sequence in ready:
+        whole = (len(sequence.prompt) - 1) // size * size
+        if whole > sequence.flushed:
+            rows.append(FlushRow(slot, sequence.block_table.pages, sequence.flushed, whole))
+            sequence.flushed = whole
+    return rows
+
+
+def fill_slot(state: SlotState, slot: int, *, prompt: np.ndarray, params: SamplingParams, vocabulary: int) -> None:
+    """Write a request into its slot. Nothing is decoded there until `remaining` is set."""
+    state.token[slot] = prompt[-1]
+    state.position[slot] = len(prompt) - 1
+    state.remaining[slot] = 0
+    # What an array cannot hold comes as close as it can: an overflow here would fail everyone who waits.
+    state.temperature[slot] = params.temperature and np.clip(params.temperature, FLOAT32.tiny, FLOAT32.max)
+    state.seed[slot] = params.seed % 2**32
+    state.top_k[slot] = min(params.top_k, vocabulary)
+    state.top_p[slot] = params.top_p
+    state.min_p[slot] = params.min_p

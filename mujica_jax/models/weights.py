@@ -102,6 +102,11 @@ def gather_checkpoint(decoder: Decoder) -> None:
         _exported(decoder, weight, name)
 
 
+def export_tensors(decoder: Decoder) -> dict[str, np.ndarray]:
+    """Return the tensors of a Hugging Face checkpoint by name, float32, in the layout that transformers has."""
+    return {name: _exported(decoder, weight, name) for name, weight in _table(decoder.config).names()}
+
+
 def _table(config: DecoderConfig) -> WeightTable:
     return WeightTable(
         outer=model_weights(config),

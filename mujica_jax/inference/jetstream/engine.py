@@ -1,20 +1,25 @@
-"""JetStream's engine interface around one of our engines, so that JetStream's own orchestrator, server and clients run
-on it.
+"""JetStream's engine interface around one of our engines, for our own generator and for JetStream's orchestrator.
 
 Differences from the engines JetStream was written for:
 
-- A prefix is its token ids, no arrays. `prefill` computes it into pages and leaves them in the tree of prefixes;
-  `insert` leases them from there, or computes again what was evicted meanwhile. So a prefix that is dropped, deleted or
-  sent to another engine costs no memory, what several prompts begin with is computed once, and `existing_prefix` is a
-  prompt to go on from.
-- The weights are the engine's own: `params` is what `load_params` gave.
-- JetStream's threads end the process on any exception. A prompt that cannot be served therefore becomes an empty
-  prefix, which is answered with no token, and the reason is logged.
-- Nothing tells an engine that a request has its `max_tokens`: a slot decodes on until it stops, is full, or is given to
-  the next one.
+- A prefix is its token ids, no arrays: `prefill` checks a prompt and computes nothing. `insert` notes it for its slot.
+  The next `generate` computes all prompts that were inserted since the last one, in whole calls of the engine, and then
+  decodes. One prompt a call would leave most of a call empty. A prefix that is dropped or sent to another engine costs
+  nothing, and `existing_prefix` is a prompt to go on from.
+- Pages and their tree of prefixes are those of the native generator: what several prompts begin with is computed once,
+  also when they come together. What a slot computed stays in the tree for later requests.
+- The weights are the engine's own: `params` is what `load_params` gave, which also takes a new policy.
+- `insert` takes `sampling=SamplingParams`: the request's own temperature, filters, seed and limit.
+- A call generates up to `decode_steps` tokens a slot. A slot whose numbers are not finite is not valid any more.
 
-The orchestrator prefills and generates in different threads; the engine takes one call at a time, so a lock is held a
-call, and given back between the chunks of a long prompt. One slot more than decode at a time computes prompts.
+Our generator frees a slot with `free_resource` as soon as its request is over. So pages are needed for what runs, each
+request has as many as its prompt and its limit need, and `insert` raises `NoRoomError` where there are too few at
+present. JetStream's orchestrator (up to 0.2.2) does not free slots, has one limit for all, counts single steps, and
+ends its process on any exception. For it the engine is made with `sampling`: then there must be pages for every slot at
+full length and one decode step a call, and a prompt that cannot be served becomes an empty prefix, which is answered
+with no token; the reason is logged.
+
+The orchestrator prefills and generates in different threads; a lock keeps calls of the engine apart.
 
 Importing this module imports TensorFlow (by seqio). Our own server, `server.py`, does without.
 """
@@ -22,7 +27,7 @@ Importing this module imports TensorFlow (by seqio). Our own server, `server.py`
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,14 +36,18 @@ from flax import nnx
 from jaxtyping import Int, Num
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 
-from mujica_jax.inference.engine.base import Engine, FlushRow, PrefillRow, SlotState
-from mujica_jax.inference.paging import BlockAllocator, BlockTable
+from mujica_jax.inference.engine.base import Engine, FlushRow, SlotState
+from mujica_jax.inference.generator import Capabilities
+from mujica_jax.inference.jetstream.contract import EngineCounters, NoRoomError
+from mujica_jax.inference.paging import BlockAllocator, common_tokens
 from mujica_jax.inference.requests import RequestError, SamplingParams, check_params, check_prompt
+from mujica_jax.inference.sequence import PagedSequence, fill_slot, next_flush, next_prefill
 from mujica_jax.models.tokenizer import Tokenizer
 
 if not hasattr(jax, "tree_map"):  # JetStream's orchestrator calls it after every insert; JAX has dropped the name
     jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]
 
+NO_TOKENS = np.zeros(0, np.int32)
 NO_TOKEN = -1  # JetStream puts a "beginning of sequence" before every prompt; prompts are computed as they were sent
 PREFILL_LENGTHS = tuple(2**power for power in range(4, 16))  # those JetStream pads prompts to
 
@@ -54,48 +63,85 @@ class Prefix:
 
 
 @dataclasses.dataclass(eq=False)
-class _Running:
-    block_table: BlockTable
-    tokens: list[int]  # prompt and completion; keys and values of the last one are not computed yet
-    flushed: int  # tokens that the pages hold
+class _Running(PagedSequence):
+    """A request in a slot of JetStream. `place` is its slot in our engine, from when its prompt is computed."""
+
+    limit: int  # new tokens at most
+    sampling: SamplingParams
+    place: int = -1
+    generated: list[int] = dataclasses.field(default_factory=list)
+    finite: bool = True
+
+    @property
+    def capacity_tokens(self) -> int:
+        return len(self.prompt) + self.limit
+
+    @property
+    def computed_tokens(self) -> np.ndarray:
+        """What was computed: all tokens but the last."""
+        return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])[:-1]
 
 
 @dataclasses.dataclass(eq=False)
 class DecodeState:
     """What every slot does. Calls change it and give it back: as with a donated array, one is valid at a time."""
 
-    slots: SlotState
-    running: dict[int, _Running]
-    generated: Int[np.ndarray, " slots"]  # tokens since the slot was filled
+    slots: SlotState  # of our engine
+    running: dict[int, _Running]  # by JetStream's slot
+    pending: dict[int, _Running]  # those among them whose prompts are not computed
+    ended: list[_Running]  # whose pages go back before the next call
+    generated: Int[np.ndarray, " slots"]  # tokens since the slot was filled, by JetStream's slot
 
 
 class JetStreamEngine(engine_api.Engine):
-    """See the module's docstring. Requests are sampled as `sampling` says, which also bounds how many new tokens any of
-    them gets; its seed is that of the first one, and each has the next.
-    """
+    """See the module's docstring."""
 
-    def __init__(self, engine: Engine, sampling: SamplingParams, *, tokenizer: Tokenizer | None = None) -> None:
-        """`engine` has one slot more than requests decode at a time. Without a tokenizer prompts are token ids."""
-        check_params(sampling)
-        _check(engine, sampling)
+    capabilities = Capabilities(sampling_per_request=True, log_probabilities=False)
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: SamplingParams | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        prefix_reuse: bool = True,
+    ) -> None:
+        """`sampling` is that of all requests of JetStream's orchestrator, its limit included; its seed is that of the
+        first one, and each has the next. Without it every insert brings its own. Without a tokenizer prompts are token
+        ids."""
+        if sampling is not None:
+            check_params(sampling)
+            _check(engine, sampling)
         self._engine, self._sampling, self._tokenizer = engine, sampling, tokenizer
-        self._spare = engine.slots - 1
+        self._reuse = prefix_reuse
         self._weights = engine.weights
-        self._inserted = 0
-        self._lock = threading.Lock()  # engine and pages
-        self._prefilling = threading.Lock()  # the spare slot; taken before the other one
+        self._inserted = self._prefilled_tokens = self._evicted_pages = 0
+        self._pages = BlockAllocator(engine.num_pages, engine.page_tokens)
+        self._lock = threading.Lock()
         self._state = self.init_decode_state()
 
-    def load_params(self, *args: Any, **kwargs: Any) -> nnx.State:
+    def load_params(self, weights: nnx.State | None = None) -> nnx.State:
+        """Return the policy, after replacing it if there is a new one. A new one needs a new decode state."""
+        if weights is not None:
+            with self._lock:
+                self._engine.set_weights(weights)
+                self._weights = self._engine.weights
         return self._weights
+
+    def release_params(self) -> None:
+        """Give the policy's memory back; `load_params` brings the next one."""
+        with self._lock:
+            self._engine.release_weights()
+            self._weights = self._engine.weights
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
         """Nothing runs and nothing is cached."""
-        with self._prefilling, self._lock:
+        with self._lock:
             self._engine.reset_cache()
+            self._evicted_pages += self._pages.evicted
             self._pages = BlockAllocator(self._engine.num_pages, self._engine.page_tokens)
             slots = self._engine.slots
-            self._state = DecodeState(SlotState.idle(slots), {}, np.zeros(slots, np.int32))
+            self._state = DecodeState(SlotState.idle(slots), {}, {}, [], np.zeros(slots, np.int32))
             return self._state
 
     def prefill(
@@ -106,50 +152,66 @@ class JetStreamEngine(engine_api.Engine):
         padded_tokens: Num[np.ndarray | jax.Array, " padded"],
         true_length: int,
     ) -> Prefix:
-        """Compute a prompt, or what follows `existing_prefix`; a refused prompt gives an empty prefix."""
+        """Return a prompt, or what follows `existing_prefix`. One that cannot be served raises RequestError, or gives
+        an empty prefix for JetStream's orchestrator."""
         self._check_weights(params)
         try:
             sequence = self._sequence(existing_prefix, np.asarray(padded_tokens), int(true_length))
         except RequestError as error:
+            if self._sampling is None:
+                raise
             logger.warning("a prompt is answered with no token: %s", error)
             return Prefix(())
-        with self._prefilling:
-            with self._lock:
-                block_table = self._allocate(sequence, len(sequence))
-            if block_table.cached_tokens < len(sequence) - 1:
-                for row in self._chunks(self._spare, block_table, sequence):
-                    with self._lock:
-                        self._engine.prefill([row])
-            with self._lock:
-                self._end(self._spare, _Running(block_table, sequence.tolist(), block_table.cached_tokens))
         return Prefix(tuple(sequence.tolist()))
 
-    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """Let a slot decode after this prefix. What ran there before is over."""
+    def insert(
+        self, prefix: Prefix, decode_state: DecodeState, slot: int, *, sampling: SamplingParams | None = None
+    ) -> DecodeState:
+        """Let a slot decode after this prefix. What ran there before is over. Raises NoRoomError if memory is short at
+        present; then nothing has changed."""
         state = self._valid(decode_state)
         with self._lock:
-            if (before := state.running.pop(slot, None)) is not None:
-                self._end(slot, before)
-            state.generated[slot] = state.slots.remaining[slot] = 0
+            self._leave(state, slot)
             if prefix.tokens:
-                self._start(state, slot, np.asarray(prefix.tokens, np.int32))
+                sequence = self._new(np.asarray(prefix.tokens, np.int32), sampling)
+                self._return_pages(state)
+                self._check_room(state, sequence)
+                state.running[slot] = state.pending[slot] = sequence
+                self._inserted += 1
         return state
 
+    def free_resource(self, slot: int) -> None:
+        """End what runs in a slot. What it computed stays in the tree of prefixes."""
+        with self._lock:
+            self._leave(self._state, slot)
+
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, engine_api.ResultTokens]:
-        """One token for every slot that runs; the results of the others are not valid."""
+        """Compute the prompts that were inserted, and then up to `decode_steps` tokens for every slot that runs; the
+        results of the others are not valid."""
         self._check_weights(params)
         state = self._valid(decode_state)
         with self._lock:
+            self._return_pages(state)
+            self._compute_prompts(state)
             tokens, valid = self._step(state)
-        data = np.stack([tokens, valid, state.generated], axis=1)[: self.max_concurrent_decodes].astype(np.int32)
-        columns = {"tokens_idx": (0, 1), "valid_idx": (1, 2), "length_idx": (2, 3)}
+        steps = tokens.shape[1]
+        data = np.concatenate([tokens, valid, state.generated[:, None]], axis=1).astype(np.int32)
+        columns = {"tokens_idx": (0, steps), "valid_idx": (steps, 2 * steps), "length_idx": (2 * steps, 2 * steps + 1)}
         return state, engine_api.ResultTokens(data=data, **columns, samples_per_slot=1)
+
+    def counters(self) -> EngineCounters:
+        return EngineCounters(
+            prefilled_tokens=self._prefilled_tokens,
+            free_pages=self._pages.free,
+            evicted_pages=self._evicted_pages + self._pages.evicted,
+            compiled_programs=self._engine.compiled_programs,
+        )
 
     def get_tokenizer(self) -> Any:
         return messages.TokenizerParameters()
 
     def build_tokenizer(self, metadata: Any) -> "JetStreamTokenizer":
-        stops = self._engine.stop_token_ids | set(self._sampling.stop_token_ids)
+        stops = self._engine.stop_token_ids | set(() if self._sampling is None else self._sampling.stop_token_ids)
         return JetStreamTokenizer(self._tokenizer, stops)
 
     def get_prefix_destination_sharding(self) -> jax.sharding.NamedSharding:
@@ -157,7 +219,7 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_concurrent_decodes(self) -> int:
-        return self._engine.slots - 1
+        return self._engine.slots
 
     @property
     def samples_per_slot(self) -> int:
@@ -165,8 +227,8 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        fitting = [length for length in PREFILL_LENGTHS if length <= self._engine.positions]
-        return max(fitting, default=PREFILL_LENGTHS[0])
+        """What prompts are padded to at most. One may have any length that leaves room for a token."""
+        return next((length for length in PREFILL_LENGTHS if length >= self._engine.positions), PREFILL_LENGTHS[-1])
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -199,63 +261,130 @@ class JetStreamEngine(engine_api.Engine):
             raise RequestError(f"its {len(sequence)} tokens leave no room in the {self._engine.positions} positions")
         return sequence.astype(np.int32)
 
-    def _allocate(self, sequence: Int[np.ndarray, " tokens"], capacity_tokens: int) -> BlockTable:
-        block_table = self._pages.allocate(sequence, capacity_tokens)
-        if block_table is None:  # a page that is to be copied takes the last one; without it there is always enough
-            block_table = self._pages.allocate(sequence, capacity_tokens, reuse=False)
-        assert block_table is not None, "there are pages for every slot at full length"
-        if block_table.copied is not None:
-            self._engine.copy_pages([block_table.copied])
-        return block_table
+    def _new(self, prompt: Int[np.ndarray, " tokens"], sampling: SamplingParams | None) -> _Running:
+        if sampling is None:
+            if self._sampling is None:
+                raise ValueError("this engine has no sampling for all requests: insert with sampling=SamplingParams")
+            sampling = dataclasses.replace(self._sampling, seed=self._sampling.seed + self._inserted)
+        return _Running(prompt, min(sampling.max_new_tokens, self._engine.positions - len(prompt)), sampling)
 
-    def _chunks(self, slot: int, block_table: BlockTable, sequence: Int[np.ndarray, " tokens"]) -> Iterator[PrefillRow]:
-        """What is to be computed of a prompt; at least one row, which brings what is computed to the slot."""
-        last, step = len(sequence) - 1, self._engine.prefill_tokens
-        for start in range(block_table.cached_tokens, max(last, block_table.cached_tokens + 1), step):
-            yield PrefillRow(slot, block_table.pages, start, sequence[start : min(start + step, last)])
+    def _check_room(self, state: DecodeState, sequence: _Running) -> None:
+        """Check that there are pages for all prompts that will be computed, whether or not they share some."""
+        coming = [*state.pending.values(), sequence]
+        needed = sum(self._pages.needed(one.capacity_tokens) for one in coming)
+        if needed > self._pages.available:
+            raise NoRoomError(
+                f"prompt and limit need {self._pages.needed(sequence.capacity_tokens)} pages of KV memory, and of "
+                f"{self._pages.count} only {self._pages.available} can be had"
+            )
 
-    def _start(self, state: DecodeState, slot: int, sequence: Int[np.ndarray, " tokens"]) -> None:
-        room = min(self._sampling.max_new_tokens, self._engine.positions - len(sequence))
-        block_table = self._allocate(sequence, len(sequence) + room)
-        for row in self._chunks(slot, block_table, sequence):
-            self._engine.prefill([row])
-        state.running[slot] = _Running(block_table, sequence.tolist(), block_table.cached_tokens)
-        params, slots = self._sampling, state.slots
-        slots.token[slot], slots.position[slot], slots.remaining[slot] = sequence[-1], len(sequence) - 1, room
-        slots.temperature[slot], slots.seed[slot] = params.temperature, (params.seed + self._inserted) % 2**32
-        slots.top_k[slot], slots.top_p[slot], slots.min_p[slot] = params.top_k, params.top_p, params.min_p
-        self._inserted += 1
+    def _leave(self, state: DecodeState, slot: int) -> None:
+        """End what runs in JetStream's slot, if something does. Its pages go back before the next call."""
+        state.generated[slot] = 0
+        sequence = state.running.pop(slot, None)
+        state.pending.pop(slot, None)
+        if sequence is not None and sequence.place >= 0:
+            state.slots.remaining[sequence.place] = 0
+            state.ended.append(sequence)
+
+    def _return_pages(self, state: DecodeState) -> None:
+        """Leave what ended requests computed in their pages, for requests with the same prefix."""
+        flushes = []
+        for sequence in state.ended:
+            computed = len(sequence.computed_tokens)
+            if sequence.generated and sequence.finite and self._reuse and computed > sequence.flushed:
+                flushes.append(FlushRow(sequence.place, sequence.block_table.pages, sequence.flushed, computed))
+        self._engine.flush(flushes)
+        for sequence in state.ended:
+            if sequence.generated and sequence.finite:
+                self._engine.free_slot(sequence.place)
+                tokens = sequence.computed_tokens if self._reuse else NO_TOKENS
+            else:  # before its first token nobody knows whether what it computed is finite
+                broken_pages = self._pages.evict(sequence.block_table)
+                self._engine.free_slot(sequence.place, broken_pages=broken_pages)
+                tokens = NO_TOKENS
+            self._pages.release(sequence.block_table, tokens)
+        state.ended.clear()
+
+    def _compute_prompts(self, state: DecodeState) -> None:
+        """Compute all prompts that were inserted. Of those with a common beginning, one goes before the others."""
+        while state.pending:
+            batch: dict[int, _Running] = {}
+            for slot, sequence in state.pending.items():
+                if not self._reuse or not self._begins_like_one_of(sequence.prompt, batch.values()):
+                    batch[slot] = sequence
+            for slot in batch:
+                del state.pending[slot]
+            self._lease(state, list(batch.values()))
+            self._compute(state, list(batch.values()))
+
+    def _begins_like_one_of(self, prompt: np.ndarray, others: Iterable[_Running]) -> bool:
+        """Whether a full page that is not in memory yet is computed for one of the others."""
+        missing = (self._pages.cached_pages(prompt) + 1) * self._pages.page_tokens
+        return any(common_tokens(prompt[:-1], other.prompt[:-1]) >= missing for other in others)
+
+    def _lease(self, state: DecodeState, batch: Sequence[_Running]) -> None:
+        """Give each of these prompts pages and a slot of our engine."""
+        used = {sequence.place for sequence in state.running.values()}
+        free = [place for place in range(self._engine.slots) if place not in used]
+        copies = []
+        for sequence in batch:
+            block_table = self._pages.allocate(sequence.prompt, sequence.capacity_tokens, reuse=self._reuse)
+            assert block_table is not None, "there was room when it was inserted"
+            sequence.use_pages(block_table)
+            if block_table.copied is not None:
+                copies.append(block_table.copied)
+            sequence.place = self._engine.choose_slot(free, block_table.pages, block_table.cached_tokens)
+            free.remove(sequence.place)
+            fill_slot(
+                state.slots,
+                sequence.place,
+                prompt=sequence.prompt,
+                params=sequence.sampling,
+                vocabulary=self._engine.config.vocab_size,
+            )
+        if copies:
+            self._engine.copy_pages(copies)
+
+    def _compute(self, state: DecodeState, batch: Sequence[_Running]) -> None:
+        """Compute these prompts; if others wait for what they begin with, let these find it."""
+        waiting = [(sequence.place, sequence) for sequence in batch]
+        while waiting:
+            rows, ready = next_prefill(self._engine, waiting, self._engine.prefill_tokens)
+            self._engine.prefill(rows)
+            self._prefilled_tokens += sum(len(row.tokens) for row in rows)
+            waiting = [(place, sequence) for place, sequence in waiting if not sequence.prefilled]
+        for sequence in batch:
+            state.slots.remaining[sequence.place] = sequence.limit
+        if state.pending and self._reuse:
+            self._engine.flush(next_flush(self._pages, [(sequence.place, sequence) for sequence in batch]))
+            for sequence in batch:
+                self._pages.share(sequence.block_table, sequence.prompt[: sequence.flushed])
 
     def _step(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, which of them are valid), one a slot."""
+        """(tokens, which of them are valid), [JetStream's slots, steps]."""
+        shape = self._engine.slots, self._engine.decode_steps
+        tokens, valid = np.zeros(shape, np.int32), np.zeros(shape, bool)
         if not state.running:
-            return np.zeros(self._engine.slots, np.int32), np.zeros(self._engine.slots, bool)
+            return tokens, valid
         state.slots, decoded = self._engine.decode(state.slots)
-        tokens, valid = np.asarray(decoded.tokens[0]), np.array(decoded.valid[0])
-        finite = np.isfinite(decoded.logprobs[0])
-        for slot, running in list(state.running.items()):
-            running.tokens.append(int(tokens[slot]))
-            if not finite[slot]:
+        for slot, sequence in list(state.running.items()):
+            steps = int(decoded.valid[:, sequence.place].sum())
+            new = decoded.tokens[:steps, sequence.place]
+            finite = np.isfinite(decoded.logprobs[:steps, sequence.place])
+            if not finite.all():
                 logger.warning("the policy gave a log-probability that is not finite: check its weights")
-                valid[slot] = False
-                self._engine.free_slot(slot, broken_pages=self._pages.evict(running.block_table))
-                self._pages.release(running.block_table, np.zeros(0, np.int32))
-            elif state.slots.remaining[slot] == 0:
-                self._end(slot, running)
-            else:
-                continue
-            state.slots.remaining[slot] = 0
-            del state.running[slot]
-        state.generated += valid
+                sequence.finite = False
+            tokens[slot, :steps] = new
+            valid[slot, :steps] = np.logical_and.accumulate(finite)
+            sequence.generated += new.tolist()
+            state.generated[slot] += valid[slot].sum()
+            if not sequence.finite or state.slots.remaining[sequence.place] == 0:
+                generated = state.generated[slot]
+                self._leave(state, slot)
+                state.generated[slot] = generated  # until the slot is filled again
+        self._return_pages(state)
         return tokens, valid
-
-    def _end(self, slot: int, running: _Running) -> None:
-        """Leave what the slot computed in its pages, for requests with the same prefix."""
-        computed = len(running.tokens) - 1
-        if computed > running.flushed:
-            self._engine.flush([FlushRow(slot, running.block_table.pages, running.flushed, computed)])
-        self._engine.free_slot(slot)
-        self._pages.release(running.block_table, np.asarray(running.tokens[:computed], np.int32))
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
@@ -304,8 +433,6 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 def _check(engine: Engine, sampling: SamplingParams) -> None:
     if (steps := engine.decode_steps) != 1:
         raise ValueError(f"the engine decodes {steps} steps a call and JetStream counts single ones: use 1")
-    if engine.slots < 2:
-        raise ValueError(f"the engine has {engine.slots} slot and one computes prompts: give it at least 2")
     needed = engine.slots * -(-engine.positions // engine.page_tokens)
     if engine.num_pages < needed:
         raise ValueError(

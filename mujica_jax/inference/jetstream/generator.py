@@ -1,0 +1,253 @@
+"""Requests in, completions out, through any engine with JetStream's interface.
+
+`JetStreamGenerator` is a driver of our own in place of JetStream's orchestrator. It calls the engine's `load_params`,
+`prefill`, `insert` and `generate` from the event loop's thread, in submission order. So a run is a function of its
+requests, a request has stop strings, a deadline and a limit of its own, it can be cancelled, and an error of one
+request ends that request alone. `contract` says what an engine must offer.
+
+A free slot is filled by one `prefill` and one `insert`. Then `generate` is called for all slots together. JetStream's
+interface gives no log-probabilities: completions have none.
+"""
+
+import heapq
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from mujica_jax.inference.generator import Capabilities, GeneratorStatistics, check_sampling
+from mujica_jax.inference.jetstream.contract import NoRoomError
+from mujica_jax.inference.queueing import QueuedGenerator
+from mujica_jax.inference.requests import EngineError, PolicyError, RequestError, SamplingParams
+from mujica_jax.inference.sequence import SequenceState
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_PREFILL = 16  # tokens: JetStream pads prompts to powers of two from here on
+# What JetStream's interface promises of every engine.
+PLAIN_CAPABILITIES = Capabilities(sampling_per_request=False, log_probabilities=False)
+
+
+class JetStreamGenerator(QueuedGenerator):
+    """The generator of one engine. `set_weights` comes before the first prompt."""
+
+    def __init__(
+        self,
+        engine: Any,  # a jetstream.engine.engine_api.Engine, which this module does not import
+        *,
+        name: str,
+        slots: int,
+        positions: int,
+        vocabulary: int,
+        queue_size: int,
+        stop_token_ids: frozenset[int],
+        token_bytes: Callable[[int], bytes] | None = None,
+        load_params: Callable[[nnx.State], Any] | None = None,
+        policy_version: int = 0,
+    ) -> None:
+        """`name` is the engine's for the user. `load_params` gives the engine a policy (default: its own method).
+
+        For the others see `QueuedGenerator`.
+        """
+        super().__init__(
+            slots=slots,
+            positions=positions,
+            vocabulary=vocabulary,
+            queue_size=queue_size,
+            token_bytes=token_bytes,
+            policy_version=policy_version,
+        )
+        self._engine = engine
+        self._name = name
+        self._stop_token_ids = stop_token_ids
+        self._load_params = engine.load_params if load_params is None else load_params
+        self._params: Any = None
+        self._decode_state: Any = None
+        self._has_room = True  # False: an insert found memory short, and no request has ended since
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return getattr(self._engine, "capabilities", PLAIN_CAPABILITIES)
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        return self._stop_token_ids
+
+    @property
+    def statistics(self) -> GeneratorStatistics:
+        """Of an engine without `counters`, every prompt counts as computed: whole prompts are passed to it. Its memory
+        and its programs are not known."""
+        counts = dict(self._counts)
+        counters = self._engine.counters() if hasattr(self._engine, "counters") else None
+        if counters is not None:
+            counts["prefilled_tokens"] = counters.prefilled_tokens
+        return GeneratorStatistics(
+            **counts,
+            seconds=self._seconds,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            free_pages=None if counters is None else counters.free_pages,
+            evicted_pages=None if counters is None else counters.evicted_pages,
+            compiled_programs=None if counters is None else counters.compiled_programs,
+        )
+
+    def reset_cache(self) -> None:
+        """Begin with an empty decode state, while nothing runs. An engine without weights begins with the next ones."""
+        assert not self._running, "the cache is reset only while nothing runs"
+        self._decode_state = None  # its memory goes before there is a new one
+        self._has_room = True
+        if self._params is not None:
+            self._decode_state = self._engine.init_decode_state()
+
+    def set_weights(self, weights: nnx.State, policy_version: int) -> None:
+        """Replace the policy while nothing runs."""
+        assert not self._running, "a policy is replaced only while nothing runs"
+        self.release_weights()
+        self._params = self._load_params(weights)
+        self.reset_cache()
+        self.policy_version = policy_version
+
+    def release_weights(self) -> None:
+        """Give the policy's memory back while nothing runs; `set_weights` brings the next one."""
+        self._params = self._decode_state = None
+        release = getattr(self._engine, "release_params", None)
+        if release is not None:
+            release()
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        super()._check(prompt, params)
+        check_sampling(self.capabilities, params, self._name)
+        if len(prompt) > self._engine.max_prefill_length:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and {self._name} takes at most "
+                f"{self._engine.max_prefill_length}: shorten the prompt"
+            )
+
+    def _turn(self) -> None:
+        start_time = time.monotonic()
+        self._free_given_up()
+        self._admit()
+        self._generate()
+        self._seconds += time.monotonic() - start_time
+
+    def _free_given_up(self) -> None:
+        for slot, sequence in list(self._running.items()):
+            if sequence.future.done():
+                self._free(slot)
+        self._drop_given_up()
+
+    def _admit(self) -> None:
+        """Fill free slots from the queue."""
+        free = [slot for slot in range(self._slots) if slot not in self._running]
+        while self._waiting and free and self._has_room:
+            entry = heapq.heappop(self._waiting)
+            sequence = entry[2]
+            try:
+                self._start(free[0], sequence)
+            except NoRoomError as error:
+                if self._running:
+                    heapq.heappush(self._waiting, entry)
+                    self._has_room = False
+                else:  # nothing will end that could make room
+                    self._fail(sequence, EngineError(f"{self._name} has no room for this request alone ({error})"))
+            except EngineError as error:
+                self._fail(sequence, error)
+            except Exception as error:
+                logger.warning("a request fails", exc_info=error)
+                self._fail(sequence, EngineError(f"{self._name} failed at this request ({describe_error(error)})"))
+            if free[0] in self._running:
+                del free[0]
+
+    def _start(self, slot: int, sequence: SequenceState) -> None:
+        """Compute a prompt and let a slot go on from it."""
+        prefix, first_token = self._prefill(sequence)
+        sampling = {}
+        if self.capabilities.sampling_per_request:
+            if first_token is not None:
+                raise EngineError(
+                    f"{self._name} declares sampling_per_request and its prefill draws the first token without it: let "
+                    "prefill return the prefix alone"
+                )
+            sampling = {"sampling": sequence.params}
+        self._decode_state = self._engine.insert(prefix, self._decode_state, slot=slot, **sampling)
+        self._running[slot] = sequence
+        self._count_started(sequence)
+        self._counts["prefilled_tokens"] += len(sequence.prompt)
+        if first_token is not None and self._take(sequence, first_token):
+            self._free(slot)
+
+    def _prefill(self, sequence: SequenceState) -> tuple[Any, Any]:
+        """Return the prefix and what says its first token, None where `generate` will draw it."""
+        length = len(sequence.prompt)
+        padded = np.zeros(min(prefill_length(length), self._engine.max_prefill_length), np.int32)
+        padded[:length] = sequence.prompt
+        result = self._engine.prefill(params=self._params, padded_tokens=padded, true_length=length)
+        if isinstance(result, tuple) and len(result) == 2 and hasattr(result[1], "get_result_at_slot"):
+            return result[0], result[1].convert_to_numpy().get_result_at_slot(0)
+        return result, None
+
+    def _generate(self) -> None:
+        """Generate for all slots; a failure is that of all who run, and the others go on in a new decode state."""
+        if not self._running:
+            return
+        try:
+            self._decode_state, result = self._engine.generate(self._params, self._decode_state)
+            result = result.convert_to_numpy()
+        except Exception as error:
+            logger.warning("the requests that run fail", exc_info=error)
+            sentence = f"{self._name} failed while this request ran ({describe_error(error)})"
+            failed = list(self._running.values())
+            self._running.clear()
+            for sequence in failed:
+                if not sequence.future.done():
+                    self._fail(sequence, EngineError(sentence))
+            self.reset_cache()
+            return
+        for slot, sequence in list(self._running.items()):
+            if sequence.future.done() or self._take(sequence, result.get_result_at_slot(slot)):
+                self._free(slot)
+
+    def _take(self, sequence: SequenceState, result: Any) -> bool:
+        """Hand a request what was generated for it; True if it ends."""
+        valid = np.asarray(result.valid)[0].astype(bool)
+        steps = len(valid) if valid.all() else int(valid.argmin())
+        room = sequence.params.max_new_tokens - len(sequence.tokens)
+        new = np.asarray(result.tokens)[0, :steps][:room].astype(int).tolist()
+        sequence.tokens += new
+        ending = sequence.ending(new, self._stop_token_ids)
+        if ending is None and len(sequence.tokens) == sequence.params.max_new_tokens:
+            ending = len(sequence.tokens), "length"
+        if ending is not None:
+            length, reason = ending
+            self._counts["generated_tokens"] += len(new) - (len(sequence.tokens) - length)
+            sequence.complete(length, reason, self.policy_version)
+            return True
+        self._counts["generated_tokens"] += len(new)
+        if steps < len(valid):
+            when = f"after {len(sequence.tokens)} tokens: check its weights"
+            self._fail(sequence, PolicyError(f"the policy gave a number that is not finite {when}"))
+            return True
+        sequence.show()
+        return False
+
+    def _free(self, slot: int) -> None:
+        """Give a slot back whose request is over."""
+        del self._running[slot]
+        self._has_room = True
+        free = getattr(self._engine, "free_resource", None)
+        if free is not None:
+            free(slot)
+
+
+def prefill_length(tokens: int) -> int:
+    """Return what JetStream pads so many tokens to: a power of two."""
+    return max(SMALLEST_PREFILL, 1 << (tokens - 1).bit_length())
+
+
+def describe_error(error: Exception) -> str:
+    """Return what an error says, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
