@@ -12,7 +12,7 @@ from mujica_jax.inference.jetstream.engine import JetStreamEngine
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 
-SLOTS = 4  # three decode
+SLOTS = 4
 MAX_TOKENS = 150
 LENGTHS = (1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 20, 33, 40, 5)  # of prompts; more than there are slots
 SHARED = random_tokens(2 * PAGE_TOKENS + 3, seed=99)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from countable_engine import UNWRITTEN, CountableEngine
+from countable_engine import CountableEngine
 from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, decoder, log_probs_of, make_engine, next_token_logits, random_tokens
 from traffic import cached, nodes_of
 
@@ -67,11 +67,11 @@ def greedy(prompt: Sequence[int], tokens: int) -> list[int]:
     return held[len(prompt) :]
 
 
-def assert_nothing_is_held(engine: Any) -> None:
+def assert_nothing_is_held(engine: Any, running: int = 0) -> None:
     pages = engine._pages
-    assert pages.free + len(cached(pages)) == pages.count
-    held = {node.page for node in nodes_of(pages) if node.users}
-    assert not held
+    if not running:
+        assert pages.free + len(cached(pages)) == pages.count
+    assert all(node.users <= running for node in nodes_of(pages))
 
 
 @pytest.mark.parametrize(
@@ -97,21 +97,39 @@ def test_a_prompt_goes_on_from_an_earlier_prefix_without_computing_it_again():
     state = jet.init_decode_state()
     opening, ending = [*range(1, 19)], [7, 8, 9]
     first = prefilled(jet, opening)
-    assert sum(computed) == 17 and max(computed) == 8, "in chunks; the last token is decoded"
     second = prefilled(jet, ending, first)
-    assert sum(computed) == 17 + 3, "the last of the opening and two of the ending"
+    assert computed == [], "a prefix is its token ids"
     state = jet.insert(second, jet.insert(first, state, slot=0), slot=1)
-    assert sum(computed) == 20, "insert finds both in memory"
     for slot, prompt in enumerate([opening, [*opening, *ending]]):
-        running = state.running[slot]
-        assert running.tokens == prompt
+        assert state.running[slot].prompt.tolist() == prompt
     found: dict[int, list[int]] = {0: [], 1: []}
     for _ in range(5):
         state, result = jet.generate(jet.load_params(), state)
         for slot, tokens in found.items():
             tokens.append(int(result.get_result_at_slot(slot).tokens[0, 0]))
+    assert max(computed) == 8, "in chunks"
+    # The last token of a prompt is decoded. Four whole pages of the opening are shared, of 4 tokens each.
+    assert sum(computed) == 17 + (len(opening) + len(ending) - 1 - 16)
+    assert jet.counters().prefilled_tokens == sum(computed)
     assert found[0] == engine.by_hand(opening, GREEDY)[0][:5]
     assert found[1] == engine.by_hand([*opening, *ending], GREEDY)[0][:5]
+
+
+def test_what_prompts_inserted_together_begin_with_is_computed_once_and_the_rest_in_one_call():
+    engine = countable(slots=3, prefill_tokens=64)
+    calls: list[list[int]] = []
+    prefill = engine.prefill
+    engine.prefill = lambda rows: (calls.append([len(row.tokens) for row in rows]), prefill(rows))[1]
+    jet = jetstream().JetStreamEngine(engine, GREEDY)
+    state = jet.init_decode_state()
+    shared = [*range(1, 14)]  # three whole pages and a token
+    prompts = [[*shared, first, 3] for first in (5, 6, 7)]
+    for slot, prompt in enumerate(prompts):
+        state = jet.insert(prefilled(jet, prompt), state, slot=slot)
+    state, result = jet.generate(jet.load_params(), state)
+    assert calls == [[14], [2, 2]]
+    tokens = [int(result.get_result_at_slot(slot).tokens[0, 0]) for slot in range(3)]
+    assert tokens == [engine.by_hand(prompt, GREEDY)[0][0] for prompt in prompts]
 
 
 def test_slots_that_are_filled_again_and_again_leak_no_page():
@@ -127,6 +145,7 @@ def test_slots_that_are_filled_again_and_again_leak_no_page():
         assert steps(jet, state, slot, len(wanted)) == wanted
     for slot in range(2):
         state = jet.insert(jetstream().Prefix(()), state, slot=slot)
+    jet.generate(jet.load_params(), state)
     assert_nothing_is_held(jet)
 
 
@@ -181,16 +200,22 @@ def test_what_is_not_finite_ends_its_slot_alone():
 
 
 def test_a_prompt_that_is_not_finite_leaves_no_page_that_others_could_read():
-    """Prefill leaves its pages to everybody before anyone has seen a logit."""
+    """The second request reads pages of the first before anyone has seen a logit."""
     engine = countable()
-    engine.broken_seed = 0
+    engine.broken_seed = 0  # of the first request
     jet = jetstream().JetStreamEngine(engine, GREEDY)
     prompt = [*range(1, 15)]  # three whole pages and a part
     state = jet.init_decode_state()
     state = jet.insert(prefilled(jet, prompt), state, slot=0)
-    assert state.running[0].block_table.cached_tokens == len(prompt) - 1
+    state = jet.insert(prefilled(jet, prompt), state, slot=1)
+    state, result = jet.generate(jet.load_params(), state)
+    assert [result.get_result_at_slot(slot).valid[0, 0] for slot in range(2)] == [0, 1]
+    assert_nothing_is_held(jet, running=1)
+    state = jet.insert(jetstream().Prefix(()), state, slot=1)
+    engine.broken_seed = 2  # of the third
+    state = jet.insert(prefilled(jet, [19, *prompt]), state, slot=0)
     assert steps(jet, state, 0, 3) == []
-    assert cached(jet._pages) == [] and (engine.memory == UNWRITTEN).all()
+    assert not any(19 in node.tokens for node in nodes_of(jet._pages))
 
 
 def test_a_prefix_is_nothing_to_delete_or_to_move():
@@ -215,7 +240,6 @@ def test_sampled_requests_have_seeds_of_their_own():
     "engine, params, sentence",
     [
         (lambda: CountableEngine(decode_steps=3), GREEDY, "decodes 3 steps a call"),
-        (lambda: countable(slots=1), GREEDY, "has 1 slot"),
         (lambda: countable(pages=47), GREEDY, "47 pages and its 3 slots need 48"),
         (countable, SamplingParams(max_new_tokens=4, temperature=0.0, seed=0, stop_strings=("x",)), "stop strings"),
     ],

@@ -181,9 +181,13 @@ class JetStreamEngine(engine_api.Engine):
         return state
 
     def free_resource(self, slot: int) -> None:
-        """End what runs in a slot. What it computed stays in the tree of prefixes."""
+        """End what runs in a slot. What it computed stays in the tree of prefixes.
+
+        Its pages go back with those of other slots before the next call, or now if nothing runs any more."""
         with self._lock:
             self._leave(self._state, slot)
+            if not self._state.running:
+                self._return_pages(self._state)
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, engine_api.ResultTokens]:
         """Compute the prompts that were inserted, and then up to `decode_steps` tokens for every slot that runs; the
