@@ -8,7 +8,7 @@ from whole_runs import CONFIG, disturbed, outcome, rest
 
 # Shards and evaluations hold log-probabilities, which JetStream's interface does not give. All else follows from the
 # tokens.
-FOLLOWS_FROM_TOKENS = ("summary", "thresholds", "policies", "metrics")
+FOLLOWS_FROM_TOKENS = ("summary", "thresholds", "policies")
 
 
 def words(directory: Path) -> list[str]:
@@ -16,7 +16,8 @@ def words(directory: Path) -> list[str]:
 
 
 def without_log_probabilities(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: found[name] for name in FOLLOWS_FROM_TOKENS}
+    losses = [line for line in found["metrics"] if line[2] is not None]
+    return {name: found[name] for name in FOLLOWS_FROM_TOKENS} | {"losses": losses}
 
 
 @pytest.mark.slow
