@@ -81,6 +81,7 @@ def serve(given: ServeArguments) -> None:
     """Until a signal comes."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.inference.counters import LiveCounters, serve_metrics
+    from mujica_jax.inference.generator import check_temperatures
     from mujica_jax.inference.jetstream.server import Server
     from mujica_jax.inference.requests import SamplingParams
     from mujica_jax.methods.parts import open_generator
@@ -96,6 +97,9 @@ def serve(given: ServeArguments) -> None:
         max_new_tokens = min(max_new_tokens, max_tokens // 2)  # the other half is for the prompt
     generator = open_generator(decoder, given.engine, tokenizer, positions=max_tokens, queue_size=given.queue_size)
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=given.temperature, seed=given.seed)
+    if given.engine.factory is not None:
+        name = f"engine.factory {given.engine.factory}"
+        check_temperatures(generator.capabilities, {"--temperature": given.temperature}, name)
     server = Server(generator, sampling, tokenizer=tokenizer, host=given.host, port=given.port)
     asked_to_end = threading.Event()
     for name in (signal.SIGINT, signal.SIGTERM):

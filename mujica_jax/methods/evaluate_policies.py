@@ -18,7 +18,7 @@ from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.generator import PolicyGenerator
 from mujica_jax.methods.evaluation import Play, ScoredGenerator, Scores, held_out_questions, score_policy
 from mujica_jax.methods.judge import Judge, judge_behind
-from mujica_jax.methods.parts import check_prompts, make_agent, make_reward, statistics_of
+from mujica_jax.methods.parts import check_engine_temperatures, check_prompts, make_agent, make_reward, statistics_of
 from mujica_jax.methods.policies import Checkpoint
 from mujica_jax.methods.remote import Endpoint
 from mujica_jax.methods.setup import about_questions, build_task, check_dtypes, require_packages
@@ -71,6 +71,8 @@ def evaluate(
         if config.task not in tasks:
             tasks[config.task] = build_task(config, learns=False)
     tokenizer, generator = policy.open(first)
+    if isinstance(generator, PolicyGenerator):
+        check_engine_temperatures(generator, first, trains=False, sampled=sampled and ask is None)
     for config in configs:
         check_prompts(config.agent, tokenizer, tasks[config.task].environment_kind)
     reader = None if worker is None else _worker(worker, first, tokenizer)

@@ -15,7 +15,7 @@ from mujica_jax.config.files import implementation
 from mujica_jax.config.schema import AgentConfig, Config, EngineConfig, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
-from mujica_jax.inference.generator import PolicyGenerator
+from mujica_jax.inference.generator import PolicyGenerator, check_temperatures
 from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.metrics import Rule
 from mujica_jax.models.adapters import Adapter, read_adapter
@@ -115,6 +115,21 @@ def open_generator(
     return BatchedGenerator(
         own, prefix_reuse=engine.prefix_reuse, queue_size=queue_size, token_bytes=tokenizer.token_bytes
     )
+
+
+def check_engine_temperatures(
+    generator: PolicyGenerator, config: Config, *, trains: bool, sampled: bool = True
+) -> None:
+    """Check that an engine which samples all requests alike is asked for no other temperature.
+
+    A run `trains`; an evaluation alone is greedy and, if it is `sampled` too, has eval.temperature. Raises UserError.
+    """
+    temperatures = {"the temperature of greedy evaluations": 0.0}
+    if sampled:
+        temperatures["eval.temperature"] = config.eval.temperature
+    if trains:
+        temperatures["sampling.temperature"] = config.sampling.temperature
+    check_temperatures(generator.capabilities, temperatures, f"engine.factory {config.engine.factory}")
 
 
 def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:

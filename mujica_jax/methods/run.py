@@ -31,7 +31,15 @@ from mujica_jax.methods.evaluation import Scores, held_out_questions, right_ones
 from mujica_jax.methods.judge import RunVerdicts, open_judge
 from mujica_jax.methods.learning_phase import train_phase
 from mujica_jax.methods.mismatch import compared
-from mujica_jax.methods.parts import make_agent, make_generator, make_reward, open_adapter, statistics_of, use_weights
+from mujica_jax.methods.parts import (
+    check_engine_temperatures,
+    make_agent,
+    make_generator,
+    make_reward,
+    open_adapter,
+    statistics_of,
+    use_weights,
+)
 from mujica_jax.methods.phases import GetState, Phase, PhaseResult, PhaseState, learning_folder, phase_file
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.adapters import (
@@ -88,6 +96,7 @@ class Run:
         self.clock = StageClock(compiled=lambda: compile_counter().seconds)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer, reserved_bytes)
+        check_engine_temperatures(self.generator, config, trains=True)
         self.counters = LiveCounters(lambda: self.generator.statistics)
         self.profile = ProfileWindow(config.profile, store.root, progress.line)
         self._decoder, self._load = decoder, load

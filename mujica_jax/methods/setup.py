@@ -63,6 +63,7 @@ CONTENT = "questions.json"  # in a run directory: what its task asks and searche
 JUDGE_ADDRESS = ("base_url", "api_key_variable", "concurrency", "timeout_seconds", "deadline_seconds")
 IGNORED = (
     *("run", "keep_policies", "metrics", "profile", "distributed", "sampling.workers", "faults"),
+    "engine.factory",  # a mistake in it is found when the engine is made, and mended for the same run
     *(f"judge.{field}" for field in JUDGE_ADDRESS),
 )
 TRAINER, LEAD_SECONDS = "trainer", 30.0  # the lease of who leads a run
