@@ -124,12 +124,19 @@ def check_engine_temperatures(
 
     A run `trains`; an evaluation alone is greedy and, if it is `sampled` too, has eval.temperature. Raises UserError.
     """
+    name = f"engine.factory {config.engine.factory}"
+    is_greedy = not generator.capabilities.sampling_per_request and generator.capabilities.temperature == 0
+    if is_greedy and sampled and not trains:
+        raise UserError(
+            f"{name} decodes greedily and the sampled scores have eval.temperature {config.eval.temperature}: add "
+            "--sampled False, or use an engine that samples each request by itself"
+        )
     temperatures = {"the temperature of greedy evaluations": 0.0}
     if sampled:
         temperatures["eval.temperature"] = config.eval.temperature
     if trains:
         temperatures["sampling.temperature"] = config.sampling.temperature
-    check_temperatures(generator.capabilities, temperatures, f"engine.factory {config.engine.factory}")
+    check_temperatures(generator.capabilities, temperatures, name)
 
 
 def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
