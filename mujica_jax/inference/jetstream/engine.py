@@ -39,6 +39,7 @@ from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_p
 from mujica_jax.inference.engine.base import Engine, FlushRow, SlotState
 from mujica_jax.inference.generator import Capabilities
 from mujica_jax.inference.jetstream.contract import EngineCounters, NoRoomError
+from mujica_jax.inference.jetstream.generator import prefill_length
 from mujica_jax.inference.paging import BlockAllocator, common_tokens
 from mujica_jax.inference.requests import RequestError, SamplingParams, check_params, check_prompt
 from mujica_jax.inference.sequence import PagedSequence, fill_slot, next_flush, next_prefill
@@ -49,7 +50,7 @@ if not hasattr(jax, "tree_map"):  # JetStream's orchestrator calls it after ever
 
 NO_TOKENS = np.zeros(0, np.int32)
 NO_TOKEN = -1  # JetStream puts a "beginning of sequence" before every prompt; prompts are computed as they were sent
-PREFILL_LENGTHS = tuple(2**power for power in range(4, 16))  # those JetStream pads prompts to
+ORCHESTRATOR_PREFILL_LENGTH = 2**15  # JetStream's orchestrator pads prompts to no more
 
 messages: Any = tokenizer_pb2  # protobuf makes its classes at import: a type checker does not see them
 logger = logging.getLogger(__name__)
@@ -232,7 +233,8 @@ class JetStreamEngine(engine_api.Engine):
     @property
     def max_prefill_length(self) -> int:
         """What prompts are padded to at most. One may have any length that leaves room for a token."""
-        return next((length for length in PREFILL_LENGTHS if length >= self._engine.positions), PREFILL_LENGTHS[-1])
+        length = prefill_length(self._engine.positions)
+        return length if self._sampling is None else min(length, ORCHESTRATOR_PREFILL_LENGTH)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:

@@ -28,13 +28,21 @@ from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import GeneratorStatistics, PolicyGenerator
-from mujica_jax.inference.requests import DeadlineError, OverloadError, PolicyError, RequestError, SamplingParams
+from mujica_jax.inference.requests import (
+    DeadlineError,
+    EngineError,
+    OverloadError,
+    PolicyError,
+    RequestError,
+    SamplingParams,
+)
 from mujica_jax.models.tokenizer import Tokenizer
 
 STATUS = {  # of an error's class, the narrower ones first
     OverloadError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     PolicyError: grpc.StatusCode.INTERNAL,
+    EngineError: grpc.StatusCode.INTERNAL,
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
     asyncio.CancelledError: grpc.StatusCode.UNAVAILABLE,
 }
