@@ -6,14 +6,16 @@ import functools
 import importlib
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from countable_engine import CountableEngine
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_traffic import PIECES, actions, at_rest, engines, play, policy
 from tiny_engine import MODEL, NO_STOP, POSITIONS, decoder, make_engine, next_token_logits, random_tokens
 from tiny_models import filled_decoder
-from traffic import complete_all, letter, make_generator, params, run, settle
+from traffic import cached, complete_all, letter, make_generator, nodes_of, params, run, settle
 
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
@@ -35,9 +37,9 @@ ENGINE = EngineConfig(
 )
 
 
-def adapter(engine: Any) -> Any:
+def adapter(engine: Any, **settings: Any) -> Any:
     """Our engine behind JetStream's interface; imported by who runs these tests: it brings TensorFlow."""
-    return importlib.import_module("mujica_jax.inference.jetstream.engine").JetStreamEngine(engine)
+    return importlib.import_module("mujica_jax.inference.jetstream.engine").JetStreamEngine(engine, **settings)
 
 
 def driver(jetstream_engine: Any, **settings: Any) -> Any:
@@ -46,22 +48,19 @@ def driver(jetstream_engine: Any, **settings: Any) -> Any:
     return module.JetStreamGenerator(jetstream_engine, **defaults | settings)
 
 
-def countable(engine: CountableEngine, *, queue_size: int = 1000) -> Any:
+def countable(engine: CountableEngine, *, queue_size: int = 1000, reuse: bool = True, **settings: Any) -> Any:
     """A driver of the engine whose completions are computed by hand. Its tokens are letters: 0 is "a", 1 is "b"."""
     generator = driver(
-        adapter(engine),
+        adapter(engine, prefix_reuse=reuse),
         slots=engine.slots,
         positions=engine.positions,
         vocabulary=engine.config.vocab_size,
         stop_token_ids=engine.stop_token_ids,
         queue_size=queue_size,
+        **settings,
     )
     generator.set_weights(policy(0), 0)
     return generator
-
-
-def policy(version: int) -> nnx.State:
-    return nnx.State({"policy": jnp.asarray(version)})
 
 
 def by_hand(engine: CountableEngine, prompt: list[int], wanted: SamplingParams) -> tuple[list[int], str]:
@@ -72,11 +71,6 @@ def by_hand(engine: CountableEngine, prompt: list[int], wanted: SamplingParams) 
 def outcome(completion: Any) -> tuple[list[int], str]:
     assert completion.logprobs is None and completion.sampling_logprobs is None
     return list(completion.token_ids), completion.finish_reason
-
-
-async def at_rest(generator: Any) -> None:
-    while generator._driver is not None and not generator._driver.done():
-        await asyncio.sleep(0)
 
 
 def mixed_requests(count: int, vocabulary: int, *, longest: int, limit: int) -> list[tuple[list[int], SamplingParams]]:
@@ -144,6 +138,17 @@ def test_each_request_is_sampled_with_its_own_seed_temperature_and_filters_as_by
     ]
     expected = [list(one.token_ids) for one in complete_all(native, requests)]
     assert [list(one.token_ids) for one in complete_all(generator, requests)] == expected
+
+
+@given(actions=actions, engine=engines, queue_size=st.integers(1, 4), reuse=st.sampled_from([True, True, False]))
+@settings(max_examples=100, deadline=None)
+def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behind(actions, engine, queue_size, reuse):
+    generator = countable(engine, queue_size=queue_size, reuse=reuse, token_bytes=PIECES.__getitem__)
+    play(actions, engine, generator)
+    statistics, pages = generator.statistics, generator._engine._pages
+    assert (statistics.running, statistics.waiting) == (0, 0)
+    assert pages.free + len(cached(pages)) == pages.count
+    assert all(node.users == 0 for node in nodes_of(pages))
 
 
 @pytest.mark.parametrize("decode_steps", [1, 3])
