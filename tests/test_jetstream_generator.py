@@ -349,7 +349,9 @@ async def test_a_policy_whose_numbers_are_not_finite_fails_the_request_alone(dec
     broken, fine = await asyncio.gather(
         generator.generate([3, 4], params(6, seed=7)), generator.generate([3, 4], params(6)), return_exceptions=True
     )
-    assert isinstance(broken, PolicyError) and "not finite after 0 tokens" in str(broken)
+    assert isinstance(
+        broken, PolicyError
+    ) and "after 0 tokens without a stop token: the policy gave a number that is not finite" in str(broken)
     assert outcome(fine) == by_hand(engine, [3, 4], params(6))
 
 
@@ -436,7 +438,7 @@ def test_a_foreign_engine_gives_the_tokens_of_ours_and_of_the_forward_pass():
     assert foreign.capabilities == GREEDY
     tokens = [outcome(one) for one in complete_all(foreign, requests)]
     assert tokens == [outcome(one) for one in complete_all(opened(None), requests)]
-    unstopped = [number for number, (_, wanted) in enumerate(requests) if not wanted.stop_strings][:4]
+    unstopped = [number for number, (_, wanted) in enumerate(requests) if not wanted.stop_strings][:2]
     for number in unstopped:
         prompt, wanted = requests[number]
         assert tokens[number][0] == greedy(small_decoder(), prompt, wanted.max_new_tokens)
@@ -446,6 +448,32 @@ def test_a_foreign_engine_gives_the_tokens_of_ours_and_of_the_forward_pass():
     statistics = foreign.statistics
     assert statistics.prefilled_tokens == statistics.prompt_tokens == sum(len(prompt) for prompt, _ in requests)
     assert (statistics.free_pages, statistics.compiled_programs) == (None, None), "the interface does not say"
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "sentence"),
+    [
+        ([[300, 1, 1]] * 3, EngineError, "generated token 300 and the model has 300 tokens"),
+        ([[-1, 1, 1]] * 3, EngineError, "generated token -1 and"),
+        ([[5, 0, 1]] * 3, PolicyError, "ended this request after 1 tokens without a stop token"),
+        (None, EngineError, "failed while this request ran"),
+    ],
+)
+async def test_wrong_results_of_a_foreign_engine_fail_the_request_and_not_the_generator(data, error, sentence):
+    foreign = opened("foreign_engine:make_engine")
+    wanted = params(3, temperature=0.0)
+    works = foreign._engine.generate
+    result_type = importlib.import_module("jetstream.engine.engine_api").ResultTokens
+
+    def generate(_: Any, state: Any) -> Any:
+        columns = importlib.import_module("foreign_engine").COLUMNS
+        return state, None if data is None else result_type(data=np.asarray(data), **columns)
+
+    foreign._engine.generate = generate
+    with pytest.raises(error, match=sentence):
+        await foreign.generate([5, 6, 7], wanted)
+    foreign._engine.generate = works
+    assert outcome(await foreign.generate([5, 6, 7], wanted))[0] == greedy(small_decoder(), [5, 6, 7], 3)
 
 
 def test_a_request_for_one_token_needs_no_step_of_a_foreign_engine():
@@ -528,6 +556,10 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
         ("foreign_engine:make_small_engine", "with 2 slots and engine.slots is 3: lower engine.slots to 2"),
         ("foreign_engine:make_short_engine", "at most 32 tokens and conversations may have 64"),
         ("foreign_engine:make_short_cache", "holds 63 tokens a slot and conversations may have 64"),
+        ("foreign_engine:make_log_probabilities", "declares log_probabilities and JetStream's interface passes none"),
+        ("foreign_engine:make_alike", "declares sampling_per_request and its insert has no parameter sampling"),
+        ("foreign_engine:make_without_record", "attribute capabilities is a dict"),
+        ("foreign_engine:make_without_memory", r"cannot begin with 3 slots of 64 tokens \(MemoryError: no room\)"),
         ("foreign_engine:make_two_samples", "with 2 samples a slot"),
         ("foreign_engine:make_deaf_engine", r"define load_params\(self, weights\)"),
         ("foreign_engine:make_engine_of_another_model", r"does not take the weights .*has shape .*EngineRequest.model"),
