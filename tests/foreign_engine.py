@@ -183,16 +183,40 @@ def make_short_engine(request: EngineRequest) -> ForeignEngine:
 
 
 def make_short_cache(request: EngineRequest) -> ForeignEngine:
-    engine = ForeignEngine(request.model, slots=request.slots, positions=request.positions - 1, max_prefill_length=999)
-    engine.capabilities = Capabilities(  # pyright: ignore[reportAttributeAccessIssue]
-        sampling_per_request=False, log_probabilities=False, positions=request.positions - 1
-    )
-    return engine
+    shorter = request.positions - 1
+    return _declaring(request, Capabilities(sampling_per_request=False, log_probabilities=False, positions=shorter))
 
 
 def make_engine_of_another_model(request: EngineRequest) -> ForeignEngine:
     wider = dataclasses.replace(request.model, intermediate_size=2 * request.model.intermediate_size)
     return ForeignEngine(wider, slots=request.slots, positions=request.positions)
+
+
+def _declaring(request: EngineRequest, capabilities: Any) -> ForeignEngine:
+    engine: Any = make_engine(request)
+    engine.capabilities = capabilities
+    return engine
+
+
+def make_log_probabilities(request: EngineRequest) -> ForeignEngine:
+    return _declaring(request, Capabilities(sampling_per_request=False, log_probabilities=True))
+
+
+def make_alike(request: EngineRequest) -> ForeignEngine:
+    return _declaring(request, Capabilities(sampling_per_request=True, log_probabilities=False))
+
+
+def make_without_record(request: EngineRequest) -> ForeignEngine:
+    return _declaring(request, {"sampling_per_request": True})
+
+
+def make_without_memory(request: EngineRequest) -> ForeignEngine:
+    def init_decode_state() -> Any:
+        raise MemoryError("no room")
+
+    engine: Any = make_engine(request)
+    engine.init_decode_state = init_decode_state
+    return engine
 
 
 class _TwoSamples(ForeignEngine):

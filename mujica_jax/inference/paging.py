@@ -152,8 +152,8 @@ class BlockAllocator:
         # The longest common beginning is that with a neighbour in sorted order.
         place = bisect.bisect_left(node.order, _key(rest))
         neighbours = [node.children[key] for key in node.order[max(0, place - 1) : place + 1]] if len(rest) else []
-        best = max(neighbours, key=lambda child: common_tokens(child.tokens, rest), default=None)
-        alike = 0 if best is None else common_tokens(best.tokens, rest)
+        best = max(neighbours, key=lambda child: _common_tokens(child.tokens, rest), default=None)
+        alike = 0 if best is None else _common_tokens(best.tokens, rest)
         return path, best if alike else None, alike
 
     def _keep_tail(self, parent: RadixNode, rest: np.ndarray, page: int) -> bool:
@@ -213,7 +213,7 @@ def _key(tokens: np.ndarray) -> bytes:
     return tokens.astype(">u4").tobytes()
 
 
-def common_tokens(tokens: np.ndarray, others: np.ndarray) -> int:
+def _common_tokens(tokens: np.ndarray, others: np.ndarray) -> int:
     """How many tokens two sequences begin with in common."""
     length = min(len(tokens), len(others))
     different = tokens[:length] != others[:length]

@@ -122,20 +122,20 @@ class BatchedGenerator(QueuedGenerator):
 
     def _admit(self) -> bool:
         """Move waiting requests into free slots, as long as there are pages for them; True if any moved."""
-        already = len(self._running)
+        already, page_tokens = len(self._running), self._engine.page_tokens
         free = [slot for slot in range(self._engine.slots) if slot not in self._running]
         being_computed = {
             block
             for sequence in self._running.values()
             if not sequence.prefilled
-            for block in self._block_names(sequence)[len(sequence.block_table.shared) :]
+            for block in sequence.block_names(page_tokens)[len(sequence.block_table.shared) :]
         }
         later, copies = [], []
         while self._waiting and free:
             entry = heapq.heappop(self._waiting)
             sequence = entry[2]
             prompt = sequence.prompt
-            blocks = self._block_names(sequence)[self._blocks.cached_pages(prompt) :] if self._reuse else []
+            blocks = sequence.block_names(page_tokens)[self._blocks.cached_pages(prompt) :] if self._reuse else []
             if blocks and blocks[0] in being_computed:  # it waits for what another one computes
                 later.append(entry)
                 continue
@@ -155,15 +155,6 @@ class BatchedGenerator(QueuedGenerator):
         if copies:
             self._engine.copy_pages(copies)
         return len(self._running) > already
-
-    def _block_names(self, sequence: SequenceState) -> list[int]:
-        """A name for every full page of the prompt, which stands for all tokens up to its end."""
-        if sequence.blocks is None:
-            size, prompt, name, sequence.blocks = self._engine.page_tokens, sequence.prompt, 0, []
-            for start in range(0, (len(prompt) - 1) // size * size, size):
-                name = hash((name, prompt[start : start + size].tobytes()))
-                sequence.blocks.append(name)
-        return sequence.blocks
 
     def _place(self, slot: int, sequence: SequenceState) -> None:
         self._running[slot] = sequence

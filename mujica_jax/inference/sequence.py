@@ -27,10 +27,20 @@ class PagedSequence:
     block_table: BlockTable = dataclasses.field(init=False)  # from when it has pages
     computed: int = dataclasses.field(default=0, init=False)  # tokens of the prompt whose keys and values are in memory
     flushed: int = dataclasses.field(default=0, init=False)  # tokens of the sequence that the pages hold
+    _block_names: list[int] | None = dataclasses.field(default=None, init=False)
 
     @property
     def prefilled(self) -> bool:
         return self.computed >= len(self.prompt) - 1
+
+    def block_names(self, page_tokens: int) -> list[int]:
+        """Return a name for every full page of the prompt, which stands for all tokens up to its end."""
+        if self._block_names is None:
+            name, self._block_names = 0, []
+            for start in range(0, (len(self.prompt) - 1) // page_tokens * page_tokens, page_tokens):
+                name = hash((name, self.prompt[start : start + page_tokens].tobytes()))
+                self._block_names.append(name)
+        return self._block_names
 
     def use_pages(self, block_table: BlockTable) -> None:
         """Take these pages, which hold the beginning of the prompt."""
@@ -45,7 +55,6 @@ class SequenceState(PagedSequence):
     future: asyncio.Future  # of its Completion
     shown: asyncio.Queue | None  # whole tokens, as they become final; None where nobody watches
     token_bytes: Callable[[int], bytes] | None  # a token's text, which stop strings are looked for in
-    blocks: list[int] | None = None  # a name for every full page of the prompt
     tokens: list[int] = dataclasses.field(default_factory=list)
     # One a token; they stay empty where the engine gives none.
     logprobs: list[float] = dataclasses.field(default_factory=list)

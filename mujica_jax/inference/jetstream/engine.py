@@ -27,7 +27,7 @@ Importing this module imports TensorFlow (by seqio). Our own server, `server.py`
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ from mujica_jax.inference.engine.base import Engine, FlushRow, SlotState
 from mujica_jax.inference.generator import Capabilities
 from mujica_jax.inference.jetstream.contract import EngineCounters, NoRoomError
 from mujica_jax.inference.jetstream.generator import prefill_length
-from mujica_jax.inference.paging import BlockAllocator, common_tokens
+from mujica_jax.inference.paging import BlockAllocator
 from mujica_jax.inference.requests import RequestError, SamplingParams, check_params, check_prompt
 from mujica_jax.inference.sequence import PagedSequence, fill_slot, next_flush, next_prefill
 from mujica_jax.models.tokenizer import Tokenizer
@@ -169,7 +169,7 @@ class JetStreamEngine(engine_api.Engine):
         self, prefix: Prefix, decode_state: DecodeState, slot: int, *, sampling: SamplingParams | None = None
     ) -> DecodeState:
         """Let a slot decode after this prefix. What ran there before is over. Raises NoRoomError if memory is short at
-        present; then nothing has changed."""
+        present: then nothing runs there."""
         state = self._valid(decode_state)
         with self._lock:
             self._leave(state, slot)
@@ -315,19 +315,23 @@ class JetStreamEngine(engine_api.Engine):
     def _compute_prompts(self, state: DecodeState) -> None:
         """Compute all prompts that were inserted. Of those with a common beginning, one goes before the others."""
         while state.pending:
-            batch: dict[int, _Running] = {}
-            for slot, sequence in state.pending.items():
-                if not self._reuse or not self._begins_like_one_of(sequence.prompt, batch.values()):
-                    batch[slot] = sequence
+            batch = self._next_batch(state)
             for slot in batch:
                 del state.pending[slot]
             self._lease(state, list(batch.values()))
             self._compute(state, list(batch.values()))
 
-    def _begins_like_one_of(self, prompt: np.ndarray, others: Iterable[_Running]) -> bool:
-        """Whether a full page that is not in memory yet is computed for one of the others."""
-        missing = (self._pages.cached_pages(prompt) + 1) * self._pages.page_tokens
-        return any(common_tokens(prompt[:-1], other.prompt[:-1]) >= missing for other in others)
+    def _next_batch(self, state: DecodeState) -> dict[int, _Running]:
+        """Return the inserted prompts that need no page which another one of them computes."""
+        batch: dict[int, _Running] = {}
+        being_computed: set[int] = set()
+        for slot, sequence in state.pending.items():
+            cached_pages = self._pages.cached_pages(sequence.prompt)
+            missing = sequence.block_names(self._pages.page_tokens)[cached_pages:] if self._reuse else []
+            if not missing or missing[0] not in being_computed:
+                batch[slot] = sequence
+                being_computed.update(missing)
+        return batch
 
     def _lease(self, state: DecodeState, batch: Sequence[_Running]) -> None:
         """Give each of these prompts pages and a slot of our engine."""

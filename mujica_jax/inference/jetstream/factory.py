@@ -16,7 +16,7 @@ from mujica_jax.inference.engine.factory import check_context, make_engine
 from mujica_jax.inference.generator import Capabilities
 from mujica_jax.inference.jetstream.contract import EngineRequest
 from mujica_jax.inference.jetstream.engine import JetStreamEngine
-from mujica_jax.inference.jetstream.generator import JetStreamGenerator, describe_error
+from mujica_jax.inference.jetstream.generator import PLAIN_CAPABILITIES, JetStreamGenerator, describe_error
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import export_tensors
@@ -141,13 +141,31 @@ def _loader(name: str, engine: Any, graph: nnx.GraphDef) -> Callable[[nnx.State]
 
 
 def _check_engine(name: str, engine: Any, *, slots: int, positions: int) -> None:
-    """Raise UserError for an engine that is too small."""
-    capabilities = getattr(engine, "capabilities", None)
-    if capabilities is not None and not isinstance(capabilities, Capabilities):
+    """Raise UserError for an engine that declares what it cannot do, or that is too small."""
+    _check_capabilities(name, engine)
+    _check_size(name, engine, slots=slots, positions=positions)
+
+
+def _check_capabilities(name: str, engine: Any) -> None:
+    capabilities = getattr(engine, "capabilities", PLAIN_CAPABILITIES)
+    if not isinstance(capabilities, Capabilities):
         raise UserError(
             f"{name} made an engine whose attribute capabilities is a {type(capabilities).__name__}: it must be a "
             "mujica_jax.inference.generator.Capabilities"
         )
+    if capabilities.log_probabilities:
+        raise UserError(
+            f"{name} made an engine that declares log_probabilities and JetStream's interface passes none: declare "
+            "log_probabilities=False"
+        )
+    if capabilities.sampling_per_request and "sampling" not in inspect.signature(engine.insert).parameters:
+        raise UserError(
+            f"{name} made an engine that declares sampling_per_request and its insert has no parameter sampling: "
+            "define insert(self, prefix, decode_state, slot, *, sampling)"
+        )
+
+
+def _check_size(name: str, engine: Any, *, slots: int, positions: int) -> None:
     if engine.samples_per_slot != 1:
         raise UserError(
             f"{name} made an engine with {engine.samples_per_slot} samples a slot and each request gets one: make it "
@@ -164,7 +182,8 @@ def _check_engine(name: str, engine: Any, *, slots: int, positions: int) -> None
             f"have {positions} (agent.max_trajectory_tokens; of serve: --max-tokens): lower that or raise its "
             "max_prefill_length"
         )
-    if capabilities is not None and capabilities.positions is not None and capabilities.positions < positions:
+    capabilities = getattr(engine, "capabilities", PLAIN_CAPABILITIES)
+    if capabilities.positions is not None and capabilities.positions < positions:
         raise UserError(
             f"{name} made an engine whose cache holds {capabilities.positions} tokens a slot and conversations may "
             f"have {positions} (agent.max_trajectory_tokens; of serve: --max-tokens): lower that or make it with a "

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import Capabilities, GeneratorStatistics, check_sampling
 from mujica_jax.inference.jetstream.contract import NoRoomError
 from mujica_jax.inference.queueing import QueuedGenerator
@@ -103,11 +104,17 @@ class JetStreamGenerator(QueuedGenerator):
             self._decode_state = self._engine.init_decode_state()
 
     def set_weights(self, weights: nnx.State, policy_version: int) -> None:
-        """Replace the policy while nothing runs."""
+        """Replace the policy while nothing runs. Raises UserError if the engine has no room for its cache beside it."""
         assert not self._running, "a policy is replaced only while nothing runs"
         self.release_weights()
         self._params = self._load_params(weights)
-        self.reset_cache()
+        try:
+            self.reset_cache()
+        except Exception as error:
+            raise UserError(
+                f"{self._name} cannot begin with {self._slots} slots of {self._positions} tokens "
+                f"({describe_error(error)}): lower engine.slots or agent.max_trajectory_tokens"
+            ) from error
         self.policy_version = policy_version
 
     def release_weights(self) -> None:
@@ -195,7 +202,8 @@ class JetStreamGenerator(QueuedGenerator):
             return
         try:
             self._decode_state, result = self._engine.generate(self._params, self._decode_state)
-            result = result.convert_to_numpy()
+            on_host = result.convert_to_numpy()
+            results = {slot: on_host.get_result_at_slot(slot) for slot in self._running}
         except Exception as error:
             logger.warning("the requests that run fail", exc_info=error)
             sentence = f"{self._name} failed while this request ran ({describe_error(error)})"
@@ -207,7 +215,7 @@ class JetStreamGenerator(QueuedGenerator):
             self.reset_cache()
             return
         for slot, sequence in list(self._running.items()):
-            if sequence.future.done() or self._take(sequence, result.get_result_at_slot(slot)):
+            if sequence.future.done() or self._take(sequence, results[slot]):
                 self._free(slot)
 
     def _take(self, sequence: SequenceState, result: Any) -> bool:
@@ -216,6 +224,13 @@ class JetStreamGenerator(QueuedGenerator):
         steps = len(valid) if valid.all() else int(valid.argmin())
         room = sequence.params.max_new_tokens - len(sequence.tokens)
         new = np.asarray(result.tokens)[0, :steps][:room].astype(int).tolist()
+        unknown = [token for token in new if not 0 <= token < self._vocabulary]
+        if unknown:
+            self._fail(
+                sequence,
+                EngineError(f"{self._name} generated token {unknown[0]} and the model has {self._vocabulary} tokens"),
+            )
+            return True
         sequence.tokens += new
         ending = sequence.ending(new, self._stop_token_ids)
         if ending is None and len(sequence.tokens) == sequence.params.max_new_tokens:
@@ -226,9 +241,12 @@ class JetStreamGenerator(QueuedGenerator):
             sequence.complete(length, reason, self.policy_version)
             return True
         self._counts["generated_tokens"] += len(new)
-        if steps < len(valid):
-            when = f"after {len(sequence.tokens)} tokens: check its weights"
-            self._fail(sequence, PolicyError(f"the policy gave a number that is not finite {when}"))
+        if not new or steps < len(valid):
+            sentence = (
+                f"{self._name} ended this request after {len(sequence.tokens)} tokens without a stop token: the policy "
+                "gave a number that is not finite (check its weights), or the engine's cache is full"
+            )
+            self._fail(sequence, PolicyError(sentence))
             return True
         sequence.show()
         return False
