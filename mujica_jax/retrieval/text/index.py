@@ -31,7 +31,7 @@ from mujica_jax.retrieval.text.corpus import FILE, Index, PassageFile, stream_co
 from mujica_jax.retrieval.text.dense import DenseIndex
 from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.text.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
-from mujica_jax.retrieval.text.recall import measure_beside_exact
+from mujica_jax.retrieval.text.recall import is_measured, measure_beside_exact
 from mujica_jax.retrieval.text.scann import (
     ScannMissing,
     ScannParameters,
@@ -112,7 +112,7 @@ def build(folder: Path, spec: IndexSpec, reporter: Reporter) -> tuple[dict[str, 
     plan = spec.plan()
     with building(folder, plan) as finished:
         manifest = read_manifest(folder) if finished else _build(folder, spec, plan, reporter)
-        if manifest["kind"] == "scann" and RECALL not in manifest:
+        if manifest["kind"] == "scann" and not is_measured(manifest.get(RECALL)):
             manifest = _measure(folder, manifest, reporter)
         return manifest, finished
 

@@ -82,6 +82,13 @@ def measure_beside_exact(
     return {"percent": round(100 * hits / nearest.size, 2), "k": k, "queries": len(queries)}
 
 
+def is_measured(recall: object) -> bool:
+    """Say whether a value of a manifest is what `measure_beside_exact` returns. No checksum covers it."""
+    if not isinstance(recall, dict) or set(recall) != {"percent", "k", "queries"}:
+        return False
+    return all(type(value) in (int, float) for value in recall.values())
+
+
 def _exact_neighbours(
     embeddings: Embeddings, queries: np.ndarray, positions: np.ndarray, k: int, on_rows: Callable[[int], None]
 ) -> np.ndarray:
