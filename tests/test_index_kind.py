@@ -90,7 +90,8 @@ def test_the_embeddings_of_another_index_are_counted_too(root, tmp_path, capsys,
 @pytest.mark.parametrize(
     ("function", "call"),
     [
-        ("text.index.write_json", 2),  # the corpus is read, and what was chosen is not written yet
+        # The corpus is read, and what was chosen is not written yet.
+        pytest.param("text.index.write_json", 2, marks=pytest.mark.slow),
         ("text.embeddings.write_json", 2),
     ],
 )
@@ -152,103 +153,104 @@ def test_a_flag_or_a_file_of_another_kind_names_that_kind(root, tmp_path, capsys
     assert not (tmp_path / "index").exists()
 
 
-# A process in which ScaNN is not installed; the names of the platform are those of another one where they are given.
+# A process in which ScaNN is not installed runs some commands, each on the platform that it names.
 WITHOUT_SCANN = """
-import platform, sys
+import contextlib, io, json, platform, sys
 sys.modules["scann"] = None
-threshold, system, machine, *arguments = sys.argv[1:]
-if system:
-    platform.system, platform.machine = lambda: system, lambda: machine
 from mujica_jax import index
 from mujica_jax.retrieval.text import index as indexes
-indexes.MAX_EXACT_PASSAGES = int(threshold)
-raise SystemExit(index.main(arguments))
+indexes.MAX_EXACT_PASSAGES = 59
+for command in json.loads(sys.argv[1]):
+    platform.system, platform.machine = lambda: command["system"], lambda: command["machine"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = index.main(command["arguments"])
+    print(json.dumps({"status": status, "out": out.getvalue(), "lines": err.getvalue().splitlines()}))
 """
+MAC, ARM, LINUX = ("Darwin", "arm64"), ("Linux", "aarch64"), ("Linux", "x86_64")
+WHERE_IT_WORKS = "build and search a ScaNN index on Linux x86-64, for which it has wheels"
 
 
-def without_scann(
-    *arguments: str, threshold: int = 59, system: str = "", machine: str = ""
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WITHOUT_SCANN, str(threshold), system, machine, *arguments]
+def without_scann(*commands: tuple[tuple[str, str], list[str]]) -> list[dict]:
+    """Return what each command, with its platform, ended with and printed."""
+    given = [{"system": of[0], "machine": of[1], "arguments": arguments} for of, arguments in commands]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", WITHOUT_SCANN, json.dumps(given)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def one_sentence(run: subprocess.CompletedProcess[str]) -> str:
-    assert run.returncode == 2 and run.stdout == "" and "Traceback" not in run.stderr
-    last = run.stderr.splitlines()[-1]
-    assert last.startswith("error: ")
-    return last
+def one_sentence(ended: dict) -> str:
+    assert ended["status"] == 2 and ended["out"] == ""
+    (line,) = ended["lines"]
+    assert line.startswith("error: ")
+    return line
 
 
-def test_where_scann_is_missing_its_kind_is_refused_before_anything_is_read(root, tmp_path):
-    run = without_scann(*words(root, tmp_path / "index", "--kind", "scann"), system="Darwin", machine="arm64")
-    said = one_sentence(run)
+def test_where_scann_is_missing_its_kind_is_refused_before_anything_is_read_and_auto_is_exact(root, tmp_path):
+    scann = words(root, tmp_path / "index", "--kind", "scann")
+    on_mac, on_linux, auto = without_scann((MAC, scann), (LINUX, scann), (ARM, words(root, tmp_path / "index")))
+    said = one_sentence(on_mac)
     assert "ScaNN cannot be imported on Darwin arm64 with Python 3." in said
     assert (
         "use --kind exact, which searches on any platform (approximately on an accelerator with --recall-target" in said
     )
-    assert said.endswith("or build and search a ScaNN index on Linux x86-64, for which it has wheels")
-    assert run.stderr.splitlines() == [said], "not a passage was read"
-    assert index.main(words(root, tmp_path / "index", "--kind", "exact")) == 0, "the folder is not spoilt"
+    assert said.endswith(f", or {WHERE_IT_WORKS}")
 
-
-def test_where_scann_has_wheels_it_says_how_to_install_it(root, tmp_path):
-    run = without_scann(*words(root, tmp_path / "index", "--kind", "scann"), system="Linux", machine="x86_64")
-    assert f"install ScaNN (`pip install {REQUIREMENT} 'tensorflow~=2.20.0'`)" in one_sentence(run)
+    # Where ScaNN has wheels, they are named as requirements.txt has them.
+    assert f"install ScaNN (`pip install {REQUIREMENT} 'tensorflow~=2.20.0'`)" in one_sentence(on_linux)
     required = (ROOT / "requirements.txt").read_text().splitlines()
     assert any(line.startswith(f"{REQUIREMENT};") for line in required)
     assert any(line.startswith("tensorflow~=2.20.0 ") for line in required)
 
-
-def test_where_scann_is_missing_a_large_index_is_exact_and_says_why(root, tmp_path):
-    run = without_scann(*words(root, tmp_path / "index"), system="Linux", machine="aarch64")
-    assert run.returncode == 0
+    assert auto["status"] == 0
     why = "60 passages: an exact index, because ScaNN cannot be imported on Linux aarch64 with Python 3."
-    assert [line for line in run.stderr.splitlines() if line.startswith(why)]
+    assert [line for line in auto["lines"] if line.startswith(why)]
     assert read_manifest(tmp_path / "index")["kind"] == "exact"
     assert len(indexes.open_index(tmp_path / "index").search(["word1"], 3)[0]) == 3
 
 
-def test_where_scann_is_missing_an_index_of_it_is_opened_by_nobody_and_its_embeddings_are_of_use(root, tmp_path):
+def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_are_of_use(root, tmp_path):
     pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
-    folder = tmp_path / "scann"
+    folder, begun, questions = tmp_path / "scann", tmp_path / "begun", tmp_path / "questions.jsonl"
     assert index.main(words(root, folder, "--kind", "scann")) == 0
-    (tmp_path / "questions.jsonl").write_text('{"question": "word1?", "supporting_facts": ["title 1"]}\n')
-    for asked in (["query", "word1"], ["recall", "--questions", str(tmp_path / "questions.jsonl")], ["serve"]):
-        run = without_scann(*asked, "--index", str(folder), *(["--port", "0"] if asked == ["serve"] else []))
-        said = one_sentence(run)
+    kill_at("text.embeddings.write_json", 2, words(root, begun, "--kind", "scann"))
+    questions.write_text('{"question": "word1?", "supporting_facts": ["title 1"]}\n')
+    *opened, continued, taken = without_scann(
+        (MAC, ["query", "--index", str(folder), "word1"]),
+        (LINUX, ["recall", "--index", str(folder), "--questions", str(questions)]),
+        (ARM, ["serve", "--index", str(folder), "--port", "0"]),
+        (ARM, words(root, begun)),
+        (MAC, ["build", "--embeddings", str(folder), "--kind", "exact", "--out", str(tmp_path / "exact")]),
+    )
+    for said in map(one_sentence, opened):
         assert f"the index {folder} is of kind scann and ScaNN cannot be imported on " in said
         assert f"`python -m mujica_jax.index build --embeddings {folder} --kind exact --out DIR`" in said
 
+    # A build that was begun as ScaNN stays one, also without --kind.
+    assert "ScaNN cannot be imported on Linux aarch64" in one_sentence(continued)
+    assert index.main(words(root, begun)) == 0
+    assert read_manifest(begun)["version"] == read_manifest(folder)["version"]
+
     # What the sentence says helps.
-    taken = without_scann("build", "--embeddings", str(folder), "--kind", "exact", "--out", str(tmp_path / "exact"))
-    assert taken.returncode == 0
+    assert taken["status"] == 0
     assert len(indexes.open_index(tmp_path / "exact").search(["word1"], 3)[0]) == 3
-
-
-def test_a_scann_build_that_was_begun_elsewhere_stays_one(root, tmp_path):
-    """It is refused where ScaNN is missing: an exact index would be another one."""
-    pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
-    folder = tmp_path / "begun"
-    kill_at("text.embeddings.write_json", 2, words(root, folder, "--kind", "scann"))
-    assert "ScaNN cannot be imported on" in one_sentence(without_scann(*words(root, folder)))
-    assert index.main(words(root, folder)) == 0
-    assert read_manifest(folder)["kind"] == "scann"
 
 
 LOADED = """
 import sys
 from mujica_jax import index, train, eval, serve
-if sys.argv[1:]:
-    assert index.main(sys.argv[1:]) == 0
-raise SystemExit(", ".join({name.split(".")[0] for name in sys.modules} & {"scann", "tensorflow"}))
+def heavy():
+    return {"scann", "tensorflow"} & {name.split(".")[0] for name in sys.modules}
+at_start = heavy()
+assert index.main(sys.argv[1:]) == 0
+print(at_start, heavy())
 """
 
 
-@pytest.mark.parametrize("builds", [False, True])
-def test_scann_is_not_imported_before_it_is_needed(root, tmp_path, builds):
-    arguments = words(root, tmp_path / "index") if builds else []
+def test_scann_is_not_imported_before_it_is_needed(root, tmp_path):
+    """Not by the entry points, and not by the build of an index that stays below the threshold."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-c", LOADED, *arguments], env=environment, capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr.splitlines()[-1:] == [""], run.stderr
+    command = [sys.executable, "-c", LOADED, *words(root, tmp_path / "index")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "set() set()\n"), run.stderr
