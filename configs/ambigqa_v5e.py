@@ -1,5 +1,6 @@
 """AmbigQA over Wikipedia, one agent in the manner of Search-R1, with Qwen2.5-7B on 4 chips (v5e:2x2).
 
+    python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind scann --embedder intfloat/e5-base-v2 --out INDEX
     python -m mujica_jax.eval configs/ambigqa_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX \\
         --agents direct chain_of_thought rag iter_retgen ircot flare search_o1
 

@@ -1,5 +1,7 @@
 """HotpotQA over the introductions of all Wikipedia articles, with EviPath and Llama-3.1-8B on 32 chips (v5e:4x8).
 
+    python -m mujica_jax.index build --corpus enwiki-20171001-pages-meta-current-withlinks-abstracts.tar.bz2 \\
+        --kind scann --out INDEX
     python -m mujica_jax.train configs/hotpotqa_evipath_llama_8b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX --method.remote.base-url http://HOST:8000/v1 --method.remote.tokenizer TEACHER
 

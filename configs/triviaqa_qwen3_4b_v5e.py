@@ -1,5 +1,6 @@
 """TriviaQA over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips (v5e:2x2).
 
+    python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind scann --embedder intfloat/e5-base-v2 --out INDEX
     python -m mujica_jax.eval configs/triviaqa_qwen3_4b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX --agents direct rag
 

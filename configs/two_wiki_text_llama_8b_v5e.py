@@ -1,5 +1,6 @@
 """2WikiMultihopQA over passages, with Llama-3.1-8B on 32 chips (v5e:4x8).
 
+    python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind scann --out INDEX
     python -m mujica_jax.train configs/two_wiki_text_llama_8b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX
 

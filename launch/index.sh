@@ -3,7 +3,8 @@
 #
 #     launch/index.sh [--dry-run] [--env FILE] NAME [flags of python -m mujica_jax.index build]
 #
-# As in: launch/index.sh wiki --corpus data/corpus.jsonl --kind scann
+# As in: launch/index.sh two_wiki --corpus data/corpus_6119.json.gz --kind scann
+# Without --kind a corpus of more than 100,000 passages becomes a ScaNN index, and a smaller one an exact index.
 # One process on one host: the slice has to be of a single host, whose chips answer without the others.
 . "$(dirname "$0")/common.sh"
 common_flags "$@"

@@ -1,14 +1,15 @@
 """Indexes from the command line: build one, measure its recall, ask it.
 
-    python -m mujica_jax.index build --corpus FILE [FILE ...] --kind scann|exact|bm25 [--embedder NAME] --out DIR
+    python -m mujica_jax.index build --corpus FILE [FILE ...] [--kind auto|scann|exact|bm25] [--embedder NAME] --out DIR
     python -m mujica_jax.index build --embeddings INDEX --kind scann --out DIR
     python -m mujica_jax.index build --corpus FILE [FILE ...] --kind graph [--languages en] [--properties P57] --out DIR
-    python -m mujica_jax.index estimate --corpus FILE [FILE ...] --kind KIND [--passages N]
+    python -m mujica_jax.index estimate --corpus FILE [FILE ...] [--kind KIND] [--passages N]
     python -m mujica_jax.index recall --index DIR --questions FILE [--k 2 5 20]
     python -m mujica_jax.index query --index DIR "Who directed The Purple Shore?"
     python -m mujica_jax.index query --index DIR Q42
     python -m mujica_jax.index serve --index DIR --host 0.0.0.0 --port 8600
 
+Kind `auto` is the default: a dense index, which is exact up to 100,000 passages and ScaNN above.
 `query` prints a list on a terminal and JSON lines into a file or pipe. docs/retrieval.md has the formats, the embedders
 and the measured numbers, docs/graphs.md the graphs.
 """
@@ -37,19 +38,28 @@ from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
 from mujica_jax.retrieval.graph.files import GraphSpec, is_table
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
+from mujica_jax.retrieval.manifest import AUTO, RECALL
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.corpus_records import check_text
 from mujica_jax.retrieval.text.dense import check_k
 from mujica_jax.retrieval.text.embedders import find_embedder
-from mujica_jax.retrieval.text.index import Index, IndexSpec, open_index, read_kind
+from mujica_jax.retrieval.text.index import MAX_EXACT_PASSAGES, Index, IndexSpec, open_index, read_kind
 from mujica_jax.retrieval.text.recall import measure_recall, read_questions
 from mujica_jax.runtime.standard_output import run_program
 
 PROGRAM = "python -m mujica_jax.index"
 GRAPH = "graph"  # the kind of index that holds triples
-KINDS = ("exact", "bm25", "scann", GRAPH)
+KINDS = (AUTO, "exact", "bm25", "scann", GRAPH)
+KIND_THAT_READS = {  # flags that no index of kind auto reads
+    "languages": GRAPH,
+    "properties": GRAPH,
+    "tokenizer": "bm25",
+    "hosts": "exact",
+    "devices": "exact",
+    "recall_target": "exact",
+}
 FORMER_KINDS = {"accelerator": "exact"}
 DEFAULT_K = 5
 MAX_NAMESAKES = 5  # other entities of one name that are shown
@@ -90,7 +100,18 @@ def build(given: argparse.Namespace) -> None:
         what, left_out = f"{manifest['passages']:,} passages", "passages"
     if manifest["skipped"]:
         progress.line(f"{manifest['skipped']:,} {left_out} were left out; the first one: {manifest['first_skipped']}")
+    if given.kind == AUTO and found:
+        progress.line(f"{given.out} is an index of kind {manifest['kind']}")
+    if manifest["kind"] == "scann":
+        progress.line(_recall_sentence(manifest[RECALL]))
     progress.line(f"{given.out}: {what}, version {manifest['version']}{' (was there already)' * found}")
+
+
+def _recall_sentence(recall: dict[str, Any]) -> str:
+    """Say how much of what exact search finds a ScaNN index finds."""
+    if "unmeasured" in recall:
+        return f"recall beside exact search was not measured: {recall['unmeasured']}"
+    return f"recall@{recall['k']} beside exact search: {recall['percent']}% (queries: {recall['queries']:,} passages)"
 
 
 def estimate(given: argparse.Namespace) -> None:
@@ -194,17 +215,27 @@ def _refuse_unread(given: argparse.Namespace, kind: str) -> None:
         "embeddings": dense,
         "hosts": kind == "exact",
         "devices": kind == "exact",
-        "recall_target": kind not in ("bm25", "scann", GRAPH),
+        "recall_target": kind not in ("bm25", "scann", GRAPH, AUTO),
     }
     for name, is_read in read.items():
         if not is_read and (value := getattr(given, name, None)) is not None:
             what = f"kind {kind}" + (" with --embeddings" if dense and taken else " from tables" if tables else "")
             shown = " ".join(value) if isinstance(value, list) else value
             flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {shown} and an index of {what} does not read it: leave it out")
+            instead = f", or give --kind {KIND_THAT_READS[name]}" if kind == AUTO and name in KIND_THAT_READS else ""
+            raise UserError(f"--{flag} is {shown} and an index of {what} does not read it: leave it out{instead}")
+
+
+def _refuse_triples(files: Sequence[str]) -> None:
+    """Check that no file is one of triples: they make a graph, which has to be asked for."""
+    for file in files:
+        if file.removesuffix(".gz").removesuffix(".bz2").endswith(".nt"):
+            raise UserError(f"{file} holds triples and --kind is {AUTO}, an index of passages: give --kind {GRAPH}")
 
 
 def _index_spec(given: argparse.Namespace) -> IndexSpec:
+    if given.kind == AUTO:
+        _refuse_triples(given.corpus or ())
     source = getattr(given, "embeddings", None)
     embeds = given.kind != "bm25" and source is None
     return IndexSpec(
@@ -282,7 +313,8 @@ def _parser() -> argparse.ArgumentParser:
     built.add_argument("--embeddings", metavar="INDEX", help=text)
     built.add_argument("--out", required=True, metavar="DIR", help="directory of the index")
     for made in (built, estimated):
-        made.add_argument("--kind", type=_kind, required=True, metavar=f"{{{','.join(KINDS)}}}")
+        text = f"auto: exact up to {MAX_EXACT_PASSAGES:,} passages, scann above (auto)"
+        made.add_argument("--kind", type=_kind, default=AUTO, metavar=f"{{{','.join(KINDS)}}}", help=text)
         made.add_argument("--tokenizer", choices=("default", "elasticsearch"), help="of bm25")
         text = "of a graph: labels and texts in these, the first before the others (en mul)"
         made.add_argument("--languages", nargs="+", metavar="TAG", help=text)

@@ -15,9 +15,11 @@ from test_tpu_compile import CONFIGS as COMPILED
 from test_tpu_compile import memory_bytes
 
 from mujica_jax import eval as evaluation
+from mujica_jax import index
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import command_line, load_config
 from mujica_jax.config.methods import GrpoConfig, MygoConfig
+from mujica_jax.config.tasks import DEFAULT_EMBEDDER
 from mujica_jax.methods import memory
 from mujica_jax.trajectories.store import open_run
 
@@ -28,6 +30,16 @@ EVALUATED = [name for name in OF_CHIPS if name not in TRAINED]
 OF_ROWS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b")  # what these are evaluated with
 EMBEDDERS = {"BAAI/bge-large-en-v1.5": 335_141_888, "intfloat/e5-base-v2": 109_482_240}  # numbers
 BFLOAT16_BYTES = 2
+DENSE_ROWS = [
+    name
+    for name in OF_CHIPS
+    if CONFIGS[name].task.environment == "text" and getattr(CONFIGS[name].task, "retriever", "bm25") == "dense"
+]
+
+
+def commands_of(name: str) -> list[list[str]]:
+    lines = docstring(name).replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.startswith("    python -m mujica_jax.")]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -42,8 +54,7 @@ def test_a_configuration_has_its_names_and_agrees_with_itself(name, tmp_path, mo
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_commands_of_its_docstring_are_taken(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    lines = docstring(name).replace("\\\n", " ").splitlines()
-    commands = [shlex.split(line) for line in lines if line.startswith("    python -m mujica_jax.")]
+    commands = commands_of(name)
     trained = [command_line(words[3:], default="tiny_world") for words in commands if words[2] == "mujica_jax.train"]
     scored = [evaluation.command_line(words[3:]) for words in commands if words[2] == "mujica_jax.eval"]
     found = [*trained, *(config for given, config in scored for config in evaluation.all_configs(given, config))]
@@ -134,12 +145,33 @@ def searched_bytes(name: str) -> float:
     return BFLOAT16_BYTES * EMBEDDERS[task.embedder]
 
 
-@pytest.mark.parametrize("name", OF_CHIPS)
-def test_dense_indexes_of_paper_configurations_are_scann(name):
-    config, text = CONFIGS[name], docstring(name)
-    assert "--kind exact" not in text and getattr(config.task, "index_rows", "host") == "host"
-    if "index build" in text:
-        assert "--kind scann" in text
+def test_the_rows_of_papers_over_text_are_those_that_search_passages_by_embeddings():
+    """All but HotpotQA's distractor setting, where each question has ten passages, and those over a graph."""
+    over_graphs = {"qald10_v5e", "two_wiki_kg_grpo_v5e", "two_wiki_kg_llama_8b_v5e", "two_wiki_kg_v5e"}
+    assert set(OF_CHIPS) - set(DENSE_ROWS) == {*over_graphs, "hotpotqa_distractor_v5e"}
+
+
+@pytest.mark.parametrize("name", DENSE_ROWS)
+def test_every_dense_text_configuration_of_a_paper_s_row_builds_scann(name):
+    """Its docstring builds the index that its own command opens, with the embedder that it searches with."""
+    task = CONFIGS[name].task
+    commands = commands_of(name)
+    (build,) = [words for words in commands if words[2] == "mujica_jax.index"]
+    own = [words for words in commands if f"configs/{name}.py" in words]
+    given = index._parser().parse_args(build[3:])
+    assert given.kind == "scann" and task.index_rows == "host"
+    assert (given.embedder or DEFAULT_EMBEDDER) == task.embedder
+    assert {words[words.index("--task.index") + 1] for words in own} == {given.out}
+
+
+@pytest.mark.parametrize(
+    "page", ["launch/index.sh", "launch/skypilot.yaml", "launch/xpk.yaml", "docs/launch/gcloud.md"]
+)
+def test_what_launch_shows_builds_scann(page):
+    """2Wiki's corpus has 6,119 passages, so that `--kind auto` would make an exact index of it."""
+    text = " ".join((ROOT / page).read_text().replace("\n#", " ").split())
+    shown = re.findall(r"index\.sh two_wiki ([^`#]*?--corpus[^`#,]*)", text)
+    assert shown and all("--kind scann" in flags for flags in shown)
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if isinstance(CONFIGS[name].method, MygoConfig)])

@@ -31,6 +31,9 @@ class Silent:
     def __init__(self) -> None:
         self.told: dict[str, list[int]] = {}
 
+    def line(self, text: str) -> None:
+        pass
+
     def stage(self, name: str, *, total: int | None = None, unit: str) -> "Silent":
         self.told[name] = []
         self.name = name

@@ -161,5 +161,5 @@ def test_faults_of_scann_are_one_sentence(folders, monkeypatch, capsys):
     with pytest.raises(UserError, match="cannot be loaded by ScaNN"):
         ScannSearch.load(folder / "nothing", 5, PARAMETERS)
     monkeypatch.setitem(sys.modules, "scann.scann_ops.py", None)
-    with pytest.raises(UserError, match=r"ScaNN cannot be imported .*use an index of kind exact elsewhere"):
+    with pytest.raises(UserError, match=r"ScaNN cannot be imported on .*: use --kind exact, which"):
         search_over(np.ones((4, 8), np.float32), folder / "other", parameters_for(4, of_length_1=False))

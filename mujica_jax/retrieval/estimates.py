@@ -20,10 +20,12 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped
 from mujica_jax.retrieval.graph.files import GraphSpec, pieces
 from mujica_jax.retrieval.graph.index import Loaded, load
+from mujica_jax.retrieval.manifest import AUTO
 from mujica_jax.retrieval.text.bm25 import Bm25Index, indexed_words
 from mujica_jax.retrieval.text.corpus import Passage, stream_corpus
 from mujica_jax.retrieval.text.embeddings import DTYPES
-from mujica_jax.retrieval.text.index import IndexSpec
+from mujica_jax.retrieval.text.index import IndexSpec, choose_kind
+from mujica_jax.retrieval.text.recall import QUERIES
 from mujica_jax.retrieval.text.scann import CHUNK_ROWS, ScannParameters, parameters_for
 
 EMBEDDED_SAMPLE = 128  # passages
@@ -58,7 +60,7 @@ def device_bytes(spec: IndexSpec, passages: int, hosts: int = 1, devices: int | 
 def estimate_corpus(
     spec: IndexSpec, passages: int | None = None, hosts: int = 1, devices: int | None = None
 ) -> dict[str, Any]:
-    """As if the corpus had so many passages; None counts them."""
+    """Estimate as if the corpus had this many passages; None counts them. A kind that was chosen is named, with why."""
     skipped = Skipped()
     stream = stream_corpus(spec.corpus, skipped if spec.skip else None)
     sample = list(itertools.islice(stream, WORDS_SAMPLE))
@@ -69,10 +71,15 @@ def estimate_corpus(
             f"{', '.join(spec.corpus)}: {len(sample)} passages were read and {passages} are asked for: give at least "
             "one"
         )
+    chosen: dict[str, str] = {}
+    if spec.kind == AUTO:
+        kind, why = choose_kind(passages)
+        spec = dataclasses.replace(spec, kind=kind)
+        chosen = {"kind": kind, "why": why}
     found = estimate_sample(spec, sample, passages)
     if spec.kind == "exact":
         found["device_bytes"] = device_bytes(spec, passages, hosts, devices)
-    return {"passages": passages, **({"skipped": skipped.skipped} if spec.skip else {}), **found}
+    return {"passages": passages, **chosen, **({"skipped": skipped.skipped} if spec.skip else {}), **found}
 
 
 def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -> dict[str, Any]:
@@ -98,7 +105,10 @@ def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -
         searching = passages * blocks // 2 + vectors + tree
         building = scann_building_bytes(of, passages, dimension)
         products = 2 * dimension * of.leaves * (CENTROID_ROUNDS * of.training_rows + passages)
-        seconds["building ScaNN's partitions"] = round(products / _operations_a_second(), 3)
+        operations_a_second = _operations_a_second()
+        seconds["building ScaNN's partitions"] = round(products / operations_a_second, 3)
+        compared = 2 * dimension * passages * min(QUERIES, passages)
+        seconds["measuring recall"] = round(compared / operations_a_second, 3)
     return {"disk_bytes": disk, "building_bytes": building, "searching_bytes": searching, "seconds": seconds}
 
 

@@ -28,7 +28,10 @@ FORMAT = 1  # of the directory; another one is refused
 # A disk that is full; numpy, RocksDB and ScaNN give no number, so that what they say is all that is known.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
 WHERE = ("embedder", "prefixes")  # said of an embedder so that it is found again; what it is, its version says
-NOT_CONTENT = (*WHERE, "seconds")  # of a manifest: two indexes that differ in these alone are one version
+RECALL = "recall"  # measured beside exact search, when the index was built
+NOT_CONTENT = (*WHERE, "seconds", RECALL)  # of a manifest: two indexes that differ in these alone are one version
+AUTO = "auto"  # the kind of a dense index until its size is known
+AUTO_KINDS = ("exact", "scann")  # one of which the size chooses; plan.json then has this one
 ABOUT_CONTENT = ("format", "version", "files")
 
 
@@ -116,8 +119,19 @@ def commit(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     return manifest
 
 
+def add_recall(folder: Path, manifest: Mapping[str, Any], recall: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the measured recall into the manifest of a finished index, and return that. The version stays."""
+    measured = {**manifest, RECALL: dict(recall)}
+    write_json(folder / MANIFEST, measured)
+    return measured
+
+
 class Reporter(Protocol):
     """Receives how far a build is: `report.Progress`."""
+
+    def line(self, text: str) -> None:
+        """Show one line of text."""
+        ...
 
     def stage(self, name: str, *, total: int | None = None, unit: str) -> Any:
         """A context manager that gives a stage; `update` of that is called with the number of units done."""
@@ -169,7 +183,12 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 def _compare(folder: Path, begun: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-    """Whether a directory was begun for the same index. An embedder may lie elsewhere by now."""
+    """Check that a directory was begun for the same index. An embedder may lie elsewhere by now.
+
+    A build of kind auto continues as the kind that an earlier start chose.
+    """
+    if plan.get("kind") == AUTO and begun.get("kind") in AUTO_KINDS:
+        plan = {**plan, "kind": begun["kind"]}
     differing = [name for name in {**plan, **begun} if plan.get(name) != begun.get(name)]
     if mistaken := [name for name in differing if name not in WHERE]:
         name = "embedder" if mistaken[0] == "embedder_version" and "embedder" in differing else mistaken[0]

@@ -170,7 +170,7 @@ def _index(config: PassageSearch, corpus: Corpus) -> Index:
         if config.retriever == "dense":
             raise UserError(
                 "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index "
-                f"build --corpus FILE --kind exact --embedder {config.embedder} --out DIR` and give --task.index DIR"
+                f"build --corpus FILE --embedder {config.embedder} --out DIR` and give --task.index DIR"
             )
         return Bm25Index(corpus(), "default")
     kind = KIND if config.index.startswith(SCHEME) else read_kind(config.index)

@@ -14,16 +14,41 @@ from typing import Any, Literal
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped, describe_files
-from mujica_jax.retrieval.manifest import Reporter, building, commit, read_json, read_manifest, write_json
+from mujica_jax.retrieval.manifest import (
+    AUTO,
+    PLAN,
+    RECALL,
+    Reporter,
+    add_recall,
+    building,
+    commit,
+    read_json,
+    read_manifest,
+    write_json,
+)
 from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
 from mujica_jax.retrieval.text.corpus import FILE, Index, PassageFile, stream_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex
 from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.text.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
-from mujica_jax.retrieval.text.scann import ScannParameters, ScannSearch, parameters_for, write_scann
+from mujica_jax.retrieval.text.recall import is_measured, measure_beside_exact
+from mujica_jax.retrieval.text.scann import (
+    ScannMissing,
+    ScannParameters,
+    ScannSearch,
+    package,
+    parameters_for,
+    write_scann,
+)
 from mujica_jax.runtime import distributed
+from mujica_jax.runtime.host_memory import available_bytes
 
-Kind = Literal["exact", "bm25", "scann"]
+Kind = Literal["auto", "exact", "bm25", "scann"]  # auto: exact or scann, by the number of passages
+
+# A dense index of kind auto is exact up to this many passages and ScaNN above it.
+MAX_EXACT_PASSAGES = 100_000
+# Memory that loading a ScaNN index may take, as a multiple of its files: they are read and then laid out anew.
+LOADING_FACTOR = 2
 
 COUNTS, BM25_FOLDER, SCANN_FOLDER = "corpus.json", "bm25", "scann"
 # What embeddings depend on. A manifest without prefixes means those that follow from the embedder's name.
@@ -45,9 +70,7 @@ class IndexSpec:
 
     def plan(self) -> dict[str, Any]:
         """All that the content of the index depends on."""
-        plan: dict[str, Any] = {"kind": self.kind}
-        if self.kind == "exact":
-            plan |= {"recall_target": self.recall_target}
+        plan = self.plan_of_kind(self.kind)
         if self.source is not None:
             taken = read_manifest(self.source)
             if "embedder" not in taken:
@@ -66,28 +89,65 @@ class IndexSpec:
             "storage": self.storage,
         }
 
+    def plan_of_kind(self, kind: str) -> dict[str, Any]:
+        """Return the part of the plan that the kind decides."""
+        return {"kind": kind, "recall_target": self.recall_target} if kind == "exact" else {"kind": kind}
+
+
+def choose_kind(passages: int) -> tuple[Kind, str]:
+    """Return the kind of a dense index of this many passages, and the sentence that says why."""
+    if passages <= MAX_EXACT_PASSAGES:
+        reason = f"ScaNN above {MAX_EXACT_PASSAGES:,}; --kind scann builds the other"
+        return "exact", f"{passages:,} passages: an exact index ({reason})"
+    try:
+        package()
+    except ScannMissing as missing:
+        return "exact", f"{passages:,} passages: an exact index, because {missing.reason}"
+    reason = f"exact up to {MAX_EXACT_PASSAGES:,}; --kind exact builds the other"
+    return "scann", f"{passages:,} passages: a ScaNN index ({reason})"
+
 
 def build(folder: Path, spec: IndexSpec, reporter: Reporter) -> tuple[dict[str, Any], bool]:
-    """The manifest, and whether the index was there already."""
+    """Return the manifest, and whether the index was there already."""
     plan = spec.plan()
     with building(folder, plan) as finished:
-        if finished:
-            return read_manifest(folder), True
-        began = time.monotonic()
-        if spec.source is not None:
-            _take(Path(spec.source), folder)
-        counts = _write_corpus(folder, spec, reporter)
-        passages = PassageFile(folder / FILE)
-        about: dict[str, Any] = {**plan, **counts}
-        if spec.kind == "bm25":
-            with reporter.stage("indexing words", total=len(passages), unit="passages") as stage:
-                Bm25Index(passages, spec.tokeniser, stage.update).save(folder / BM25_FOLDER)
-        else:
-            embeddings = _embed(folder, passages, plan, spec, reporter)
-            if spec.kind == "scann":
-                about["scann"] = _partition(folder, embeddings, reporter)
-        about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
-        return commit(folder, about), False
+        manifest = read_manifest(folder) if finished else _build(folder, spec, plan, reporter)
+        if manifest["kind"] == "scann" and not is_measured(manifest.get(RECALL)):
+            manifest = _measure(folder, manifest, reporter)
+        return manifest, finished
+
+
+def _build(folder: Path, spec: IndexSpec, plan: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
+    """Build what an earlier start left undone, and return the manifest."""
+    start_time = time.monotonic()
+    kind = read_json(folder / PLAN)["kind"]
+    if kind == "scann":
+        package()  # where it is missing, that is said before hours of embedding
+    if spec.source is not None:
+        _take(Path(spec.source), folder)
+    counts = _write_corpus(folder, spec, reporter)
+    passages = PassageFile(folder / FILE)
+
+    # The kind is chosen once: from here on plan.json has it, whatever a later start would choose.
+    if kind == AUTO:
+        kind, why = choose_kind(len(passages))
+        reporter.line(why)
+        plan = {**plan, **spec.plan_of_kind(kind)}
+        write_json(folder / PLAN, plan)
+    elif spec.kind == AUTO:
+        reporter.line(f"{folder} was begun as an index of kind {kind} and continues as one")
+        plan = {**plan, **spec.plan_of_kind(kind)}
+
+    about: dict[str, Any] = {**plan, **counts}
+    if kind == "bm25":
+        with reporter.stage("indexing words", total=len(passages), unit="passages") as stage:
+            Bm25Index(passages, spec.tokeniser, stage.update).save(folder / BM25_FOLDER)
+    else:
+        embeddings = _embed(folder, passages, plan, spec, reporter)
+        if kind == "scann":
+            about["scann"] = _partition(folder, embeddings, reporter)
+    about["seconds"] = round(time.monotonic() - start_time, 1)  # of the last start
+    return commit(folder, about)
 
 
 def open_index(
@@ -127,7 +187,14 @@ def open_index(
             raise UserError(
                 f"a recall target is given and the index {folder} is of kind scann, which has its own: leave it out"
             )
-        vectors = ScannSearch.load(folder / SCANN_FOLDER, len(passages), ScannParameters(**manifest["scann"]))
+        try:
+            vectors = ScannSearch.load(folder / SCANN_FOLDER, len(passages), ScannParameters(**manifest["scann"]))
+        except ScannMissing as missing:
+            raise UserError(
+                f"the index {folder} is of kind scann and {missing.reason}: build an exact one of its embeddings "
+                f"(`python -m mujica_jax.index build --embeddings {folder} --kind exact --out DIR`), or open it on "
+                "Linux x86-64"
+            ) from missing
     else:
         from mujica_jax.retrieval.text.exact import ExactSearch
 
@@ -197,6 +264,27 @@ def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict
             write_scann(embeddings, parameters, unfinished, stage.update).replace(folder / SCANN_FOLDER)
     shutil.rmtree(unfinished, ignore_errors=True)
     return dataclasses.asdict(parameters)
+
+
+def _measure(folder: Path, manifest: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
+    """Measure the recall of a finished ScaNN index beside exact search, write it into the manifest and return that.
+
+    It comes last, when the index is whole already: a host that cannot hold the index in memory has built it too. What
+    cannot be measured is returned with its reason and not written, so that the next start of the build tries again.
+    """
+    needed_bytes = LOADING_FACTOR * sum(path.stat().st_size for path in (folder / SCANN_FOLDER).iterdir())
+    free_bytes = available_bytes()
+    if needed_bytes > free_bytes:
+        reason = f"loading the index may take {needed_bytes / 1e9:.1f} GB of memory and {free_bytes / 1e9:.1f} are free"
+        return {**manifest, RECALL: {"unmeasured": reason}}
+    embeddings = open_embeddings(folder, manifest["passages"], manifest["dimension"], manifest["storage"])
+    try:
+        search = ScannSearch.load(folder / SCANN_FOLDER, len(embeddings), ScannParameters(**manifest["scann"]))
+    except ScannMissing as missing:
+        return {**manifest, RECALL: {"unmeasured": missing.reason}}
+    with reporter.stage("measuring recall", total=len(embeddings), unit="passages") as stage:
+        recall = measure_beside_exact(search, embeddings, stage.update)
+    return add_recall(folder, manifest, recall)
 
 
 def _take(source: Path, folder: Path) -> None:

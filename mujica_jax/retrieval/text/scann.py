@@ -26,7 +26,9 @@ import ctypes
 import dataclasses
 import math
 import os
+import platform
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,8 @@ KERNELS = {
     "avx512": {"avx2", "fma", "f16c", "bmi1", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512cd", "avx512vl"},
 }
 CHUNK_ROWS = 32_768
+REQUIREMENT = "scann==1.4.2"  # as requirements.txt has it
+MAX_REASON = 200  # characters of an import error that are shown
 MAX_INTEGER = 127
 HASHES, PARTITIONS, EIGHT_BITS = "hashed_dataset.npy", "datapoint_to_token.npy", "int8_dataset.npy"  # a row a passage
 MULTIPLIERS = "int8_multipliers.npy"  # [dimension]
@@ -64,6 +68,17 @@ assets { asset_type: AH_CENTERS asset_path: "ah_codebook.pb" }
 assets { asset_type: PARTITIONER asset_path: "serialized_partitioner.pb" }
 assets { asset_type: DATASET_NPY asset_path: "chunk.npy" }
 """
+
+
+class ScannMissing(UserError):
+    """ScaNN cannot be imported here. `reason` names the platform and the error without saying what to do."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}: use --kind exact, which searches on any platform (approximately on an accelerator with "
+            f"--recall-target 0.95), or {_where_scann_works()}"
+        )
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,18 +255,28 @@ def _put(path: Path, rows: np.ndarray, start: int, of: int) -> None:
 
 
 def package() -> Any:
-    """The module with ScaNN's builder and searchers."""
+    """Return the module with ScaNN's builder and searchers. Raise ScannMissing where it cannot be imported."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow speaks of GPUs and instructions it does not find
     try:
         from scann.scann_ops.py import scann_ops_pybind
-    except ImportError as error:
-        raise UserError(
-            f"ScaNN cannot be imported ({error}); it has wheels for Linux on x86-64: use an index of kind exact "
-            "elsewhere"
-        ) from error
+    # Not only ImportError: beside another TensorFlow it fails with an error of TensorFlow's own.
+    except Exception as error:
+        message = " ".join(str(error).split())[:MAX_REASON]
+        raise ScannMissing(f"ScaNN cannot be imported on {_platform()} ({message})") from error
     for kernels in usable_kernels():
         kernels_allowed(scann_ops_pybind, kernels).value = True
     return scann_ops_pybind
+
+
+def _platform() -> str:
+    return f"{platform.system()} {platform.machine()} with Python {sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _where_scann_works() -> str:
+    """Say what makes ScaNN available: a package on a platform that has wheels, and that platform elsewhere."""
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
+        return f"install ScaNN (`pip install {REQUIREMENT} 'tensorflow~=2.20.0'`)"
+    return "build and search a ScaNN index on Linux x86-64, for which it has wheels"
 
 
 def kernels_allowed(scann: Any, kernels: str) -> ctypes.c_bool:
