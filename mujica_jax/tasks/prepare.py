@@ -183,7 +183,8 @@ def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
             builder.download_and_prepare(download_config=config)
     except download_errors as error:
         raise UserError(
-            XX
+            f"{kind} could not be downloaded ({_reason(error)}): {how_to_get(kind)}, and give it with --from DIR"
+        ) from error
     except tensorflow.errors.OpError as error:
         raise OSError(_reason(error)) from error
 

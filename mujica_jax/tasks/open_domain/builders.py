@@ -11,7 +11,9 @@ This module imports TensorFlow Datasets. A run imports this module when it reads
 `data_folder.require_tensorflow`.
 """
 
+import contextlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -168,11 +170,13 @@ def read_prepared(folder: Path, kind: str) -> list[tuple[bool, records.OpenRecor
 def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any]]]:
     """Yield the rows of a prepared folder, each with whether it is for training. Raises UserError for a damaged one."""
     try:
-        builder = tfds.builder_from_directory(folder)
+        with _without_root_handler():
+            builder = tfds.builder_from_directory(folder)
         for split, info in builder.info.splits.items():
+            with _without_root_handler():
+                dataset = builder.as_dataset(split=split)  # pyright: ignore[reportCallIssue] - a decorator hides it
             count = 0
-            examples = builder.as_dataset(split=split)  # pyright: ignore[reportCallIssue] - a decorator hides it
-            for row in tfds.as_numpy(examples):
+            for row in tfds.as_numpy(dataset):
                 count += 1
                 yield split == "train", row
             if count != info.num_examples:
@@ -180,6 +184,17 @@ def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any
     except Exception as error:  # TensorFlow and TensorFlow Datasets raise errors of many kinds
         reason = (str(error).splitlines() or [""])[0]
         raise damaged(folder, kind, f"{type(error).__name__}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _without_root_handler() -> Iterator[None]:
+    """Keep absl from giving the root logger a handler, which would print the debug lines of all libraries."""
+    handler = logging.NullHandler()
+    logging.root.addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(handler)
 
 
 def _record_example(number: int, place: str, value: object) -> Example:
