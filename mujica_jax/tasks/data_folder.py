@@ -10,10 +10,13 @@ TensorFlow is not needed to find a folder, only to read it (`open_domain/builder
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import json
+import logging
 import os
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +30,7 @@ BUILDER_PREFIX = "mujica_"  # of the names that the data sets have in TensorFlow
 VERSION = "2.1.0"  # of the data sets that this program prepares
 PREPARED = "dataset_info.json"  # written last, so a folder that has it is complete
 FEATURES = "features.json"
+TFRECORD_BYTES = 16  # length and checksums of a record in a TFRecord file
 SOURCES = "official_files.json"  # in a prepared folder: size and checksum of each file that it was made of
 PREPARE = "python -m mujica_jax.tasks.prepare"
 # As requirements.txt lists them.
@@ -81,19 +85,37 @@ def data_folder(data_dir: str, kind: str) -> Path:
     return folder
 
 
+def check_data_dir(task: object) -> None:
+    """Check what a task's `data_dir` says of TensorFlow Datasets, before anything is loaded. Raises UserError.
+
+    A data set in a bucket is fetched and checked when the task is built.
+    """
+    data_dir = getattr(task, "data_dir", None)
+    kind = getattr(task, "kind", "")
+    if not isinstance(data_dir, str) or not data_dir.startswith(PREFIX):
+        return
+    if parse_name(data_dir).folder.startswith("gs://"):
+        return
+    data_folder(data_dir, kind)
+    for package in ("tensorflow", "tensorflow_datasets"):
+        if importlib.util.find_spec(package) is None:
+            raise not_installed(f"task.data_dir {data_dir}", f"there is no package {package}")
+
+
 def is_prepared(folder: Path) -> bool:
     """Return whether TensorFlow Datasets has written this folder."""
     return (folder / PREPARED).is_file()
 
 
-def sources_of(folder: Path) -> dict[str, Any]:
+def sources_of(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
     """Return the official files that a prepared folder was made of, by name. Downloaded sets list none."""
     try:
-        return json.loads((folder / SOURCES).read_text())
+        sources = json.loads((folder / SOURCES).read_text())
+        return {name: {**source} for name, source in sources.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / SOURCES} cannot be read ({error}): remove {folder} and prepare it again") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise damaged(folder, kind, f"{SOURCES} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def builder_name(kind: str) -> str:
@@ -135,42 +157,55 @@ def parse_name(data_dir: str) -> PreparedName:
 
 
 def check_prepared(folder: Path, kind: str) -> dict[str, int]:
-    """Check that a folder of TensorFlow Datasets holds this data set, with all of its files.
+    """Check that a folder of TensorFlow Datasets holds this data set, and that its files have their sizes.
 
-    Return the number of examples of each split. Their content is checked when they are read.
+    Return the number of examples of each split. What the files hold is checked when they are read.
     """
     try:
         about = json.loads((folder / PREPARED).read_text())
         name = about["name"]
-        shards: list[str] = []
-        sizes: dict[str, int] = {}
-        for split in about["splits"]:
-            shards += _shard_names(name, about["fileFormat"], split)
-            sizes[split["name"]] = sum(int(length) for length in split["shardLengths"])
+        splits = [_read_split(name, about["fileFormat"], split) for split in about["splits"]]
     except FileNotFoundError as error:
         raise damaged(folder, kind, f"{PREPARED} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, kind, f"{PREPARED} cannot be read: {type(error).__name__}: {error}") from error
     if name != builder_name(kind):
-        known = name.removeprefix(BUILDER_PREFIX)
+        known = str(name).removeprefix(BUILDER_PREFIX)
         advice = f"or --task.kind {known}" if known in OFFICIAL_FILES else f"as `{PREPARE}` makes it"
         raise UserError(
             f"{folder} holds the data set {name} of TensorFlow Datasets and task.kind is {kind}: give the folder of "
             f"{builder_name(kind)}, {advice}"
         )
-    if not shards:
+    if not splits:
         raise damaged(folder, kind, f"{PREPARED} lists no examples")
-    for file in (FEATURES, *shards):
-        if not (folder / file).is_file():
-            raise damaged(folder, kind, f"{file} is missing")
-    return sizes
+    _size_of(folder / FEATURES, kind)
+    for split in splits:
+        written = sum(_size_of(folder / file, kind) for file in split.files)
+        if split.bytes is not None and written != split.bytes:
+            raise damaged(folder, kind, f"{split.name} has {written:,} bytes and should have {split.bytes:,}")
+    for file, source in sources_of(folder, kind).items():
+        if source.get("is_copied") and _size_of(folder / file, kind) != source.get("bytes"):
+            raise damaged(folder, kind, f"{file} should have {source.get('bytes')} bytes")
+    return {split.name: split.examples for split in splits}
 
 
 def damaged(folder: Path, kind: str, reason: str) -> UserError:
     """Return the error for a prepared folder that cannot be read."""
+    command = f"{PREPARE} {kind} --from DIR"
+    if folder.parent.name == builder_name(kind):
+        command += f" --data-dir {shlex.quote(str(folder.parent.parent))}"
     return UserError(
         f"the prepared data set {folder} is damaged ({reason}): remove this folder and prepare it again with "
-        f"`{PREPARE} {kind}`"
+        f"`{command}`"
+    )
+
+
+def not_installed(purpose: str, reason: str) -> UserError:
+    """Return the error for a machine without TensorFlow Datasets."""
+    packages = " ".join(shlex.quote(requirement) for requirement in REQUIREMENTS)
+    return UserError(
+        f"{purpose} needs TensorFlow Datasets, which is not installed ({reason}): install it with "
+        f"`pip install {packages}`"
     )
 
 
@@ -181,15 +216,22 @@ def require_tensorflow(purpose: str) -> None:
         import tensorflow
         import tensorflow_datasets  # noqa: F401
     except ImportError as error:
-        packages = " ".join(shlex.quote(requirement) for requirement in REQUIREMENTS)
-        raise UserError(
-            f"{purpose} needs TensorFlow Datasets, which does not import ({error}): install it with "
-            f"`pip install {packages}`"
-        ) from error
+        raise not_installed(purpose, str(error)) from error
     # TensorFlow only reads files here. Otherwise it takes the memory of all GPUs, which JAX needs. It refuses where
     # another library has started it already.
     with contextlib.suppress(RuntimeError):
         tensorflow.config.set_visible_devices([], "GPU")
+
+
+@contextlib.contextmanager
+def without_root_handler() -> Iterator[None]:
+    """Keep absl from giving the root logger a handler, which would print the debug lines of all libraries."""
+    handler = logging.NullHandler()
+    logging.root.addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(handler)
 
 
 def _prepared_folder(data_dir: str, kind: str) -> Path:
@@ -241,7 +283,29 @@ def _versions(home: str) -> list[str]:
     return sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
 
 
-def _shard_names(name: str, file_format: str, split: dict[str, Any]) -> list[str]:
-    """Return the names of a split's files, as TensorFlow Datasets gives them."""
-    count = len(split["shardLengths"])
-    return [f"{name}-{split['name']}.{file_format}-{number:05}-of-{count:05}" for number in range(count)]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Split:
+    name: str
+    files: list[str]
+    examples: int
+    bytes: int | None  # of all files together, where the format says it
+
+
+def _read_split(name: str, file_format: str, about: dict[str, Any]) -> _Split:
+    """Return what `dataset_info.json` says about a split."""
+    lengths = [int(length) for length in about["shardLengths"]]
+    prefix = f"{name}-{about['name']}.{file_format}"
+    is_tfrecord = file_format == "tfrecord"
+    return _Split(
+        name=about["name"],
+        files=[f"{prefix}-{number:05}-of-{len(lengths):05}" for number in range(len(lengths))],
+        examples=sum(lengths),
+        bytes=int(about["numBytes"]) + TFRECORD_BYTES * sum(lengths) if is_tfrecord else None,
+    )
+
+
+def _size_of(file: Path, kind: str) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError as error:
+        raise damaged(file.parent, kind, f"{file.name} is missing") from error

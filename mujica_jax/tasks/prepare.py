@@ -9,7 +9,6 @@
 import argparse
 import contextlib
 import fcntl
-import logging
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -172,14 +171,14 @@ def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
 
     if not sys.stderr.isatty():
         tensorflow_datasets.disable_progress_bar()
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    builder = BUILDERS[kind](data_dir=root)
     config = tensorflow_datasets.download.DownloadConfig(manual_dir=source)
     download_errors: tuple[type[Exception], ...] = ()
     if source is None:
         download_errors = (OSError, tensorflow_datasets.download.DownloadError, NonMatchingChecksumError)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what TensorFlow Datasets prints on its way
+        # What TensorFlow Datasets prints on its way is not the command's result.
+        with contextlib.redirect_stdout(sys.stderr), data_folder.without_root_handler():
+            builder = BUILDERS[kind](data_dir=root)
             builder.download_and_prepare(download_config=config)
     except download_errors as error:
         raise UserError(
@@ -196,7 +195,7 @@ def _reason(error: Exception) -> str:
 
 def _check_same_sources(folder: Path, source: Path, kind: str) -> None:
     """Check that a set which is there already was made of the same files."""
-    before = data_folder.sources_of(folder)
+    before = data_folder.sources_of(folder, kind)
     now = describe_sources(source, kind)
     different = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if before and different:

@@ -29,6 +29,13 @@ def further_files(folder: Path, kind: str) -> list[Path]:
 
 
 def describe_sources(folder: Path, kind: str) -> dict[str, Any]:
-    """Return size and checksum of each file that the set is made of, by its name."""
-    files = [*question_files(folder, kind), *further_files(folder, kind)]
-    return {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in files}
+    """Return size and checksum of each file that the set is made of, by its name, and whether it is copied."""
+    copied = further_files(folder, kind)
+    described: dict[str, Any] = {}
+    for file in (*question_files(folder, kind), *copied):
+        described[file.name] = {
+            "bytes": file.stat().st_size,
+            "sha256": sha256_of(file),
+            "is_copied": file in copied,
+        }
+    return described

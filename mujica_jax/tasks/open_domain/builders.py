@@ -11,9 +11,7 @@ This module imports TensorFlow Datasets. A run imports this module when it reads
 `data_folder.require_tensorflow`.
 """
 
-import contextlib
 import json
-import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +22,7 @@ import tensorflow_datasets as tfds
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus_records import records_of
-from mujica_jax.tasks.data_folder import BUILDER_PREFIX, SOURCES, VERSION, builder_name, damaged
+from mujica_jax.tasks.data_folder import BUILDER_PREFIX, SOURCES, VERSION, builder_name, damaged, without_root_handler
 from mujica_jax.tasks.official_files import DOWNLOADS, OFFICIAL_FILES
 from mujica_jax.tasks.open_domain import records
 from mujica_jax.tasks.open_domain.qald import official_records, read_qald
@@ -170,10 +168,10 @@ def read_prepared(folder: Path, kind: str) -> list[tuple[bool, records.OpenRecor
 def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any]]]:
     """Yield the rows of a prepared folder, each with whether it is for training. Raises UserError for a damaged one."""
     try:
-        with _without_root_handler():
+        with without_root_handler():
             builder = tfds.builder_from_directory(folder)
         for split, info in builder.info.splits.items():
-            with _without_root_handler():
+            with without_root_handler():
                 dataset = builder.as_dataset(split=split)  # pyright: ignore[reportCallIssue] - a decorator hides it
             count = 0
             for row in tfds.as_numpy(dataset):
@@ -184,17 +182,6 @@ def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any
     except Exception as error:  # TensorFlow and TensorFlow Datasets raise errors of many kinds
         reason = (str(error).splitlines() or [""])[0]
         raise damaged(folder, kind, f"{type(error).__name__}: {reason}") from error
-
-
-@contextlib.contextmanager
-def _without_root_handler() -> Iterator[None]:
-    """Keep absl from giving the root logger a handler, which would print the debug lines of all libraries."""
-    handler = logging.NullHandler()
-    logging.root.addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.root.removeHandler(handler)
 
 
 def _record_example(number: int, place: str, value: object) -> Example:

@@ -97,7 +97,7 @@ def read_corpus_questions(data_dir: str | Path) -> list[Record]:
     folder = Path(data_dir)
     if not is_prepared(folder):
         return read_questions(data_files(folder, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False))
-    if not any(name.startswith("questions") for name in sources_of(folder)):
+    if not any(name.startswith("questions") for name in sources_of(folder, "two_wiki")):
         return []
     placed = prepared_records(folder, "two_wiki")
     return _merged(
