@@ -1,6 +1,7 @@
 """Question sets are prepared for TensorFlow Datasets by one command, and load as from their official files."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import prepared_sets
 import pytest
+from fake_bucket import use
 from shared_data import DATA, needs_data
 
 from mujica_jax import eval as evaluation
@@ -347,6 +349,31 @@ def test_a_set_that_is_not_prepared_says_the_command_and_the_folder(sets):
     message = refusal("tfds:nq", "nq")
     assert f"{sets} holds no prepared mujica_nq: prepare it with" in message
     assert "`python -m mujica_jax.tasks.prepare nq --from DIR`, where DIR holds NQ-open.train.jsonl" in message
+
+
+def test_a_set_in_a_bucket_is_fetched(sets, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bucket = use(monkeypatch)
+    folder = sets / "mujica_two_wiki" / VERSION
+    for file in folder.iterdir():
+        bucket.put("bucket", f"sets/mujica_two_wiki/{VERSION}/{file.name}", file.read_bytes())
+    copy = data_folder("tfds:gs://bucket/sets/two_wiki", "two_wiki")
+    assert {(copy / file.name).read_bytes() == file.read_bytes() for file in folder.iterdir()} == {True}
+    monkeypatch.setenv("TFDS_DATA_DIR", "gs://bucket/sets")
+    assert data_folder(f"tfds:two_wiki:{VERSION}", "two_wiki") == copy
+    assert "has no version '1.0.0'" in refusal("tfds:two_wiki:1.0.0", "two_wiki")
+    message = refusal("tfds:hotpotqa", "hotpotqa")
+    assert "hotpotqa --from DIR --data-dir FOLDER` and copy FOLDER to gs://bucket/sets, where DIR" in message
+
+
+def test_two_processes_do_not_prepare_one_set_at_once(prepared, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare.data_folder, "require_tensorflow", lambda purpose: None)
+    home = tmp_path / "mujica_musique"
+    home.mkdir()
+    with (home / ".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        words = ["musique", "--from", str(prepared.official["musique"]), "--data-dir", str(tmp_path)]
+        assert f"another process prepares {home}: wait for it" in command_error(capsys, *words)
 
 
 def overwrite(file: Path, content: str) -> None:

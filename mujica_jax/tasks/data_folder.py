@@ -250,12 +250,16 @@ def _prepared_folder(data_dir: str, kind: str) -> Path:
     versions = _versions(home)
     if not versions:
         command = f"{PREPARE} {kind} --from DIR"
-        if not name.is_default_folder:
+        further_step = ""
+        if root.startswith("gs://"):
+            command += " --data-dir FOLDER"
+            further_step = f" and copy FOLDER to {root}"
+        elif not name.is_default_folder:
             command += f" --data-dir {shlex.quote(root)}"
         raise UserError(
             f"task.data_dir is {data_dir} and {root} holds no prepared {builder_name(kind)}: prepare it with "
-            f"`{command}`, where DIR holds {OFFICIAL_FILES[kind].summary}; to use another folder, set TFDS_DATA_DIR or "
-            f"give {PREFIX}FOLDER/{kind}"
+            f"`{command}`{further_step}, where DIR holds {OFFICIAL_FILES[kind].summary}; to use another folder, set "
+            f"TFDS_DATA_DIR or give {PREFIX}FOLDER/{kind}"
         )
     if name.version is not None and name.version not in versions:
         raise UserError(

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from mujica_jax.tasks.sources import describe_sources, question_files
 
 LOCK = ".lock"
 INCOMPLETE = "incomplete.*"  # what TensorFlow Datasets calls a folder that it is still writing
+MAX_REASON_CHARACTERS = 200  # of an error of another library
 ARCHIVES = ("*.zip", "*.tar", "*.tar.gz", "*.tgz")
 
 
@@ -189,8 +191,7 @@ def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), MAX_REASON_CHARACTERS)}"
 
 
 def _check_same_sources(folder: Path, source: Path, kind: str) -> None:
