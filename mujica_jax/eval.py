@@ -45,6 +45,7 @@ from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.runtime.standard_output import run_program
 from mujica_jax.storage.run_directory import RunPath, run_path
+from mujica_jax.tasks.data_folder import check_data_dir
 
 ADAPTER_WANTED = "give --adapter a folder as RUN/policies/N/adapter"
 HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows without a checkpoint
@@ -135,6 +136,7 @@ def all_configs(given: EvalArguments, config: Config) -> list[Config]:
     found = [dataclasses.replace(config, task=task, agent=agent) for task in tasks for agent in agents]
     for one in found:
         check(one)
+        check_data_dir(one.task)
     named = [(one.task.kind, getattr(one.task, "environment", ""), one.agent.kind) for one in found]
     if twice := [" ".join(filter(None, name)) for name in named if named.count(name) > 1]:
         raise UserError(f"{twice[0]} is asked for twice and would be written into one file: name each once")

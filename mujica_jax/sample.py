@@ -25,6 +25,7 @@ from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.runtime.standard_output import run_program
 from mujica_jax.storage.leases import Leases
 from mujica_jax.storage.run_directory import run_path
+from mujica_jax.tasks.data_folder import check_data_dir
 from mujica_jax.trajectories.store import CONFIG, Store
 
 PROGRAM = "python -m mujica_jax.sample"
@@ -37,7 +38,8 @@ class SampleArguments:
 
     run: str  # directory or gs://BUCKET/PREFIX of a run whose trainer has --sampling.workers external
     lease_seconds: float = 60.0  # after which silence of a worker another one plays its unit
-    data_dir: str | None = None  # where the task's files are on this host (default: as for the trainer)
+    # Where the task's files are on this host: a folder, or tfds:NAME (default: as for the trainer).
+    data_dir: str | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,11 +97,14 @@ def _config_of(store: Store, given: SampleArguments) -> Config:
         raise UserError(
             f"the trainer of {store.root} is revision {trainer.revision} and this program is {own}: check out the same"
         )
-    if given.data_dir is None:
-        return config
-    if not hasattr(config.task, "data_dir"):
-        raise UserError(f"--data-dir is {given.data_dir} and the task {config.task.kind} reads no files: leave it out")
-    return dataclasses.replace(config, task=dataclasses.replace(config.task, data_dir=given.data_dir))
+    if given.data_dir is not None:
+        if not hasattr(config.task, "data_dir"):
+            raise UserError(
+                f"--data-dir is {given.data_dir} and the task {config.task.kind} reads no files: leave it out"
+            )
+        config = dataclasses.replace(config, task=dataclasses.replace(config.task, data_dir=given.data_dir))
+    check_data_dir(config.task)
+    return config
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.runtime.standard_output import run_program
+from mujica_jax.tasks.data_folder import check_data_dir
 
 DEFAULT_CONFIG = "tiny_world"
 
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_demonstrations(config)
         check_judge_is_asked(config)
         check_log_probabilities(config)
+        check_data_dir(config.task)
         distributed.start(config.distributed, preemption.on_notice)
         new = f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         directory = config.run or distributed.broadcast("run directory", lambda: new)

@@ -3,8 +3,6 @@
 import dataclasses
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from mujica_jax.metrics import score
 from mujica_jax.records import Conversation, StopReason, Trajectory
 from mujica_jax.rewards import find_reward
 from mujica_jax.tasks.two_wiki import task as two_wiki
-from mujica_jax.tasks.two_wiki.records import read_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 ALIASES = [
@@ -269,27 +266,3 @@ def test_a_configuration_that_was_stored_before_official_splits_means_what_it_me
     assert "split_dev_files" not in stored["task"]
     assert from_dict(Config, stored).task.split_dev_files  # pyright: ignore[reportAttributeAccessIssue]
     assert not load_config("two_wiki_text_v5e").task.split_dev_files
-
-
-BUILD = """
-import sys, tensorflow_datasets as tfds
-from mujica_jax.tasks.open_domain import builders
-builder = tfds.builder("mujica_two_wiki", data_dir=sys.argv[1])
-builder.download_and_prepare(download_config=tfds.download.DownloadConfig(manual_dir=sys.argv[2]))
-print("made", builder.data_dir, sep="|")
-"""
-
-
-@pytest.mark.slow
-def test_a_folder_of_tensorflow_datasets_keeps_official_splits_and_aliases(official, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prepared")
-    words = [sys.executable, "-c", BUILD, str(folder), str(official)]
-    made = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
-    assert made.returncode == 0, made.stderr
-    (line,) = (line for line in made.stdout.splitlines() if line.startswith("made|"))
-    prepared = two_wiki.build(config(Path(line.partition("|")[2])))
-    task = two_wiki.build(config(official))
-    for split in ("train", "dev", "test"):
-        assert prepared.questions(split) == task.questions(split)
-    sources = {of.id[0]: of.source for of in read_folder(Path(line.partition("|")[2]))}
-    assert sources == {"d": "dev", "t": "train"}

@@ -20,10 +20,8 @@ from mujica_jax.config.files import load_config, override
 from mujica_jax.config.schema import TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import Question
-from mujica_jax.tasks.open_domain.qald import read_qald
 from mujica_jax.tasks.open_domain.records import read_open_records, read_set
 from mujica_jax.tasks.open_domain.task import OpenDomain, build
-from mujica_jax.tasks.two_wiki.records import read_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {
@@ -236,35 +234,6 @@ def test_a_csv_of_another_set_is_refused(tmp_path):
         csv.writer(file).writerows([["Q", "A"], ["Who?", "Ann"]])
     with pytest.raises(UserError, match=r"test\.csv, line 2: this is no record of bamboogle \(KeyError: 'Question'\)"):
         list(read_open_records(tmp_path / "test.csv", "bamboogle"))
-
-
-BUILD = """
-import sys, tensorflow_datasets as tfds
-from mujica_jax.tasks.open_domain import builders
-for name, folder in zip(("musique", "two_wiki", "qald10"), sys.argv[2:]):
-    builder = tfds.builder(f"mujica_{name}", data_dir=sys.argv[1])
-    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(manual_dir=folder))
-    print("made", {split: info.num_examples for split, info in builder.info.splits.items()}, builder.data_dir, sep="|")
-"""
-
-
-@needs_data
-@pytest.mark.slow
-def test_builders_of_tensorflow_datasets_give_the_same_questions(tmp_path):
-    folders = [DATA / name for name in ("musique", "2wikimultihopqa", "qald10")]
-    words = [sys.executable, "-c", BUILD, str(tmp_path), *map(str, folders)]
-    made = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
-    assert made.returncode == 0, made.stderr
-    said = [line.split("|")[1:] for line in made.stdout.splitlines() if line.startswith("made")]
-    assert said[0][0] == "{'train': 100, 'validation': 74}" and said[2][0] == "{'validation': 276}"
-    places = [Path(folder) for _, folder in said]
-    built, official = task("musique", places[0]), task("musique", folders[0])
-    for split in ("train", "dev", "test"):
-        assert built.questions(split) == official.questions(split)
-    question = built.questions("dev")[0]
-    assert found(built, question, question.text) == found(official, question, question.text)
-    assert read_folder(places[1]) == read_folder(folders[1])
-    assert list(read_qald(str(places[2]), "en")) == list(read_qald(str(folders[2]), "en"))
 
 
 DOWNLOAD = """

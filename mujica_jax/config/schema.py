@@ -54,7 +54,9 @@ class TwoWikiConfig(PassageSearch):
     kind: Literal["two_wiki"] = "two_wiki"
     implementation: ClassVar[str] = "mujica_jax.tasks.two_wiki.task:build"
     environment: Literal["graph", "text"]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
-    data_dir: str  # folder with train*, dev* or questions*.json[l], triples*.tsv, corpus*.json[l] (docs/evaluation.md)
+    # Folder with train*, dev* or questions*.json[l], triples*.tsv and corpus*.json[l] (docs/evaluation.md); or
+    # tfds:two_wiki, or tfds:FOLDER/two_wiki.
+    data_dir: str
     # Questions of files train* are trained on, and those of dev* are held out. Of all others (questions*), this
     # percentage is held out, by the hash of their ids.
     hold_out_percent: int

@@ -34,7 +34,7 @@ class OpenDomainConfig(PassageSearch):
     kind: str
     environment: ClassVar[Literal["text"]] = "text"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.task:build"
-    data_dir: str  # folder with the official files, plain or .gz
+    data_dir: str  # folder with the official files, plain or .gz, or tfds:NAME (docs/evaluation.md)
     dev_percent: int = 30  # share of the questions held out that are dev; the rest is test
     max_questions: int | None = None  # of each split, the first by the hash of their ids
 
@@ -92,7 +92,7 @@ class QaldConfig:
     kind: Literal["qald10"] = "qald10"
     environment: ClassVar[Literal["graph"]] = "graph"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.qald:build"
-    data_dir: str  # folder with qald_10.json, plain or .gz
+    data_dir: str  # folder with qald_10.json, plain or .gz, or tfds:qald10
     top_k: int  # triples shown to the worker
     # The graph: a directory made by `python -m mujica_jax.index build --kind graph`, or sparql+https://HOST/sparql.
     index: str | None = None

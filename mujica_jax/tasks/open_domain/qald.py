@@ -26,8 +26,9 @@ from mujica_jax.retrieval.graph.sparql import term_of
 from mujica_jax.retrieval.graph.values import BOOLEANS, readable_iri, spellings
 from mujica_jax.retrieval.text.corpus_records import open_text
 from mujica_jax.storage.local import visible_files
+from mujica_jax.tasks.data_folder import is_prepared, with_data_folder
 from mujica_jax.tasks.environment import GraphEnvironment
-from mujica_jax.tasks.open_domain.records import is_prepared, prepared_records
+from mujica_jax.tasks.open_domain.records import prepared_records
 from mujica_jax.tasks.open_domain.task import OpenDomain
 from mujica_jax.tasks.passages import fetched_index
 from mujica_jax.tasks.question_fields import check_characters, read_id, read_question
@@ -43,6 +44,7 @@ _wikidata_key = re.compile(
 
 
 def build(config: QaldConfig) -> OpenDomain:
+    config = with_data_folder(config)
     if config.index is None:
         raise UserError(
             "task.kind qald10 is answered over Wikidata and task.index is None: give the directory of a graph or "
@@ -81,7 +83,8 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
     """
     folder = Path(data_dir)
     first_places: dict[str, tuple[dict[str, Any], str]] = {}  # of an id: its record and where it stands
-    for place, value in prepared_records(folder) if is_prepared(folder) else official_records(folder):
+    placed = prepared_records(folder, "qald10") if is_prepared(folder) else official_records(folder)
+    for place, value in placed:
         check_characters(value, place)
         try:
             record = _record(value, language)
@@ -102,9 +105,14 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
             )
 
 
+def qald_files(folder: Path) -> list[Path]:
+    """Return the files with questions, in a fixed order."""
+    return [file for pattern in PATTERNS for file in visible_files(folder, pattern)]
+
+
 def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
     """Each question with the place it stands at."""
-    files = [file for pattern in PATTERNS for file in visible_files(folder, pattern)]
+    files = qald_files(folder)
     if not files:
         raise UserError(
             f"task.data_dir {folder} has no file of questions: put qald_10.json from KGQA/QALD-10 there, plain or .gz"

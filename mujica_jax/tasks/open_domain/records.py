@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,6 +30,8 @@ from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.text.corpus_records import explained, open_text, read_records
 from mujica_jax.storage.local import beside, visible_files
 from mujica_jax.storage.manifest import sha256_of
+from mujica_jax.tasks.data_folder import is_prepared, require_tensorflow
+from mujica_jax.tasks.official_files import OFFICIAL_FILES
 from mujica_jax.tasks.question_fields import (
     check_characters,
     check_not_blank,
@@ -51,18 +53,10 @@ from mujica_jax.tasks.question_fields import (
 _log = logging.getLogger(__name__)
 
 PATTERNS = ("*.json", "*.jsonl", "*.csv", "*.tsv")
-PREPARED = "dataset_info.json"  # in a folder that `builders.py` has filled
 CACHE_FORMAT = 2  # of the Parquet files that are kept
 BYTE_ORDER_MARK = "\ufeff"  # that spreadsheets put before a table
-SOURCES = {  # where the official files are, as their papers name them
-    "hotpotqa": "hotpot_train_v1.1.json and hotpot_dev_distractor_v1.json from HotpotQA's page",
-    "musique": "musique_ans_v1.0_train.jsonl and musique_ans_v1.0_dev.jsonl from MuSiQue's repository",
-    "nq": "NQ-open.train.jsonl and NQ-open.dev.jsonl from google-research-datasets/natural-questions",
-    "triviaqa": "unfiltered-web-train.json and unfiltered-web-dev.json from TriviaQA's page",
-    "popqa": "popQA.tsv from AlexTMallen/adaptive-retrieval",
-    "ambigqa": "train_light.json and dev_light.json from AmbigQA's page",
-    "bamboogle": "Bamboogle Prerelease.csv from ofirpress/self-ask",
-}
+# What to put where files are missing.
+SOURCES = {kind: official.summary for kind, official in OFFICIAL_FILES.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +90,9 @@ class OpenRecord:
 def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
     """Return all questions, each with whether it is for training.
 
-    They come from official files, or from a folder that `builders.py` has filled. What was read is kept as Parquet in
-    the user's cache and found again by the content of the files: folders may agree in names, sizes and times.
+    They come from official files, or from a folder that TensorFlow Datasets has prepared (`builders.py`). What was read
+    is kept as Parquet in the user's cache and found again by the content of the files: folders may agree in names,
+    sizes and times.
     """
     prepared = is_prepared(folder)
     files = sorted(folder.iterdir()) if prepared else question_files(folder, kind)
@@ -108,9 +103,10 @@ def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
     if records is not None:
         return records
     if prepared:
+        require_tensorflow(f"reading {folder}")
         from mujica_jax.tasks.open_domain.builders import read_prepared
 
-        records = list(read_prepared(folder))
+        records = read_prepared(folder, kind)
     else:
         records = read_question_files(files, kind)
     _keep(kept, records)
@@ -145,15 +141,20 @@ def _keep(kept: Path, records: Sequence[tuple[bool, OpenRecord]]) -> None:
         _log.warning("the questions could not be kept for the next start (%s)", error)
 
 
-def read_question_files(files: Sequence[Path], kind: str) -> list[tuple[bool, OpenRecord]]:
+def read_question_files(
+    files: Sequence[Path], kind: str, training_files: Collection[Path] | None = None
+) -> list[tuple[bool, OpenRecord]]:
     """Return the questions of all files, each with whether it is for training.
 
-    A question that stands in a training file and in another file is listed for both.
+    The names of the files say which are for training, unless `training_files` lists them. A question that stands in a
+    training file and in another file is listed for both.
     """
+    if training_files is None:
+        training_files = [file for file in files if is_training_file(file.name)]
     merged: dict[tuple[bool, str], OpenRecord] = {}
     first_places: dict[str, tuple[str, str]] = {}  # of an id: the text of its question and where it stands
     for file in files:
-        training = is_training_file(file.name)
+        training = file in training_files
         for place, record in read_placed_records(file, kind):
             text, first_place = first_places.setdefault(record.id, (record.text, place))
             if _words_of(text) != _words_of(record.text):
@@ -185,15 +186,12 @@ def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
     )
 
 
-def is_prepared(folder: Path) -> bool:
-    return (folder / PREPARED).is_file()
-
-
-def prepared_records(folder: Path) -> list[tuple[str, Any]]:
-    """The official records in a folder that `builders.py` has filled, each with its place, in the files' order."""
+def prepared_records(folder: Path, kind: str) -> list[tuple[str, Any]]:
+    """Return the official records of a prepared folder in the order of their files, each with its place."""
+    require_tensorflow(f"reading {folder}")
     from mujica_jax.tasks.open_domain.builders import prepared_rows
 
-    rows = sorted((row["id"].decode(), row["record"]) for _, row in prepared_rows(folder))
+    rows = sorted((row["id"].decode(), row["record"]) for _, row in prepared_rows(folder, kind))
     return [(f"{folder}, {place}", json.loads(record)) for place, record in rows]
 
 
@@ -216,18 +214,22 @@ def from_row(row: Mapping[str, Any]) -> OpenRecord:
 
 
 def question_files(folder: Path, kind: str) -> list[Path]:
-    """The files with questions, in a fixed order. Raises UserError saying what to put where."""
-    found = [
+    """Return the files with questions, in a fixed order. Raises UserError saying what to put where."""
+    files = find_question_files(folder)
+    if not files:
+        what = "does not exist" if not folder.is_dir() else "has no file of questions"
+        raise UserError(f"task.data_dir {folder} {what}: put {SOURCES[kind]} there, plain or .gz")
+    return files
+
+
+def find_question_files(folder: Path) -> list[Path]:
+    return [
         file
         for pattern in PATTERNS
         for suffix in ("", ".gz")
         for file in visible_files(folder, pattern + suffix)
         if "corpus" not in file.name
     ]
-    if not found:
-        what = "does not exist" if not folder.is_dir() else "has no file of questions"
-        raise UserError(f"task.data_dir {folder} {what}: put {SOURCES[kind]} there, plain or .gz")
-    return found
 
 
 def read_open_records(file: Path, kind: str) -> Iterator[OpenRecord]:

@@ -9,6 +9,7 @@ from mujica_jax.config.tasks import MultiHopConfig, OpenDomainConfig, QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import GoldPassage, Question
+from mujica_jax.tasks.data_folder import with_data_folder
 from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.open_domain.records import OpenRecord, read_set
 from mujica_jax.tasks.passages import (
@@ -84,6 +85,7 @@ class OpenDomain:
 
 
 def build(config: OpenDomainConfig) -> OpenDomain:
+    config = with_data_folder(config)
     by_split: dict[Split, dict[str, OpenRecord]] = {"train": {}, "dev": {}, "test": {}}
     for training, record in read_set(Path(config.data_dir), config.kind):
         held_out: Split = "dev" if hash_of(record.id) % 100 < config.dev_percent else "test"

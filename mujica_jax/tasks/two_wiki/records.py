@@ -21,7 +21,8 @@ from mujica_jax.retrieval.graph.triples import LITERAL_ID, Triple, normalise_lab
 from mujica_jax.retrieval.text.corpus import Passage
 from mujica_jax.retrieval.text.corpus_records import explained, records_of
 from mujica_jax.storage.local import visible_files
-from mujica_jax.tasks.open_domain.records import OpenRecord, is_prepared, prepared_records
+from mujica_jax.tasks.data_folder import is_prepared, sources_of
+from mujica_jax.tasks.open_domain.records import OpenRecord, prepared_records
 from mujica_jax.tasks.question_fields import (
     check_characters,
     check_not_blank,
@@ -82,10 +83,26 @@ def data_files(data_dir: str | Path, patterns: Sequence[str], what: str, *, need
 
 
 def read_folder(data_dir: str | Path) -> list[Record]:
-    """The questions of official files, or of a folder that `open_domain/builders.py` has filled."""
+    """Return the questions of official files, or of a folder that `open_domain/builders.py` has filled."""
     if is_prepared(Path(data_dir)):
         return _merged(_prepared(Path(data_dir)))
     return read_questions(data_files(data_dir, QUESTION_FILES, "questions"))
+
+
+def read_corpus_questions(data_dir: str | Path) -> list[Record]:
+    """Return the questions of the files that were made for a corpus (`questions*`), none where there are no such files.
+
+    The folder may be a prepared one.
+    """
+    folder = Path(data_dir)
+    if not is_prepared(folder):
+        return read_questions(data_files(folder, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False))
+    if not any(name.startswith("questions") for name in sources_of(folder, "two_wiki")):
+        return []
+    placed = prepared_records(folder, "two_wiki")
+    return _merged(
+        ("", place, value) for place, value in placed if _original_place(place, folder).startswith("questions")
+    )
 
 
 def read_questions(files: Iterable[Path]) -> list[Record]:
@@ -109,10 +126,14 @@ def _placed(files: Iterable[Path]) -> Iterator[Placed]:
 
 
 def _prepared(folder: Path) -> Iterator[Placed]:
-    """Yield the records of a prepared folder. A place names the file, as in `FOLDER, 0000007 dev.json, line 3`."""
-    for place, value in prepared_records(folder):
-        original_place = place.removeprefix(f"{folder}, ").partition(" ")[2]
-        yield source_of(original_place), place, value
+    """Yield the records of a prepared folder."""
+    for place, value in prepared_records(folder, "two_wiki"):
+        yield source_of(_original_place(place, folder)), place, value
+
+
+def _original_place(place: str, folder: Path) -> str:
+    """Return the place of a prepared record in its official file, as `dev.json, line 3`."""
+    return place.removeprefix(f"{folder}, ").partition(" ")[2]
 
 
 def _merged(values: Iterable[Placed]) -> list[Record]:

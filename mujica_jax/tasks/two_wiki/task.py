@@ -35,6 +35,7 @@ from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.text.bm25 import Bm25Index
 from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.tasks.data_folder import with_data_folder
 from mujica_jax.tasks.environment import GraphEnvironment, TextEnvironment, WithGoldPassages, WrittenPassages
 from mujica_jax.tasks.passages import (
     GoldInCorpus,
@@ -52,15 +53,14 @@ from mujica_jax.tasks.two_wiki.augmentation import NameParts
 from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, follows_from_evidence, with_printed_dates
 from mujica_jax.tasks.two_wiki.demonstrations import CopyPlan, copy_plan, renamed_copy
 from mujica_jax.tasks.two_wiki.records import (
-    CORPUS_QUESTION_FILES,
     GRAPH_FILES,
     Record,
     chain_evidences,
     data_files,
     mentions,
     passages_of,
+    read_corpus_questions,
     read_folder,
-    read_questions,
     with_known_ids,
 )
 from mujica_jax.tasks.two_wiki.search import corpus_of, open_knowledge_graph, ranking
@@ -204,6 +204,7 @@ class TwoWiki:
 
 
 def build(config: TwoWikiConfig) -> TwoWiki:
+    config = with_data_folder(config)
     config = dataclasses.replace(config, index=fetched_index(config.index))
     records, notes = _read_records(config)
     splits = splits_of(records, config)
@@ -318,8 +319,7 @@ def _text_task(
     in_corpus = {record.id: gold for record in records if (gold := corpus.find_all(record.gold)) is not None}
 
     # The questions made for the corpus, and training questions whose gold passages it has.
-    of_corpus = data_files(config.data_dir, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False)
-    sample = {record.id for record in (read_questions(of_corpus) if of_corpus else records)}
+    sample = {record.id for record in read_corpus_questions(config.data_dir) or records}
     questions = [
         _question(record, in_corpus[record.id])
         for record in records

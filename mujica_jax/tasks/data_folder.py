@@ -1,0 +1,315 @@
+"""Find the folder that `task.data_dir` names: a folder of files, or a data set of TensorFlow Datasets.
+
+`tfds:NAME` is a data set that `python -m mujica_jax.tasks.prepare` has prepared in the folder of TensorFlow Datasets:
+`$TFDS_DATA_DIR`, or else `~/tensorflow_datasets`. `tfds:FOLDER/NAME` is one in another folder, which may be in a
+bucket. `tfds:NAME:VERSION` is one version; without it the newest counts.
+
+TensorFlow is not needed to find a folder, only to read it (`open_domain/builders.py`).
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import json
+import logging
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from mujica_jax.errors import UserError
+from mujica_jax.runtime import distributed
+from mujica_jax.storage.run_directory import local_folder, run_path
+from mujica_jax.tasks.official_files import OFFICIAL_FILES
+
+PREFIX = "tfds:"
+BUILDER_PREFIX = "mujica_"  # of the names that the data sets have in TensorFlow Datasets
+VERSION = "2.1.0"  # of the data sets that this program prepares
+PREPARED = "dataset_info.json"  # written last, so a folder that has it is complete
+FEATURES = "features.json"
+TFRECORD_BYTES = 16  # length and checksums of a record in a TFRecord file
+SOURCES = "official_files.json"  # in a prepared folder: size and checksum of each file that it was made of
+PREPARE = "python -m mujica_jax.tasks.prepare"
+# As requirements.txt lists them.
+REQUIREMENTS = ("tensorflow~=2.20.0", "tensorflow-datasets>=4.9.9,<5", "importlib_resources>=6")
+OTHER_NAMES = {  # what people also call a set, without its capitals and punctuation
+    "2wiki": "two_wiki",
+    "2wikimultihop": "two_wiki",
+    "2wikimultihopqa": "two_wiki",
+    "hotpot": "hotpotqa",
+    "qald": "qald10",
+    "naturalquestions": "nq",
+    "nqopen": "nq",
+}
+_version = re.compile(r"\d+\.\d+\.\d+")
+
+
+class _HasData(Protocol):
+    @property
+    def kind(self) -> str: ...
+    @property
+    def data_dir(self) -> str: ...
+
+
+Task = TypeVar("Task", bound=_HasData)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedName:
+    """The parts of `tfds:FOLDER/NAME:VERSION`."""
+
+    folder: str
+    kind: str
+    version: str | None
+    is_default_folder: bool
+
+
+def with_data_folder(task: Task) -> Task:
+    """Return the task's configuration with the folder that its `data_dir` names."""
+    folder = data_folder(task.data_dir, task.kind)
+    return dataclasses.replace(task, data_dir=str(folder))  # type: ignore[type-var]
+
+
+def data_folder(data_dir: str, kind: str) -> Path:
+    """Return the folder with the questions of a task of this kind.
+
+    Raises UserError for a data set that is unknown, not prepared, of another kind or damaged. Whether a plain folder
+    has the right files is for the task to find out.
+    """
+    folder = _prepared_folder(data_dir, kind) if data_dir.startswith(PREFIX) else Path(data_dir)
+    if is_prepared(folder) or (folder / FEATURES).is_file():
+        check_prepared(folder, kind)
+    return folder
+
+
+def check_data_dir(task: object) -> None:
+    """Check what a task's `data_dir` says of TensorFlow Datasets, before anything is loaded. Raises UserError.
+
+    A data set in a bucket is fetched and checked when the task is built.
+    """
+    data_dir = getattr(task, "data_dir", None)
+    kind = getattr(task, "kind", "")
+    if not isinstance(data_dir, str) or not data_dir.startswith(PREFIX):
+        return
+    if parse_name(data_dir).folder.startswith("gs://"):
+        return
+    data_folder(data_dir, kind)
+    for package in ("tensorflow", "tensorflow_datasets"):
+        if importlib.util.find_spec(package) is None:
+            raise not_installed(f"task.data_dir {data_dir}", f"there is no package {package}")
+
+
+def is_prepared(folder: Path) -> bool:
+    """Return whether TensorFlow Datasets has written this folder."""
+    return (folder / PREPARED).is_file()
+
+
+def sources_of(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
+    """Return the official files that a prepared folder was made of, by name. Downloaded sets list none."""
+    try:
+        sources = json.loads((folder / SOURCES).read_text())
+        return {name: {**source} for name, source in sources.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise damaged(folder, kind, f"{SOURCES} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def builder_name(kind: str) -> str:
+    return f"{BUILDER_PREFIX}{kind}"
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of the data set with this name, `hotpotqa` or `mujica_hotpotqa`. Raises UserError."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower().removeprefix(BUILDER_PREFIX))
+    kinds = {re.sub("_", "", kind): kind for kind in OFFICIAL_FILES} | OTHER_NAMES
+    if plain in kinds:
+        return kinds[plain]
+    near = difflib.get_close_matches(plain, kinds, n=1)
+    hint = f"did you mean {kinds[near[0]]}? " if near else ""
+    raise UserError(f"unknown data set {name!r}: {hint}choose from {', '.join(OFFICIAL_FILES)}")
+
+
+def default_folder() -> str:
+    """Return the folder in which TensorFlow Datasets keeps its data sets."""
+    return os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+
+
+def parse_name(data_dir: str) -> PreparedName:
+    """Split `tfds:FOLDER/NAME:VERSION`. The version may also stand behind a slash. Raises UserError."""
+    folder, _, last = data_dir.removeprefix(PREFIX).rpartition("/")
+    version: str | None
+    if _version.fullmatch(last) and folder:
+        version = last
+        folder, _, name = folder.rpartition("/")
+    else:
+        name, has_version, version = last.partition(":")
+        if not has_version:
+            version = None
+    try:
+        kind = kind_of(name)
+    except UserError as error:
+        raise UserError(f"task.data_dir is {data_dir}: {error}") from error
+    return PreparedName(folder=folder or default_folder(), kind=kind, version=version, is_default_folder=not folder)
+
+
+def check_prepared(folder: Path, kind: str) -> dict[str, int]:
+    """Check that a folder of TensorFlow Datasets holds this data set, and that its files have their sizes.
+
+    Return the number of examples of each split. What the files hold is checked when they are read.
+    """
+    try:
+        about = json.loads((folder / PREPARED).read_text())
+        name = about["name"]
+        splits = [_read_split(name, about["fileFormat"], split) for split in about["splits"]]
+    except FileNotFoundError as error:
+        raise damaged(folder, kind, f"{PREPARED} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, kind, f"{PREPARED} cannot be read: {type(error).__name__}: {error}") from error
+    if name != builder_name(kind):
+        known = str(name).removeprefix(BUILDER_PREFIX)
+        advice = f"or --task.kind {known}" if known in OFFICIAL_FILES else f"as `{PREPARE}` makes it"
+        raise UserError(
+            f"{folder} holds the data set {name} of TensorFlow Datasets and task.kind is {kind}: give the folder of "
+            f"{builder_name(kind)}, {advice}"
+        )
+    if not splits:
+        raise damaged(folder, kind, f"{PREPARED} lists no examples")
+    _size_of(folder / FEATURES, kind)
+    for split in splits:
+        written = sum(_size_of(folder / file, kind) for file in split.files)
+        if split.bytes is not None and written != split.bytes:
+            raise damaged(folder, kind, f"{split.name} has {written:,} bytes and should have {split.bytes:,}")
+    for file, source in sources_of(folder, kind).items():
+        if source.get("is_copied") and _size_of(folder / file, kind) != source.get("bytes"):
+            raise damaged(folder, kind, f"{file} should have {source.get('bytes')} bytes")
+    return {split.name: split.examples for split in splits}
+
+
+def damaged(folder: Path, kind: str, reason: str) -> UserError:
+    """Return the error for a prepared folder that cannot be read."""
+    command = f"{PREPARE} {kind} --from DIR"
+    if folder.parent.name == builder_name(kind):
+        command += f" --data-dir {shlex.quote(str(folder.parent.parent))}"
+    return UserError(
+        f"the prepared data set {folder} is damaged ({reason}): remove this folder and prepare it again with "
+        f"`{command}`"
+    )
+
+
+def not_installed(purpose: str, reason: str) -> UserError:
+    """Return the error for a machine without TensorFlow Datasets."""
+    packages = " ".join(shlex.quote(requirement) for requirement in REQUIREMENTS)
+    return UserError(
+        f"{purpose} needs TensorFlow Datasets, which is not installed ({reason}): install it with "
+        f"`pip install {packages}`"
+    )
+
+
+def require_tensorflow(purpose: str) -> None:
+    """Import TensorFlow and TensorFlow Datasets. Raises UserError where they are not installed."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # otherwise it reports GPUs and instructions that it lacks
+    try:
+        import tensorflow
+        import tensorflow_datasets  # noqa: F401
+    except ImportError as error:
+        raise not_installed(purpose, str(error)) from error
+    # TensorFlow only reads files here. Otherwise it takes the memory of all GPUs, which JAX needs. It refuses where
+    # another library has started it already.
+    with contextlib.suppress(RuntimeError):
+        tensorflow.config.set_visible_devices([], "GPU")
+
+
+@contextlib.contextmanager
+def without_root_handler() -> Iterator[None]:
+    """Keep absl from giving the root logger a handler, which would print the debug lines of all libraries."""
+    handler = logging.NullHandler()
+    logging.root.addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(handler)
+
+
+def _prepared_folder(data_dir: str, kind: str) -> Path:
+    name = parse_name(data_dir)
+    if name.kind != kind:
+        raise UserError(
+            f"task.data_dir is {data_dir} and task.kind is {kind}: give --task.kind {name.kind}, or --task.data-dir "
+            f"{PREFIX}{kind}"
+        )
+    root = name.folder
+    if "://" in root and not root.startswith("gs://"):
+        raise UserError(f"task.data_dir is {data_dir}: {root} is neither a local folder nor in a bucket (gs://)")
+    if "://" not in root:
+        root = str(Path(root).expanduser())
+    home = f"{root.rstrip('/')}/{builder_name(kind)}"
+    versions = _versions(home)
+    if not versions:
+        command = f"{PREPARE} {kind} --from DIR"
+        further_step = ""
+        if root.startswith("gs://"):
+            command += " --data-dir FOLDER"
+            further_step = f" and copy FOLDER to {root}"
+        elif not name.is_default_folder:
+            command += f" --data-dir {shlex.quote(root)}"
+        raise UserError(
+            f"task.data_dir is {data_dir} and {root} holds no prepared {builder_name(kind)}: prepare it with "
+            f"`{command}`{further_step}, where DIR holds {OFFICIAL_FILES[kind].summary}; to use another folder, set "
+            f"TFDS_DATA_DIR or give {PREFIX}FOLDER/{kind}"
+        )
+    if name.version is not None and name.version not in versions:
+        raise UserError(
+            f"task.data_dir is {data_dir} and {home} has no version {name.version!r}: choose from "
+            f"{', '.join(versions)}, or leave the version out"
+        )
+    folder = f"{home}/{name.version or versions[-1]}"
+    if folder.startswith("gs://"):
+        return distributed.primary_first("the data set", lambda: local_folder(folder))
+    if not is_prepared(Path(folder)):
+        raise damaged(Path(folder), kind, f"{PREPARED} is missing")
+    return Path(folder)
+
+
+def _versions(home: str) -> list[str]:
+    """Return the versions in the folder of a data set, the newest last."""
+    folder = run_path(home)
+    if not isinstance(folder, Path):
+        entries = {key.partition("/")[0] for key in folder.objects()}
+    elif folder.is_dir():
+        entries = {path.name for path in folder.iterdir() if path.is_dir()}
+    else:
+        entries = set()
+    versions = [entry for entry in entries if _version.fullmatch(entry)]
+    return sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Split:
+    name: str
+    files: list[str]
+    examples: int
+    bytes: int | None  # of all files together, where the format says it
+
+
+def _read_split(name: str, file_format: str, about: dict[str, Any]) -> _Split:
+    """Return what `dataset_info.json` says about a split."""
+    lengths = [int(length) for length in about["shardLengths"]]
+    prefix = f"{name}-{about['name']}.{file_format}"
+    is_tfrecord = file_format == "tfrecord"
+    return _Split(
+        name=about["name"],
+        files=[f"{prefix}-{number:05}-of-{len(lengths):05}" for number in range(len(lengths))],
+        examples=sum(lengths),
+        bytes=int(about["numBytes"]) + TFRECORD_BYTES * sum(lengths) if is_tfrecord else None,
+    )
+
+
+def _size_of(file: Path, kind: str) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError as error:
+        raise damaged(file.parent, kind, f"{file.name} is missing") from error

@@ -1,0 +1,210 @@
+"""Prepare a question set for TensorFlow Datasets, from its official files.
+
+    python -m mujica_jax.tasks.prepare hotpotqa --from DIR
+    python -m mujica_jax.eval ... --task.kind hotpotqa --task.data-dir tfds:hotpotqa
+
+`--help` lists the sets, and the files that each needs. If a preparation is killed, start the same command again.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mujica_jax.errors import UserError
+from mujica_jax.runtime.standard_output import run_program
+from mujica_jax.storage.local import visible_files
+from mujica_jax.tasks import data_folder
+from mujica_jax.tasks.official_files import DOWNLOADS, OFFICIAL_FILES
+from mujica_jax.tasks.sources import describe_sources, question_files
+
+LOCK = ".lock"
+INCOMPLETE = "incomplete.*"  # what TensorFlow Datasets calls a folder that it is still writing
+MAX_REASON_CHARACTERS = 200  # of an error of another library
+ARCHIVES = ("*.zip", "*.tar", "*.tar.gz", "*.tgz")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done or there already, 2 a user's mistake, 130 interrupted."""
+    given = _parser().parse_args(arguments)
+    try:
+        kind = data_folder.kind_of(given.name)
+        print(prepare(kind, official_folder=given.official_folder, data_dir=given.data_dir))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted, and nothing was kept: the same command starts again", file=sys.stderr)
+        return 130
+    return 0
+
+
+def prepare(kind: str, *, official_folder: str | None, data_dir: str | None) -> str:
+    """Prepare a set in `data_dir` unless it is there already. Return a sentence about it.
+
+    Without `official_folder` the files are downloaded, which some sets allow.
+    """
+    root = _local_folder(data_dir or data_folder.default_folder())
+    source = None if official_folder is None else Path(official_folder).expanduser()
+    if source is None and kind not in DOWNLOADS:
+        raise UserError(f"{kind} is not downloaded: {how_to_get(kind)} and give it with --from DIR")
+    if source is not None:
+        _check_official_folder(source, kind)
+
+    home = root / data_folder.builder_name(kind)
+    folder = home / data_folder.VERSION
+    with _errors_of_disk(root):
+        was_there = folder.exists()
+        if not was_there:
+            data_folder.require_tensorflow(f"preparing {kind}")
+            with _locked(home):
+                _download_and_prepare(kind, source, root)
+        sizes = data_folder.check_prepared(folder, kind)
+        if was_there and source is not None:
+            _check_same_sources(folder, source, kind)
+    examples = ", ".join(f"{size:,} in {split}" for split, size in sizes.items())
+    name = f"{data_folder.PREFIX}{kind}" if data_dir is None else f"{data_folder.PREFIX}{root}/{kind}"
+    state = "is there already" if was_there else "is prepared"
+    return f"{folder} {state} ({examples}): --task.kind {kind} --task.data-dir {name}"
+
+
+def how_to_get(kind: str) -> str:
+    """Say which official files a set is prepared from."""
+    official = OFFICIAL_FILES[kind]
+    names = " and ".join(official.names)
+    return f"put {names} (about {official.size}, from {official.page}), plain or .gz, into a folder"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=data_folder.PREPARE,
+        description="Prepare a question set for TensorFlow Datasets, from its official files.",
+        epilog=_help_of_sets(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", metavar="NAME", help=", ".join(OFFICIAL_FILES))
+    parser.add_argument(
+        "--from", dest="official_folder", metavar="DIR", help="folder with the official files, plain or .gz"
+    )
+    parser.add_argument(
+        "--data-dir",
+        metavar="DATA",
+        help="folder of TensorFlow Datasets (default: $TFDS_DATA_DIR, or ~/tensorflow_datasets)",
+    )
+    return parser
+
+
+def _help_of_sets() -> str:
+    lines = ["official files:"]
+    for kind, official in OFFICIAL_FILES.items():
+        lines.append(f"  {kind}: {' and '.join(official.names)} (about {official.size})")
+        if official.optional:
+            lines.append(f"      also read: {official.optional}")
+        lines.append(f"      from {official.page}")
+    lines.append(f"Without --from, these are downloaded: {', '.join(DOWNLOADS)}.")
+    return "\n".join(lines)
+
+
+def _local_folder(data_dir: str) -> Path:
+    if "://" in data_dir:
+        raise UserError(
+            f"a data set is prepared on local disk and the folder is {data_dir}: give a local --data-dir, and copy it "
+            "there afterwards"
+        )
+    return Path(data_dir).expanduser()
+
+
+def _check_official_folder(folder: Path, kind: str) -> None:
+    """Check that there are files with questions. Raises UserError with what the set needs."""
+    if not folder.exists():
+        problem = "does not exist"
+    elif not folder.is_dir():
+        problem = "is a file"
+    elif not question_files(folder, kind):
+        problem = f"has no file with questions of {kind}"
+    else:
+        return
+    archives = [file.name for pattern in ARCHIVES for file in visible_files(folder, pattern)]
+    if archives:
+        advice = f"unpack {', '.join(archives)} there"
+    else:
+        advice = f"{how_to_get(kind)} and give that"
+    raise UserError(f"--from is {folder}, which {problem}: {advice}")
+
+
+@contextlib.contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """Hold the folder of a data set for one process, and remove what a killed one has left there."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / LOCK).open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another process prepares {home}: wait for it, or give another --data-dir") from error
+        for leftover in home.glob(INCOMPLETE):
+            shutil.rmtree(leftover)
+        yield
+
+
+@contextlib.contextmanager
+def _errors_of_disk(root: Path) -> Iterator[None]:
+    """Turn what a full or forbidden disk raises into one sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write into {root} ({error.strerror or error}): free space, make it writable, or give another "
+            "--data-dir"
+        ) from error
+
+
+def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
+    """Fill the folder of the set. It gets its name when it is complete."""
+    import tensorflow
+    import tensorflow_datasets
+    from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
+
+    from mujica_jax.tasks.open_domain.builders import BUILDERS
+
+    if not sys.stderr.isatty():
+        tensorflow_datasets.disable_progress_bar()
+    config = tensorflow_datasets.download.DownloadConfig(manual_dir=source)
+    download_errors: tuple[type[Exception], ...] = ()
+    if source is None:
+        download_errors = (OSError, tensorflow_datasets.download.DownloadError, NonMatchingChecksumError)
+    try:
+        # What TensorFlow Datasets prints on its way is not the command's result.
+        with contextlib.redirect_stdout(sys.stderr), data_folder.without_root_handler():
+            builder = BUILDERS[kind](data_dir=root)
+            builder.download_and_prepare(download_config=config)
+    except download_errors as error:
+        raise UserError(
+            f"{kind} could not be downloaded ({_reason(error)}): {how_to_get(kind)}, and give it with --from DIR"
+        ) from error
+    except tensorflow.errors.OpError as error:
+        raise OSError(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), MAX_REASON_CHARACTERS)}"
+
+
+def _check_same_sources(folder: Path, source: Path, kind: str) -> None:
+    """Check that a set which is there already was made of the same files."""
+    before = data_folder.sources_of(folder, kind)
+    now = describe_sources(source, kind)
+    different = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if before and different:
+        raise UserError(
+            f"{folder} is there already and was prepared from other files than those in {source} "
+            f"({', '.join(different)}): remove that folder first, or give another --data-dir"
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(main))

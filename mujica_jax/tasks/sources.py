@@ -1,0 +1,41 @@
+"""Which files of a folder of official files a question set is made of."""
+
+from pathlib import Path
+from typing import Any
+
+from mujica_jax.storage.manifest import sha256_of
+from mujica_jax.tasks.open_domain import records
+from mujica_jax.tasks.open_domain.qald import qald_files
+from mujica_jax.tasks.two_wiki.aliases import alias_file
+from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, GRAPH_FILES, QUESTION_FILES, data_files
+
+
+def question_files(folder: Path, kind: str) -> list[Path]:
+    """Return the files with questions, in a fixed order."""
+    if kind == "two_wiki":
+        return data_files(folder, QUESTION_FILES, "questions", needed=False)
+    if kind == "qald10":
+        return qald_files(folder)
+    return records.find_question_files(folder)
+
+
+def further_files(folder: Path, kind: str) -> list[Path]:
+    """Return the files that the task reads beside the questions: of 2WikiMultihopQA aliases, triples and passages."""
+    if kind != "two_wiki":
+        return []
+    aliases = alias_file(folder)
+    files = data_files(folder, (*GRAPH_FILES, *CORPUS_FILES), "further files", needed=False)
+    return files if aliases is None else [aliases, *files]
+
+
+def describe_sources(folder: Path, kind: str) -> dict[str, Any]:
+    """Return size and checksum of each file that the set is made of, by its name, and whether it is copied."""
+    copied = further_files(folder, kind)
+    described: dict[str, Any] = {}
+    for file in (*question_files(folder, kind), *copied):
+        described[file.name] = {
+            "bytes": file.stat().st_size,
+            "sha256": sha256_of(file),
+            "is_copied": file in copied,
+        }
+    return described
