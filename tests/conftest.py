@@ -13,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import jaxlib
 import pytest
+from patience import HANG_SECONDS
 
 KEPT = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).resolve().parents[1] / ".jax_cache"),
@@ -22,7 +23,6 @@ KEPT = {
 # The second one takes a third off the time of tests of models (docs/LOG.md).
 XLA_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 OUTCOMES = ("rerun", "failed", "error")
-PATIENCE_SECONDS = 120.0  # for a test that is a coroutine
 # Files that take ten seconds and more: begun last, one of them would go on alone.
 LONG = {
     f"test_{name}.py"
@@ -74,7 +74,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     asked = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**asked), PATIENCE_SECONDS))
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**asked), HANG_SECONDS))
     return True
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from local_endpoint import Answer, Request, serving
+from patience import HANG_SECONDS
 
 from mujica_jax import eval as evaluation
 from mujica_jax.agents import protocol
@@ -37,7 +38,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         "NO_PROXY": "*",
         "COLUMNS": "200",
     }
-    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=HANG_SECONDS, env=environment)
 
 
 def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path):

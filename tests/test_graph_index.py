@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from fake_bucket import use
 from little_graph import DIRECTOR, FILM, LINES, fact, graph_in_memory, label, texts, write_dump
+from patience import HANG_SECONDS
 from test_bucket_corpus import every
 from test_indexes import Silent
 
@@ -302,7 +303,7 @@ def killed(folder: Path, files: tuple[Path, ...], where: str, ready) -> None:
             time.sleep(0.005)
         if where != "nowhere":
             process.send_signal(signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=HANG_SECONDS)
         assert where != "nowhere" or process.returncode == 0, errors
     finally:
         process.kill()

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from local_endpoint import Answer, serving
+from patience import HANG_SECONDS
 from served_app import app_served
 from test_retriever import PASSAGES, RecordingIndex
 from tiny_embedder import write_corpus
@@ -278,7 +279,7 @@ def test_serve_from_the_command_line_until_sigterm(tmp_path):
             (found,) = asyncio.run(together(open_remote(url, "bm25", 4), "title word3", k=4))
             assert len(found) == 4
             process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=HANG_SECONDS)
         finally:
             process.kill()
     assert process.returncode == 0 and "1 searches" in out and "Traceback" not in err, err
