@@ -14,6 +14,7 @@ import hypothesis
 import jaxlib
 import pytest
 from patience import HANG_SECONDS
+from turned_clock import TurnedClock
 
 KEPT = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).resolve().parents[1] / ".jax_cache"),
@@ -45,6 +46,11 @@ def known_flags() -> list[str]:
         return [XLA_FLAGS[0]]
     with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return [flag for flag in XLA_FLAGS if content.find(flag.strip("-").partition("=")[0].encode()) >= 0]
+
+
+@pytest.fixture
+def turned_clock(monkeypatch: pytest.MonkeyPatch) -> TurnedClock:
+    return TurnedClock(monkeypatch)
 
 
 @pytest.fixture(scope="module")

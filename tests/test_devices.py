@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Compiling for eight devices takes most of the time: half as long without optimisation.
 ENVIRONMENT = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
 STEPS = 4
+DEADLINE_SECONDS = 900  # of a heartbeat, where nothing is lost
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def records(folder: Path, processes: int) -> list[dict]:
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    finished(begin(folder, 2, STEPS, SECONDS))
+    finished(begin(folder, 2, STEPS, DEADLINE_SECONDS))
     return folder
 
 
@@ -128,7 +129,7 @@ def test_each_process_has_the_policy_whole_on_its_engine_s_devices(two_processes
 
 @pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one(trainer, on_one_device, two_processes, tmp_path):
-    finished(begin(tmp_path, 1, STEPS, SECONDS))
+    finished(begin(tmp_path, 1, STEPS, DEADLINE_SECONDS))
     (alone,) = records(tmp_path, 1)
     assert len(alone["losses"]) == STEPS and len(set(alone["losses"])) == STEPS
     assert_state_is(tmp_path, trainer, on_one_device)
