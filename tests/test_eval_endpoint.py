@@ -113,7 +113,7 @@ def refused(capsys, tmp_path, monkeypatch):
     return call
 
 
-def test_an_endpoint_that_is_down_ends_with_one_sentence(tokenizer, tmp_path, monkeypatch, capsys):
+def test_an_endpoint_that_is_down_ends_with_one_sentence(turned_clock, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
