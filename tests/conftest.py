@@ -62,7 +62,9 @@ def decoder():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no fault
+    # A busy machine is no fault.
+    too_slow = hypothesis.HealthCheck.too_slow
+    hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[too_slow])
     hypothesis.settings.load_profile("any machine")
     if config.getoption("markexpr") == "not slow":
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known_flags()]).strip()

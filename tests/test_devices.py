@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 from patience import HANG_SECONDS
+from whole_runs import free_port
 
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
@@ -48,9 +49,7 @@ def on_one_device(trainer) -> TrainState:
 
 def begin(folder: Path, processes: int, *options: float) -> list[subprocess.Popen[str]]:
     """The processes of one job on eight devices; `options`: steps, deadline and pause of `train_on_devices.py`."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(ROOT / "tests" / "train_on_devices.py"), str(folder), str(processes)]
     return [
         subprocess.Popen(
