@@ -33,10 +33,10 @@ QUICK = tuple(fault for fault in FAULTS if fault != "hang")
 
 
 @pytest.fixture
-def fake(request, tmp_path, monkeypatch) -> FakeBucket:
+def fake(tmp_path, monkeypatch) -> FakeBucket:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # No request is late on a busy machine, but those that hang are: see `once`.
-    monkeypatch.setattr(gcs, "REQUEST_SECONDS", 1.0 if "hang" in request.node.name else HANG_SECONDS)
+    monkeypatch.setattr(gcs, "REQUEST_SECONDS", HANG_SECONDS)
     monkeypatch.setattr(gcs, "DEADLINE_SECONDS", HANG_SECONDS)
     return use(monkeypatch)
 
@@ -47,15 +47,17 @@ def store(fake) -> Store:
 
 
 def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
-    """The first requests of a kind meet these faults, one each. Afterwards a request may take long."""
+    """The first requests of a kind meet these faults, one each. Where one hangs, a request may take a second until
+    then, and any time afterwards."""
     left = list(faults)
+    gcs.REQUEST_SECONDS = 1.0 if "hang" in faults else HANG_SECONDS  # the fixture `fake` restores it
 
     def next_fault(request: Request) -> Fault | None:
         if not left or request.kind != kind:
             return None
         fault = left.pop(0)
         if not left:
-            gcs.REQUEST_SECONDS = HANG_SECONDS  # the fixture `fake` restores it
+            gcs.REQUEST_SECONDS = HANG_SECONDS
         return fault
 
     return next_fault
@@ -178,6 +180,7 @@ def test_a_shard_that_came_meanwhile_is_not_quarantined(fake, store):
 
 def test_a_bucket_that_hangs_for_ever_is_one_sentence_within_the_deadline(fake, store, monkeypatch):
     monkeypatch.setattr(gcs, "DEADLINE_SECONDS", 1.2)
+    monkeypatch.setattr(gcs, "REQUEST_SECONDS", 1.0)
     fake.faults = lambda request: "hang"
     with pytest.raises(
         StoreUnavailable, match=r"^gs://bucket/run/x could not be written in \d attempts within 1 seconds"

@@ -297,7 +297,7 @@ def killed(folder: Path, files: tuple[Path, ...], where: str, ready) -> None:
     command = [sys.executable, "-c", KILLED, where, *arguments]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while where != "nowhere" and not ready():
             assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
             time.sleep(0.005)
