@@ -75,7 +75,7 @@ class Ended:
     status: int  # the exit status, or minus the signal
     output: str
     messages: str
-    seconds_after_signal: float | None
+    cpu_seconds_after_signal: float | None  # by a clock that stands still while other programs have the machine
 
 
 def disturbed(
