@@ -7,9 +7,9 @@ The checkpoint is named as for `mujica_jax.eval`: a run directory (its latest po
 """
 
 import dataclasses
+import queue
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Literal
 
@@ -101,16 +101,17 @@ def serve(given: ServeArguments) -> None:
         name = f"engine.factory {given.engine.factory}"
         check_temperatures(generator.capabilities, {"--temperature": given.temperature}, name)
     server = Server(generator, sampling, tokenizer=tokenizer, host=given.host, port=given.port)
-    asked_to_end = threading.Event()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda *_: asked_to_end.set())
+    # Not an Event: a handler that sets one waits for ever if the signal comes while `wait` holds the event's lock.
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.put(number))
     port, close_metrics = server.start(), None
     if given.metrics_port is not None:
         counters = LiveCounters(lambda: server.statistics)
         metrics_port, close_metrics = serve_metrics(counters, port=given.metrics_port, host=given.host)
         print(f"metrics at http://{given.host}:{metrics_port}/metrics", flush=True)
     print(f"{policy.name} at {given.host}:{port}", flush=True)
-    asked_to_end.wait()
+    signals.get()
     server.stop(grace_seconds=GRACE_SECONDS)
     if close_metrics is not None:
         close_metrics()

@@ -13,6 +13,8 @@ from pathlib import Path
 import hypothesis
 import jaxlib
 import pytest
+from patience import HANG_SECONDS
+from turned_clock import TurnedClock
 
 KEPT = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).resolve().parents[1] / ".jax_cache"),
@@ -22,7 +24,6 @@ KEPT = {
 # The second one takes a third off the time of tests of models (docs/LOG.md).
 XLA_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 OUTCOMES = ("rerun", "failed", "error")
-PATIENCE_SECONDS = 120.0  # for a test that is a coroutine
 # Files that take ten seconds and more: begun last, one of them would go on alone.
 LONG = {
     f"test_{name}.py"
@@ -47,6 +48,11 @@ def known_flags() -> list[str]:
         return [flag for flag in XLA_FLAGS if content.find(flag.strip("-").partition("=")[0].encode()) >= 0]
 
 
+@pytest.fixture
+def turned_clock(monkeypatch: pytest.MonkeyPatch) -> TurnedClock:
+    return TurnedClock(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def decoder():
     """That of `packed_rows`, for modules that have none of their own."""
@@ -56,7 +62,9 @@ def decoder():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no fault
+    # A busy machine is no fault.
+    too_slow = hypothesis.HealthCheck.too_slow
+    hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[too_slow])
     hypothesis.settings.load_profile("any machine")
     if config.getoption("markexpr") == "not slow":
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known_flags()]).strip()
@@ -74,7 +82,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     asked = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**asked), PATIENCE_SECONDS))
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**asked), HANG_SECONDS))
     return True
 
 

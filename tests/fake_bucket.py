@@ -30,11 +30,11 @@ from typing import Any, Literal
 
 import google_crc32c
 import pytest
+from patience import HANG_SECONDS
 
 from mujica_jax.storage import gcs
 
 Fault = Literal["503", "429", "hang", "cut upload", "cut download", "lost answer"]
-HANG_SECONDS = 30.0
 PAGE = 1000
 
 

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from patience import HANG_SECONDS
+
 from mujica_jax.agents.agent import Attempt, EnvironmentOf
 from mujica_jax.agents.mujica import Mujica, PlannerState, WorkerState
 from mujica_jax.agents.scripted import sample_text
@@ -130,7 +132,9 @@ def rewarded(trajectory: Trajectory, question: Question, name: str = "f1") -> Tr
 def play(policy: ToldPolicy, world: Environment | None = None, question: Question = QUESTION, **changes) -> Trajectory:
     """One episode and its F1; `changes` are limits that differ from CONFIG."""
     world = LittleWorld() if world is None else world
-    return rewarded(asyncio.run(asyncio.wait_for(agent(**changes).run(attempt(question), world, policy), 20)), question)
+    return rewarded(
+        asyncio.run(asyncio.wait_for(agent(**changes).run(attempt(question), world, policy), HANG_SECONDS)), question
+    )
 
 
 def search(*calls: tuple[int, str]) -> str:

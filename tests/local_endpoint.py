@@ -1,14 +1,16 @@
 """A real HTTP server on this machine that answers as it is told, and misbehaves as it is told."""
 
+import asyncio
 import contextlib
 import dataclasses
 import http.server
 import json
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from patience import HANG_SECONDS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +25,11 @@ class Answer:
     content: Any = None  # sent as JSON; bytes as they are
     status: int = 200
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    after_seconds: float = 0.0
-    fault: str = ""  # "hang up": close without a word; "cut": close in the middle; "trickle": one byte at a time
+    # "hang up": close without a word; "cut": close in the middle; "silent": say nothing until the client goes away;
+    # "trickle": one byte at a time
+    fault: str = ""
+    # Called before the answer, and before each byte of one that trickles: a test turns its clock here.
+    meanwhile: Callable[[], object] = lambda: None
 
 
 class LocalEndpoint:
@@ -36,7 +41,7 @@ class LocalEndpoint:
         self.most_at_once = 0
         self.abandoned = threading.Event()  # a client went away before its answer
         self._at_once = 0
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -58,20 +63,34 @@ class LocalEndpoint:
         is_form = handler.headers.get("Content-Type") == "application/x-www-form-urlencoded"
         body = dict(urllib.parse.parse_qsl(content.decode())) if is_form else json.loads(content)
         request = Request(path=handler.path, headers=dict(handler.headers), body=body)
-        with self._lock:
+        with self._changed:
             before = len(self.requests)
             self.requests.append(request)
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
+            self._changed.notify_all()
         try:
-            self._send(handler, self.answer(request, before))
+            answer = self.answer(request, before)
+            answer.meanwhile()
         finally:
-            with self._lock:
+            # Before the answer is sent: a client that has it may send its next request at once.
+            with self._changed:
                 self._at_once -= 1
+        self._send(handler, answer)
+
+    async def has_requests(self, count: int) -> None:
+        """Wait until so many requests are here."""
+
+        def wait() -> None:
+            with self._changed:
+                assert self._changed.wait_for(lambda: len(self.requests) >= count, HANG_SECONDS)
+
+        await asyncio.to_thread(wait)
 
     def _send(self, handler: http.server.BaseHTTPRequestHandler, answer: Answer) -> None:
-        if answer.after_seconds and self._went_away(handler, answer.after_seconds):
-            self.abandoned.set()
+        if answer.fault == "silent":
+            if self._went_away(handler):
+                self.abandoned.set()
             handler.close_connection = True
             return
         if answer.fault == "hang up":
@@ -91,13 +110,13 @@ class LocalEndpoint:
                 for place in range(len(content)):
                     handler.wfile.write(content[place : place + 1])
                     handler.wfile.flush()
-                    time.sleep(0.02)
+                    answer.meanwhile()
             else:
                 handler.wfile.write(content)
 
-    def _went_away(self, handler: http.server.BaseHTTPRequestHandler, seconds: float) -> bool:
+    def _went_away(self, handler: http.server.BaseHTTPRequestHandler) -> bool:
         """Wait, and see whether the client closes its connection meanwhile."""
-        handler.connection.settimeout(seconds)
+        handler.connection.settimeout(HANG_SECONDS)
         try:
             return handler.connection.recv(1) == b""
         except TimeoutError:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from little_agent import LittleWorld, attempt, completion, tokenizer
+from patience import HANG_SECONDS
 from test_hostile_text import HOSTILE, known_ids
 
 from mujica_jax.agents.single import is_well_formed
@@ -77,7 +78,7 @@ def play(kind: str, policy: Told, passages: Everything | None = None, **changes)
     playing = implementation(chosen)(tokenizer(), chosen).run(
         attempt(dataclasses.replace(QUESTION)), passages or world(), policy
     )
-    return asyncio.run(asyncio.wait_for(playing, 20))
+    return asyncio.run(asyncio.wait_for(playing, HANG_SECONDS))
 
 
 def queries(trajectory: Trajectory) -> list[str]:

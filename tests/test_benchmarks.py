@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from packed_rows import MODEL, tiny_decoder
+from patience import HANG_SECONDS
 from tiny_embedder import WORDS, tiny_embedder
 
 from mujica_jax.config.checks import check, check_demonstrations
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def printed(program: str, *arguments: str, status: int = 0) -> str:
     command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANG_SECONDS)
     assert finished.returncode == status, finished.stderr
     return finished.stdout if status == 0 else finished.stderr
 

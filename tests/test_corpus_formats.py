@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from patience import HANG_SECONDS
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
@@ -61,7 +62,7 @@ def test_a_blank_file_in_a_tar_holds_no_record(tmp_path):
 def test_an_index_of_a_blank_file_is_refused_at_once(tmp_path):
     (tmp_path / "blank.jsonl").write_text("\n\n\n")
     words = [*"-m mujica_jax.index build --kind bm25 --corpus".split(), "blank.jsonl", "--out", "out"]
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 2
     assert done.stderr.strip().endswith("blank.jsonl: there is no passage in it; give a corpus with at least one")
 

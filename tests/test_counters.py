@@ -4,6 +4,7 @@ import dataclasses
 import urllib.request
 
 import pytest
+from patience import HANG_SECONDS
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.counters import LiveCounters, between, serve_metrics
@@ -89,7 +90,7 @@ def test_every_statistic_is_served_over_http_under_its_name():
     port, close = serve_metrics(told.counters, port=0)
     told.later(1.0, 20)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_SECONDS) as answer:
             lines = answer.read().decode().splitlines()
     finally:
         close()
@@ -100,7 +101,7 @@ def test_every_statistic_is_served_over_http_under_its_name():
     for field in dataclasses.fields(GeneratorStatistics):
         assert any(line.startswith(f"mujica_{field.name}") for line in lines), f"{field.name} is not exposed"
     with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_SECONDS)
 
 
 def test_a_port_in_use_is_explained():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from patience import HANG_SECONDS
 from tiny_engine import decoder, make_engine
 
 from mujica_jax.inference.engine import contiguous_programs as programs
@@ -125,7 +126,7 @@ def test_one_core_is_enough_and_threads_end_with_the_program():
     )
     for alone in (0, 1):
         command = [sys.executable, "-c", program % alone]
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
         assert (finished.returncode, float(finished.stdout)) == (0, 8 * 64 * 640), finished.stderr
 
 
@@ -148,7 +149,9 @@ found = [
 print([hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for leaf in jax.tree.leaves(found)])
 """
     command, environment = [sys.executable, "-c", program], os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    starts = [subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600) for _ in range(2)]
+    starts = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS) for _ in range(2)
+    ]
     assert starts[0].stdout == starts[1].stdout != "", starts[0].stderr
 
 

@@ -19,6 +19,7 @@ from little_agent import LittleWorld, attempt, completion, rewarded, tokenizer
 from packed_rows import MODEL as TINY
 from packed_rows import TRAINER as SHORT
 from packed_rows import tiny_decoder
+from patience import HANG_SECONDS
 from test_config import SMOKE, RecordedRun, assert_each_changes, changed
 
 from mujica_jax import train
@@ -164,7 +165,7 @@ def grow(
         )
         return await growth.grow()
 
-    return asyncio.run(asyncio.wait_for(growing(), 20))
+    return asyncio.run(asyncio.wait_for(growing(), HANG_SECONDS))
 
 
 def pairs_of(tree: Tree) -> list[tuple]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from little_agent import attempt, completion, rewarded, tokenizer
+from patience import HANG_SECONDS
 from test_baselines import FILM, PERSON, QUESTION, Told, world
 from test_hostile_text import HOSTILE, known_ids, pieces
 from tiny_worlds import small_world
@@ -49,7 +50,7 @@ def agent(**changes) -> Decex:
 
 def play(turns: list[str], passages=None, **changes) -> Trajectory:
     playing = agent(**changes).run(attempt(QUESTION), passages or world(), Told(turns))
-    return rewarded(asyncio.run(asyncio.wait_for(playing, 20)), QUESTION)
+    return rewarded(asyncio.run(asyncio.wait_for(playing, HANG_SECONDS)), QUESTION)
 
 
 def test_an_episode_by_hand():

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
+from patience import HANG_SECONDS
+from whole_runs import free_port
 
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
@@ -30,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Compiling for eight devices takes most of the time: half as long without optimisation.
 ENVIRONMENT = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
 STEPS = 4
-SECONDS = 120  # far more than any of them takes
+DEADLINE_SECONDS = 900  # of a heartbeat, where nothing is lost
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,7 @@ def on_one_device(trainer) -> TrainState:
 
 def begin(folder: Path, processes: int, *options: float) -> list[subprocess.Popen[str]]:
     """The processes of one job on eight devices; `options`: steps, deadline and pause of `train_on_devices.py`."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(ROOT / "tests" / "train_on_devices.py"), str(folder), str(processes)]
     return [
         subprocess.Popen(
@@ -66,7 +66,7 @@ def begin(folder: Path, processes: int, *options: float) -> list[subprocess.Pope
 def finished(job: Sequence[subprocess.Popen[str]]) -> None:
     try:
         for process in job:
-            _, messages = process.communicate(timeout=SECONDS)
+            _, messages = process.communicate(timeout=HANG_SECONDS)
             assert process.returncode == 0, messages
     finally:
         for process in job:
@@ -81,7 +81,7 @@ def records(folder: Path, processes: int) -> list[dict]:
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    finished(begin(folder, 2, STEPS, SECONDS))
+    finished(begin(folder, 2, STEPS, DEADLINE_SECONDS))
     return folder
 
 
@@ -128,7 +128,7 @@ def test_each_process_has_the_policy_whole_on_its_engine_s_devices(two_processes
 
 @pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one(trainer, on_one_device, two_processes, tmp_path):
-    finished(begin(tmp_path, 1, STEPS, SECONDS))
+    finished(begin(tmp_path, 1, STEPS, DEADLINE_SECONDS))
     (alone,) = records(tmp_path, 1)
     assert len(alone["losses"]) == STEPS and len(set(alone["losses"])) == STEPS
     assert_state_is(tmp_path, trainer, on_one_device)
@@ -157,7 +157,7 @@ def test_a_process_that_is_lost_is_named_and_the_other_ends_within_the_deadline(
                 break
         began = time.monotonic()
         victim.send_signal(loss.number)
-        _, messages = other.communicate(timeout=SECONDS)
+        _, messages = other.communicate(timeout=HANG_SECONDS)
         seconds = time.monotonic() - began
     finally:
         for process in job:
@@ -175,7 +175,7 @@ def test_every_mesh_computes_what_one_device_does():
     """Training on three meshes, with LoRA, with Muon, with a z-loss in parts of a batch; splash attention, embedder and
     engine."""
     command = [sys.executable, str(ROOT / "tests" / "differences_on_devices.py")]
-    shown = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1200)
+    shown = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert shown.returncode == 0, shown.stderr
     found = json.loads(shown.stdout)
     assert len(found) == 18

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from jax.errors import JaxRuntimeError
+from patience import HANG_SECONDS
 from whole_runs import free_port
 
 from mujica_jax import train
@@ -21,6 +22,7 @@ from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods import setup as start
 from mujica_jax.runtime import distributed, heartbeat
+from mujica_jax.runtime import rendezvous as rendezvous_module
 from mujica_jax.runtime.distributed import PREEMPTED, SHUTDOWN, HostMissing
 from mujica_jax.runtime.heartbeat import LOST, Heartbeat
 from mujica_jax.runtime.rendezvous import rendezvous
@@ -29,14 +31,17 @@ ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 10.0
 
 
-def called(*callers: tuple[int, int], deadline: float = 5.0, host: str = "host {}") -> list[object]:
-    """What each of the callers, (number of processes, process), is answered; `(0, 0)` connects and says nothing."""
+def called(
+    *callers: tuple[int, int], process_0_waits: float = HANG_SECONDS, others_wait: float = HANG_SECONDS
+) -> list[object]:
+    """What each of the callers, (number of processes, process), is answered."""
     address = f"localhost:{free_port()}"
 
     def call(caller: tuple[int, int]) -> object:
         processes, process = caller
+        seconds = others_wait if process else process_0_waits
         try:
-            return rendezvous(address, processes, process, host=host.format(process), deadline_seconds=deadline)
+            return rendezvous(address, processes, process, host=f"host {process}", deadline_seconds=seconds)
         except UserError as error:
             return str(error).replace(address, "ADDRESS")
 
@@ -48,19 +53,56 @@ def test_the_rendezvous_tells_all_processes_the_names_of_all():
     assert called((3, 0), (3, 1), (3, 2)) == [("host 0", "host 1", "host 2")] * 3
 
 
-def test_the_rendezvous_names_the_missing_processes():
+def test_the_rendezvous_names_the_missing_processes(monkeypatch):
+    has_called, create_server, send = threading.Event(), socket.create_server, rendezvous_module._send
+
+    def send_and_tell(connection, value):
+        send(connection, value)
+        has_called.set()
+
+    def create_server_that_was_called(*arguments, **options):
+        server = create_server(*arguments, **options)
+        assert has_called.wait(HANG_SECONDS)  # by process 2, however busy the machine is
+        return server
+
+    monkeypatch.setattr(rendezvous_module, "_send", send_and_tell)
+    monkeypatch.setattr(socket, "create_server", create_server_that_was_called)
     answer = (
         "processes 1, 3 of 4 did not come to distributed.coordinator ADDRESS within 1 s: start all of them at the same "
         "time, and let their machines reach that address"
     )
-    assert called((4, 0), (4, 2), deadline=1.0) == [answer, answer]
+    assert called((4, 0), (4, 2), process_0_waits=1.0) == [answer, answer]
 
 
 def test_a_coordinator_that_no_process_serves_is_one_sentence():
-    (answer,) = called((2, 1), deadline=1.0)
+    (answer,) = called((2, 1), others_wait=1.0)
     assert str(answer).startswith(
         "process 1 on host 1 did not reach process 0 at distributed.coordinator ADDRESS within 1 s"
     )
+
+
+def test_a_process_that_calls_too_slowly_is_let_go_and_calls_again(monkeypatch):
+    monkeypatch.setattr(rendezvous_module, "CALLER_SECONDS", 0.05)
+    address, send, calls = ("localhost", free_port()), rendezvous_module._send, []
+
+    def send_too_late(connection, value):
+        if value.get("process") == 1:
+            calls.append(value)
+            if len(calls) == 1:
+                assert connection.recv(1) == b"", "process 0 lets it go"
+                monkeypatch.setattr(rendezvous_module, "CALLER_SECONDS", HANG_SECONDS)
+        send(connection, value)
+
+    monkeypatch.setattr(rendezvous_module, "_send", send_too_late)
+    with ThreadPoolExecutor(2) as threads:
+        both = [
+            threads.submit(
+                rendezvous, f"{address[0]}:{address[1]}", 2, process, host="ab"[process], deadline_seconds=HANG_SECONDS
+            )
+            for process in range(2)
+        ]
+        assert [one.result() for one in both] == [("a", "b")] * 2
+    assert len(calls) == 2
 
 
 def test_the_rendezvous_refuses_other_counts_and_numbers_that_come_twice():
@@ -83,11 +125,11 @@ def test_the_rendezvous_listens_to_no_strangers():
                 return socket.create_connection(("localhost", port))
 
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(rendezvous, f"localhost:{port}", 2, 0, host="a", deadline_seconds=20.0)
+        first = threads.submit(rendezvous, f"localhost:{port}", 2, 0, host="a", deadline_seconds=HANG_SECONDS)
         for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[]\n", b"[" * 100_000 + b"\n"):
             with connected() as stranger:
                 stranger.sendall(said)
-        second = threads.submit(rendezvous, f"localhost:{port}", 2, 1, host="b", deadline_seconds=20.0)
+        second = threads.submit(rendezvous, f"localhost:{port}", 2, 1, host="b", deadline_seconds=HANG_SECONDS)
         assert first.result() == second.result() == ("a", "b")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from local_endpoint import Answer, Request, serving
+from patience import HANG_SECONDS
 
 from mujica_jax import eval as evaluation
 from mujica_jax.agents import protocol
@@ -37,7 +38,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         "NO_PROXY": "*",
         "COLUMNS": "200",
     }
-    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=HANG_SECONDS, env=environment)
 
 
 def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path):
@@ -112,7 +113,7 @@ def refused(capsys, tmp_path, monkeypatch):
     return call
 
 
-def test_an_endpoint_that_is_down_ends_with_one_sentence(tokenizer, tmp_path, monkeypatch, capsys):
+def test_an_endpoint_that_is_down_ends_with_one_sentence(turned_clock, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # taken, and nobody listens

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import HANG_SECONDS
 
 from mujica_jax.retrieval.text import exact
 from mujica_jax.retrieval.text.dense import best_rows
@@ -82,7 +83,7 @@ def test_eight_devices_find_what_numpy_finds():
         | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout)

@@ -17,6 +17,7 @@ import pytest
 from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
+from patience import HANG_SECONDS
 
 PROGRAM = """
 import json, sys
@@ -93,7 +94,7 @@ def test_everything_a_run_writes_comes_back(address, tmp_path):
         | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": f"{root}:{root / 'tests'}", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from fake_bucket import use
 from little_graph import DIRECTOR, FILM, LINES, fact, graph_in_memory, label, texts, write_dump
+from patience import HANG_SECONDS
 from test_bucket_corpus import every
 from test_indexes import Silent
 
@@ -296,13 +297,13 @@ def killed(folder: Path, files: tuple[Path, ...], where: str, ready) -> None:
     command = [sys.executable, "-c", KILLED, where, *arguments]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while where != "nowhere" and not ready():
             assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
             time.sleep(0.005)
         if where != "nowhere":
             process.send_signal(signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=HANG_SECONDS)
         assert where != "nowhere" or process.returncode == 0, errors
     finally:
         process.kill()

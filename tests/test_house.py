@@ -36,7 +36,9 @@ ADAPTERS = {  # files whose whole purpose is the package; imported where they ar
 }
 LARGEST_FILE_BYTES = 2_000_000
 LARGEST_ADAPTER_BYTES = 6_000_000  # adapters/, where a trained policy is kept
-START_SECONDS = 3.0
+# Packages that take a third of a second and more to import, beside those above.
+SLOW = HEAVY | {*"jax jaxlib flax optax numba transformers scipy pandas pyarrow matplotlib wandb httpx fastapi".split()}
+MOST_MODULES = 600  # that an entry point loads before it has read its arguments; JAX alone has 700
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -149,17 +151,12 @@ def test_every_config_loads(path):
 
 
 @pytest.mark.parametrize("name", ENTRY_POINTS)
-def test_an_entry_point_starts_fast_and_without_tensorflow(name):
-    program = (
-        "import sys, time; began = time.perf_counter()\n"
-        f"import mujica_jax.{name}\n"
-        "print(time.perf_counter() - began, 'tensorflow' in sys.modules)"
-    )
-    for _ in range(3):  # the best of three: the first one may find a cold disk, any one a busy machine
-        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-        assert run.returncode == 0, run.stderr
-        seconds, tensorflow = run.stdout.split()
-        assert tensorflow == "False", f"importing mujica_jax.{name} loads TensorFlow"
-        if float(seconds) < START_SECONDS:
-            return
-    pytest.fail(f"importing mujica_jax.{name} takes {seconds} s, more than {START_SECONDS} s")
+def test_an_entry_point_starts_with_few_modules_and_no_slow_package(name):
+    """What an import costs is told by what it loads: seconds depend on how busy the machine is."""
+    program = f"import sys\nimport mujica_jax.{name}\nprint(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    modules = run.stdout.split()
+    packages = {module.partition(".")[0] for module in modules}
+    assert not packages & SLOW, f"importing mujica_jax.{name} loads {', '.join(sorted(packages & SLOW))}"
+    assert len(modules) < MOST_MODULES, f"importing mujica_jax.{name} loads {len(modules)} modules"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANG_SECONDS
 from shared_data import TWO_WIKI, needs_data
 from tiny_embedder import tiny_embedder, write_corpus
 
@@ -126,7 +127,7 @@ def test_who_reads_no_further_ends_a_query_without_a_word(folder):
     os.close(reading)
     command = [sys.executable, "-m", "mujica_jax.index", "query", "--index", str(folder / "bm25"), "title"]
     with open(writing, "wb") as pipe:
-        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120)
+        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=HANG_SECONDS)
     assert (ended.returncode, ended.stderr) == (READER_GONE, "")
 
 

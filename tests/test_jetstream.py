@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from countable_engine import CountableEngine
 from flax import nnx
+from patience import HANG_SECONDS
 from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, decoder, log_probs_of, make_engine, next_token_logits, random_tokens
 from traffic import cached, nodes_of
 
@@ -347,7 +348,7 @@ def test_jetstreams_orchestrator_gives_the_tokens_of_our_generator():
     paths = os.pathsep.join([str(PROGRAM.parent), str(PROGRAM.parent.parent)])
     environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     finished = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=300, env=environment
+        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=HANG_SECONDS, env=environment
     )
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
     found = json.loads(finished.stdout.splitlines()[-1])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import HANG_SECONDS
 from whole_runs import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,7 @@ def test_each_process_of_a_job_finds_the_best_of_all_rows():
     said = []
     try:
         for process in job:
-            output, messages = process.communicate(timeout=120)
+            output, messages = process.communicate(timeout=HANG_SECONDS)
             assert process.returncode == 0, messages
             said.append(json.loads(output.splitlines()[-1]))
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from little_agent import QUESTION, ToldPolicy, answer, play
 from local_endpoint import Answer, LocalEndpoint, Request, serving
+from turned_clock import TurnedClock
 
 from mujica_jax import eval as evaluation
 from mujica_jax.config.checks import check
@@ -40,6 +41,12 @@ SAID = [
     ("Gand", "500", None),
     ("Rome", " No. ", False),
 ]
+
+
+@pytest.fixture(autouse=True)
+def clock(turned_clock) -> TurnedClock:
+    """No test of this module depends on how fast the machine is."""
+    return turned_clock
 
 
 def episode(given: str, **changes) -> Trajectory:
@@ -235,8 +242,9 @@ def test_an_answer_without_a_verdict_is_left_out_and_a_judge_that_is_gone_ends_t
     assert list(tmp_path.rglob("*.json")) == [], "nothing is kept of a failure"
 
 
-def test_a_judge_that_never_answers_has_a_deadline(tokenizer, tmp_path):
-    with serving(lambda request, before: Answer(after_seconds=30.0)) as endpoint:
+def test_a_judge_that_never_answers_has_a_deadline(clock, tokenizer):
+    silent = Answer(fault="silent", meanwhile=lambda: clock.turn(0.11))
+    with serving(lambda request, before: silent) as endpoint:
         config = config_of(endpoint, tokenizer, deadline_seconds=0.3, timeout_seconds=0.1)
         with pytest.raises(UserError, match=r"gave no answer within the deadline of 0\.3 s"):
             opened(config).check()

@@ -1,7 +1,9 @@
 """What a knowledge graph says of an entity: from our own store, and the same from an endpoint."""
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pyoxigraph
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from little_graph import ALIAS, DIRECTOR, FILM, LABEL, LINES, XSD, fact, graph_in_memory, label, texts, write_dump
 from local_endpoint import Answer, serving
+from patience import HANG_SECONDS
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.retrieval.errors import RetrieverTimeout, RetrieverUnavailable
@@ -173,10 +176,10 @@ def test_a_hub_is_bounded_and_quick(tmp_path, monkeypatch):
     for number in range(10, 20_000):
         lines += [label(f"Q{number}", f"person {number}"), fact(f"Q{number}", "P31", "Q5")]
     graph = small(tmp_path, *lines)
-    began = time.monotonic()
+    cpu_seconds = time.process_time()
     found = asked(graph.triples_of("Q5"))
     assert len(found) == 50 == len(set(found)) and found == asked(graph.triples_of("Q5"))
-    assert time.monotonic() - began < 10.0
+    assert time.process_time() - cpu_seconds < 10.0
 
 
 def test_the_same_queries_say_the_same_at_an_endpoint(graph):
@@ -211,29 +214,52 @@ def test_a_hostile_label_is_read_as_one_line(tmp_path):
 
 
 def test_a_store_that_fails_or_hangs_is_a_typed_error():
+    too_late = threading.Event()
+
     class Broken:
         def query(self, text):
             if text == "slow":
-                time.sleep(0.5)
+                too_late.wait(HANG_SECONDS)
             raise OSError("the disk is gone")
 
     broken: object = Broken()
-    graph = GraphStore(broken, version="", languages=("en",), deadline_seconds=0.1)  # pyright: ignore
+    graph = GraphStore(broken, version="", languages=("en",))  # pyright: ignore
     with pytest.raises(RetrieverUnavailable, match="the disk is gone"):
         asked(graph.triples_of("Q1"))
     assert (graph.statistics.queries, graph.statistics.failed, graph.statistics.batches) == (1, 1, 1)
+
+    async def hang():
+        hasty = GraphStore(broken, version="", languages=("en",), deadline_seconds=0.1)  # pyright: ignore
+        try:
+            await hasty.ask("slow", list)
+        finally:
+            too_late.set()
+
     with pytest.raises(RetrieverTimeout, match=r"deadline of 0\.1 s"):
-        asked(graph.ask("slow", list))
+        asked(hang())
 
 
-def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(graph):
+def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(graph, monkeypatch, turned_clock):
     patient = GraphStore(graph.store, version="", languages=("en", "mul"), deadline_seconds=0.3)
+    under_way = []
 
     async def held_up():
-        asking = asyncio.ensure_future(patient.triples_of("Q1"))
-        await asyncio.sleep(0)
-        time.sleep(0.6)  # as a compiler does
-        return await asking
+        loop = asyncio.get_running_loop()
+        submit = loop.run_in_executor
+
+        def remembered(_, *work):
+            under_way.append(executor.submit(*work))
+            return asyncio.wrap_future(under_way[-1])
+
+        with ThreadPoolExecutor(1) as executor:
+            monkeypatch.setattr(loop, "run_in_executor", remembered)
+            asking = asyncio.ensure_future(patient.triples_of("Q1"))
+            await asyncio.sleep(0)
+            under_way[0].exception(HANG_SECONDS)  # this holds up the event loop, as a compiler does
+            turned_clock.turn(0.31)
+            found = await asking
+            monkeypatch.setattr(loop, "run_in_executor", submit)
+        return found
 
     assert texts(asked(held_up())) == FILM
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "launch"
@@ -50,7 +51,7 @@ class Cloud:
             input=answer,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG_SECONDS,
         )
 
     def done(self, script: str, *words: str) -> str:

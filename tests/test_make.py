@@ -18,7 +18,8 @@ def test_training_installs_no_test_tools(target, developer, tmp_path):
 
 
 def test_what_fails_once_is_listed_and_what_fails_twice_fails(tmp_path):
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    for name in ("conftest.py", "patience.py", "turned_clock.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path)
     (tmp_path / "test_given.py").write_text(
         "from pathlib import Path\n"
         "def test_once():\n"

@@ -4,11 +4,14 @@ misbehaves."""
 import asyncio
 import email.utils
 import socket
+import threading
 import time
 
 import pytest
 from local_endpoint import Answer, LocalEndpoint, Request, serving
+from patience import HANG_SECONDS
 from test_remote_formats import END, PROMPT, TOKENIZER, WORDS, generator, openai, params, vllm
+from turned_clock import TurnedClock
 
 from mujica_jax.config.remote import RemoteConfig
 from mujica_jax.errors import UserError
@@ -17,6 +20,12 @@ from mujica_jax.inference.requests import DeadlineError, RequestError
 
 GOOD = Answer(content=vllm([*WORDS, END]))
 KEY = "sk-secret-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def clock(turned_clock) -> TurnedClock:
+    """No test of this module depends on how fast the machine is."""
+    return turned_clock
 
 
 def first(count: int, fault: Answer):
@@ -58,14 +67,14 @@ def test_what_may_pass_is_tried_again(fault):
     assert (statistics.requests, statistics.retries, statistics.failed) == (1, 2, 0)
 
 
-@pytest.mark.parametrize(
-    "fault", [Answer(after_seconds=30.0), Answer(content=GOOD.content, fault="trickle")], ids=["silent", "trickle"]
-)
-def test_a_try_without_a_whole_answer_is_given_up(fault):
-    with serving(first(1, fault)) as endpoint:
-        began = time.monotonic()
+@pytest.mark.parametrize("fault", ["silent", "trickle"])
+def test_a_try_without_a_whole_answer_is_given_up(clock, fault):
+    late = Answer(content=GOOD.content, fault=fault, meanwhile=lambda: clock.turn(0.1 if fault == "trickle" else 1.1))
+    began = clock.now
+    with serving(first(1, late)) as endpoint:
         assert ask(endpoint, timeout_seconds=1.0).retries == 1
-        assert time.monotonic() - began < 5
+    assert len(endpoint.requests) == 2
+    assert clock.now - began >= 1.0
 
 
 def test_after_the_last_try_one_sentence_names_the_address_and_the_reason():
@@ -132,15 +141,15 @@ def test_an_answer_without_end_is_not_read_to_its_end():
 # --- deadlines ---
 
 
-@pytest.mark.parametrize(
-    "header", ["0.6", lambda: email.utils.formatdate(time.time() + 2, usegmt=True)], ids=["seconds", "date"]
-)
-def test_a_server_may_say_when_to_come_back(header):
-    value = header if isinstance(header, str) else header()
+@pytest.mark.parametrize("kind", ["seconds", "date"])
+def test_a_server_may_say_when_to_come_back(clock, kind):
+    date = email.utils.formatdate(time.time() + 3600, usegmt=True)
+    value = "3600" if kind == "seconds" else date
+    began = clock.now
     with serving(first(1, Answer(status=429, headers={"Retry-After": value}))) as endpoint:
-        began = time.monotonic()
-        ask(endpoint)
-        assert 0.5 < time.monotonic() - began < 10
+        ask(endpoint, deadline_seconds=9000.0)
+    # A date is read by the machine's clock, so that some of the hour is over when it is.
+    assert 3600 - HANG_SECONDS < clock.now - began < 3601
 
 
 @pytest.mark.parametrize("value", ["soon", "-5", "nan", "inf", ""])
@@ -149,46 +158,55 @@ def test_a_time_that_cannot_be_read_is_ignored(value):
         assert ask(endpoint).retries == 1
 
 
-def test_coming_back_after_the_deadline_is_no_use():
-    with serving(first(9, Answer(status=429, headers={"Retry-After": "3600"}))) as endpoint:
-        began = time.monotonic()
-        with pytest.raises(
+def test_coming_back_after_the_deadline_is_no_use(clock):
+    began = clock.now
+    with (
+        serving(first(9, Answer(status=429, headers={"Retry-After": "3600"}))) as endpoint,
+        pytest.raises(
             DeadlineError, match=r"within the deadline of 20 s \(1 attempts; the last one ended with status 429 .*3600"
-        ):
-            ask(endpoint, deadline_seconds=20.0)
-        assert time.monotonic() - began < 5
+        ),
+    ):
+        ask(endpoint, deadline_seconds=20.0)
+    assert clock.now == began, "it waits for nothing"
 
 
 @pytest.mark.parametrize("of_the_request", [True, False])
-def test_the_deadline_covers_all_tries(of_the_request):
+def test_the_deadline_covers_all_tries(clock, of_the_request):
+    """Two tries take 0.2 s each, and the third one is cut off when 0.5 s are over."""
     limit = {"deadline_seconds": 0.5} if of_the_request else {}
-    with serving(first(99, Answer(after_seconds=30.0))) as endpoint:
+
+    def answer(request, before):
+        return Answer(fault="silent", meanwhile=lambda: clock.turn(0.21 if before < 2 else 0.1))
+
+    with serving(answer) as endpoint:
         remote = generator(
             endpoint, timeout_seconds=0.2, max_attempts=99, deadline_seconds=60.0 if of_the_request else 0.5
         )
-        began = time.monotonic()
         with pytest.raises(
             DeadlineError,
-            match=r"no answer within the deadline of 0\.5 s \(\d attempts; .*no whole answer within 0\.2 s",
+            match=r"no answer within the deadline of 0\.5 s \(2 attempts; .*no whole answer within 0\.2 s",
         ):
             asyncio.run(remote.generate(PROMPT, params(**limit)))
-        assert time.monotonic() - began < 5
+    assert len(endpoint.requests) == 3
     assert remote.statistics.failed == 1
 
 
-def test_the_deadline_covers_the_waiting():
-    async def both(remote):
+def test_the_deadline_covers_the_waiting(clock):
+    async def both(remote, endpoint):
         slow = asyncio.create_task(remote.generate(PROMPT, params()))
-        await asyncio.sleep(0.1)
+        await endpoint.has_requests(1)
+        waiting = asyncio.create_task(remote.generate(PROMPT, params(deadline_seconds=0.2)))
+        await asyncio.sleep(0)  # it has begun to wait
+        clock.turn(0.3)
         with pytest.raises(DeadlineError, match=r"deadline of 0\.2 s \(it waited for a place all the time\)"):
-            await remote.generate(PROMPT, params(deadline_seconds=0.2))
+            await waiting
         slow.cancel()
         return remote.statistics
 
-    with serving(first(9, Answer(after_seconds=30.0))) as endpoint:
-        statistics = asyncio.run(both(generator(endpoint, concurrency=1)))
+    with serving(first(9, Answer(fault="silent"))) as endpoint:
+        statistics = asyncio.run(both(generator(endpoint, concurrency=1), endpoint))
     assert len(endpoint.requests) == 1
-    assert 0.19 < statistics.waiting_seconds < 5.0
+    assert statistics.waiting_seconds == pytest.approx(0.3)
 
 
 def test_the_waiting_between_tries_doubles_and_follows_from_the_seed(monkeypatch):
@@ -214,11 +232,17 @@ def test_the_waiting_between_tries_doubles_and_follows_from_the_seed(monkeypatch
 # --- many requests ---
 
 
-def test_no_more_requests_than_places_are_under_way():
+def test_no_more_requests_than_places_are_under_way(clock):
+    three = threading.Barrier(3)
+
     async def many(remote):
         return await asyncio.gather(*(remote.generate(PROMPT, params(seed=seed)) for seed in range(12)))
 
-    with serving(lambda request, before: Answer(content=GOOD.content, after_seconds=0.05)) as endpoint:
+    def answer(request, before):
+        three.wait(HANG_SECONDS)  # each is answered when two others are under way
+        return Answer(content=GOOD.content, meanwhile=lambda: clock.turn(0.05))
+
+    with serving(answer) as endpoint:
         remote = generator(endpoint, concurrency=3)
         completions = asyncio.run(many(remote))
         asyncio.run(many(remote))  # another event loop
@@ -226,24 +250,25 @@ def test_no_more_requests_than_places_are_under_way():
     statistics = remote.statistics
     assert (statistics.requests, statistics.failed) == (24, 0)
     assert (statistics.prompt_tokens, statistics.generated_tokens) == (24 * len(PROMPT), 24 * (len(WORDS) + 1))
-    assert statistics.serving_seconds > 24 * 0.05 and statistics.waiting_seconds > 0
+    assert statistics.serving_seconds > 24 * 0.049 and statistics.waiting_seconds > 0
     assert statistics.sentence().startswith("24 requests, 0 retries, 0 failed; ")
 
 
 def test_a_cancelled_request_is_closed_and_its_place_is_free():
-    async def cancel(remote):
+    async def cancel(remote, endpoint):
         slow = asyncio.create_task(remote.generate(PROMPT, params()))
+        await endpoint.has_requests(1)
         waiting = asyncio.create_task(remote.generate(PROMPT, params()))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0)  # it has begun to wait
         waiting.cancel()
         slow.cancel()
         found = await asyncio.gather(slow, waiting, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in found)
         return await remote.generate(PROMPT, params())
 
-    with serving(first(1, Answer(after_seconds=30.0))) as endpoint:
-        completion = asyncio.run(cancel(generator(endpoint, concurrency=1)))
-        assert endpoint.abandoned.wait(5), "the server saw the connection close"
+    with serving(first(1, Answer(fault="silent"))) as endpoint:
+        completion = asyncio.run(cancel(generator(endpoint, concurrency=1), endpoint))
+        assert endpoint.abandoned.wait(HANG_SECONDS), "the server saw the connection close"
     assert completion.token_ids == (*WORDS, END) and len(endpoint.requests) == 2
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from packed_rows import MODEL, TRAINER
+from patience import HANG_SECONDS
 
 from mujica_jax.learning.checkpoints import COMMITTED, Checkpoints
 from mujica_jax.learning.trainer import Trainer, TrainState
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.slow
 def play(directory: Path, *, data: int = 1, fsdp: int = 1, kill: str = "none") -> Path:
     directory.mkdir(exist_ok=True)
     command = [sys.executable, str(ROOT / "tests" / "train_in_pieces.py"), str(directory), str(data), str(fsdp), kill]
-    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert finished.returncode == (0 if kill == "none" else -signal.SIGKILL), finished.stderr
     return directory
 

@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
+from patience import HANG_SECONDS
 
 from mujica_jax.retrieval import search_cache
 from mujica_jax.retrieval.errors import RetrieverOverloaded, RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
@@ -23,16 +23,24 @@ class RecordingIndex:
         self.batches: list[list[str]] = []
         self.hold = threading.Event()
         self.hold.set()
+        self.entered = threading.Semaphore(0)
+        self.answered = threading.Event()
         self.fault: Exception | None = None
 
+    async def is_searched(self) -> None:
+        """Wait until one more search has begun."""
+        assert await asyncio.to_thread(self.entered.acquire, True, HANG_SECONDS)
+
     def encode(self, queries):
-        self.hold.wait(10)
+        self.entered.release()
+        self.hold.wait(HANG_SECONDS)
         self.batches.append(list(queries))
         if self.fault is not None:
             raise self.fault
         return queries
 
     def search_encoded(self, queries, k):
+        self.answered.set()
         return [[(len(query) + n, 1.0 / (1 + n)) for n in range(k)] for query in queries]
 
     def search(self, queries, k):
@@ -65,9 +73,9 @@ def test_what_arrives_during_a_search_is_the_next_batch(index):
     async def play(retriever):
         index.hold.clear()
         first = asyncio.ensure_future(retriever.search("a", 1))
-        await asyncio.sleep(0.05)
+        await index.is_searched()
         rest = asyncio.gather(*(retriever.search(query, 1) for query in ("bb", "a", "ccc")))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # they wait now
         index.hold.set()
         return await first, await rest
 
@@ -174,34 +182,35 @@ def test_a_fault_of_the_program_keeps_its_type(index):
         asyncio.run(IndexRetriever(index).search("a", 1))
 
 
-async def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(index):
+async def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(turned_clock, index):
     retriever = IndexRetriever(index, deadline_seconds=0.3)
     index.hold.clear()
     search = asyncio.create_task(retriever.search("a", 1))
-    await asyncio.sleep(0.05)
+    await index.is_searched()
     index.hold.set()
-    time.sleep(0.6)  # as a compilation does
+    assert index.answered.wait(HANG_SECONDS)  # this holds up the event loop, as a compilation does
+    turned_clock.turn(0.31)
     assert await search
 
 
 async def test_a_search_that_hangs_ends_at_its_deadline(index):
     index.hold.clear()
-    began = time.monotonic()
-    with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.1 s"):
-        await IndexRetriever(index, deadline_seconds=0.1).search("a", 1)
-    assert time.monotonic() - began < 5
-    with pytest.raises(RetrieverTimeout):
-        await IndexRetriever(index, deadline_seconds=0.1).health()
-    index.hold.set()
+    try:
+        with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.1 s"):
+            await IndexRetriever(index, deadline_seconds=0.1).search("a", 1)
+        with pytest.raises(RetrieverTimeout):
+            await IndexRetriever(index, deadline_seconds=0.1).health()
+    finally:
+        index.hold.set()
 
 
 async def test_a_full_line_is_refused(index):
     retriever = IndexRetriever(index, max_waiting=2)
     index.hold.clear()
     waiting = [asyncio.ensure_future(retriever.search("a", 1))]
-    await asyncio.sleep(0.05)
+    await index.is_searched()
     waiting += [asyncio.ensure_future(retriever.search(query, 1)) for query in ("bb", "ccc")]
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # they wait now
     with pytest.raises(RetrieverOverloaded, match="2 searches wait, of at most 2"):
         await retriever.search("dddd", 1)
     index.hold.set()
@@ -213,7 +222,7 @@ def test_who_goes_away_takes_nothing_from_the_others(index):
     async def play(retriever):
         index.hold.clear()
         first, second = (asyncio.ensure_future(retriever.search("a", 1)) for _ in range(2))
-        await asyncio.sleep(0.05)
+        await index.is_searched()
         first.cancel()
         index.hold.set()
         return await second

@@ -4,7 +4,6 @@ is short."""
 import asyncio
 import itertools
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -293,25 +292,11 @@ async def test_a_completion_that_is_not_finite_fails_its_request_alone():
 # --- deadlines and cancellation ---
 
 
-class Slow(CountableEngine):
-    """Takes its time, so that deadlines pass while it computes."""
-
-    seconds = 0.003
-
-    def decode(self, state):
-        time.sleep(self.seconds)
-        return super().decode(state)
-
-    def prefill(self, rows):
-        time.sleep(self.seconds)
-        super().prefill(rows)
-
-
 BUSY = [1] * 3, params(60, seed=4, deadline_seconds=FAR)  # over twenty calls
 
 
-def busy_engine(**settings: Any) -> Slow:
-    engine = Slow(positions=200, decode_steps=1, **settings)
+def busy_engine(**settings: Any) -> CountableEngine:
+    engine = CountableEngine(positions=200, decode_steps=1, **settings)
     engine.stop_token_ids = frozenset()
     return engine
 
@@ -356,13 +341,11 @@ def interrupted(state: str, interrupt: Callable[[BatchedGenerator, asyncio.Task]
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_deadline_that_passes_frees_the_slot_and_harms_nobody(state):
+def test_a_deadline_that_passes_frees_the_slot_and_harms_nobody(turned_clock, state):
     async def wait(generator: BatchedGenerator, task: asyncio.Task) -> None:
-        last = "waiting"
-        while not task.done():
-            last = state_of(generator, STATES[state][1])
+        while state_of(generator, STATES[state][1]) != state or generator._submitted < 2:
             await asyncio.sleep(0)
-        assert last == state or not generator._running
+        turned_clock.turn(0.05)
 
     outcome = interrupted(state, wait, deadline_seconds=0.04)
     assert isinstance(outcome, DeadlineError) and "0.04 s passed" in str(outcome)
@@ -391,12 +374,14 @@ async def test_a_stream_that_is_left_frees_its_slot():
     assert engine.decode_calls < 10, "nothing is spent on what nobody reads"
 
 
-async def test_a_stream_whose_deadline_passes_shows_what_it_has_and_then_the_error():
+async def test_a_stream_whose_deadline_passes_shows_what_it_has_and_then_the_error(turned_clock):
     engine = busy_engine(slots=1)
     shown: list[int] = []
     with pytest.raises(DeadlineError):
         async for part in make_generator(engine).stream([2, 3], params(100, deadline_seconds=0.05)):
             shown.extend(part)
+            if len(shown) == 3:
+                turned_clock.turn(0.06)
     assert 0 < len(shown) < 100 and shown == engine.by_hand([2, 3], params(len(shown)))[0]
 
 
@@ -489,7 +474,7 @@ async def test_a_batch_reads_prompts_first_and_a_watched_request_goes_on_between
 ):
     calls = []
 
-    class Noted(Slow):
+    class Noted(CountableEngine):
         def prefill(self, rows):
             calls.append("prefill")
             super().prefill(rows)
@@ -510,7 +495,7 @@ async def test_a_batch_reads_prompts_first_and_a_watched_request_goes_on_between
 
 
 async def test_a_prompt_of_a_batch_waits_for_others_to_fill_a_call_but_not_for_long():
-    class Tiled(Slow):
+    class Tiled(CountableEngine):
         tile_tokens, min_call_tokens = 4, 16
 
         def prefill(self, rows):

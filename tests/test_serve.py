@@ -12,6 +12,7 @@ import grpc
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from packed_rows import MODEL
+from patience import HANG_SECONDS
 from tiny_models import filled_decoder
 from whole_runs import ENVIRONMENT, ROOT
 
@@ -46,13 +47,13 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
         with grpc.insecure_channel(served[1]) as channel:
             stub = jetstream_pb2_grpc.OrchestratorStub(channel)
             text = jetstream_pb2.DecodeRequest.TextContent(text="Who is the director?")
-            answers = stub.Decode(jetstream_pb2.DecodeRequest(text_content=text, max_tokens=5), timeout=120)
+            answers = stub.Decode(jetstream_pb2.DecodeRequest(text_content=text, max_tokens=5), timeout=HANG_SECONDS)
             tokens = [token for one in answers for token in one.stream_content.samples[0].token_ids]
         assert 0 < len(tokens) <= 5
         with urllib.request.urlopen(metrics[1]) as page:
             assert b"generated_tokens" in page.read()
         server.send_signal(signal.SIGTERM)
-        output, messages = server.communicate(timeout=60)
+        output, messages = server.communicate(timeout=HANG_SECONDS)
         assert (server.returncode, output) == (0, ""), messages
     finally:
         server.kill()

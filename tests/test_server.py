@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from countable_engine import CountableEngine
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+from patience import HANG_SECONDS
 from tiny_engine import make_engine, random_tokens
 from traffic import assert_nothing_is_held
 
@@ -26,7 +27,6 @@ from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.models.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, seed=0)
-PATIENCE_SECONDS = 20.0
 
 
 class SlowEngine(CountableEngine):
@@ -35,15 +35,22 @@ class SlowEngine(CountableEngine):
     seconds = 0.01
     max_running = 0
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
     def decode(self, state: SlotState) -> Any:
+        self.may_go_on.wait(HANG_SECONDS)
         time.sleep(self.seconds)
         self.max_running = max(self.max_running, int(np.count_nonzero(state.remaining)))
         return super().decode(state)
 
 
 def busy_for_long() -> SlowEngine:
-    """One slot, and nothing ends before its 900 tokens: they take seconds."""
+    """One slot, and nothing ends before its 900 tokens: they take minutes, unless the test sets `seconds` to less."""
     engine = SlowEngine(slots=1, positions=1024)
+    engine.seconds = 0.2
     engine.stop_token_ids = frozenset()
     return engine
 
@@ -73,7 +80,7 @@ def tokens_request(prompt: Sequence[int], max_tokens: int = 0) -> Any:
 
 def streamed(stub: Any, request: Any, **options: Any) -> tuple[list[int], str, int]:
     """(token ids, text, messages) of an answer."""
-    options.setdefault("timeout", PATIENCE_SECONDS)
+    options.setdefault("timeout", HANG_SECONDS)
     samples = [response.stream_content.samples[0] for response in stub.Decode(request, **options)]
     return (
         [id for sample in samples for id in sample.token_ids],
@@ -100,7 +107,7 @@ def endless(engine: CountableEngine, tokens: int) -> list[int]:
 
 
 def eventually(condition: Any) -> bool:
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + HANG_SECONDS
     while time.monotonic() < until:
         if condition():
             return True
@@ -113,7 +120,7 @@ async def test_an_answer_streams_in_parts_and_is_what_the_generator_gives():
     alone = BatchedGenerator(make_engine(), prefix_reuse=True, queue_size=8)
     expected = list((await alone.generate(prompt, GREEDY)).token_ids)
     with serving(BatchedGenerator(make_engine(), prefix_reuse=True, queue_size=8)) as (_, stub):
-        assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS).is_live
+        assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest(), timeout=HANG_SECONDS).is_live
         tokens, text, messages = streamed(stub, tokens_request(prompt, 24))
         assert tokens == expected and text == "" and messages == 6
         assert streamed(stub, tokens_request(prompt))[0] == expected, (
@@ -201,7 +208,7 @@ def test_a_deadline_ends_a_request_and_frees_its_slot(whose):
         max_new_tokens=8, temperature=0.0, seed=0, deadline_seconds=0.2 if whose == "server" else None
     )
     with serving(generator, limit) as (_, stub):
-        patience = 0.2 if whose == "client" else PATIENCE_SECONDS
+        patience = 0.2 if whose == "client" else HANG_SECONDS
         assert refusal(stub, tokens_request(prompt, 900), timeout=patience)[0] == grpc.StatusCode.DEADLINE_EXCEEDED
         assert eventually(lambda: generator.statistics.running == 0)
     assert_nothing_is_held(generator)
@@ -220,17 +227,21 @@ def test_a_client_that_goes_away_makes_room(waiting):
         (queued if waiting else running).cancel()
         assert eventually(lambda: generator.statistics.waiting == 0)
         if not waiting:
+            engine.seconds = 0.0
+        if not waiting:
             assert [id for part in queued for id in part.stream_content.samples[0].token_ids] == by_hand(
                 engine, [4, 5], 9
             )
         running.cancel()
         assert eventually(lambda: generator.statistics.running == 0)
+        engine.seconds = 0.0
         assert streamed(stub, tokens_request([6, 7], 9))[0] == by_hand(engine, [6, 7], 9)
     assert_nothing_is_held(generator)
 
 
 def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
     engine = SlowEngine(slots=3, page_tokens=4)
+    engine.may_go_on.clear()  # until one is refused
     generator = generator_of(engine, queue_size=9)
     callers = 4 * generator.capacity
     prompts = [[*range(1, 10), caller % 20, caller // 20, 5] for caller in range(callers)]
@@ -241,6 +252,7 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
         try:
             return streamed(stub, tokens_request(prompts[caller], 20))[0]
         except grpc.RpcError as error:
+            engine.may_go_on.set()
             assert "come back later" in error.details()
             return error.code()
 
@@ -299,7 +311,7 @@ def test_the_server_is_read_by_prometheus():
             streamed(stub, tokens_request([3, 4], 5))
             refusal(stub, tokens_request([]))
             refusal(stub, jetstream_pb2.DecodeRequest(session_cache="x"))
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_SECONDS) as answer:
                 lines = answer.read().decode().splitlines()
         finally:
             close()

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import json
 import os
 import signal
@@ -9,18 +11,20 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 from local_endpoint import Answer, serving
+from patience import HANG_SECONDS
 from served_app import app_served
 from test_retriever import PASSAGES, RecordingIndex
 from tiny_embedder import write_corpus
+from turned_clock import TurnedClock
 
 from mujica_jax import index
 from mujica_jax.errors import UserError
+from mujica_jax.http.client import TransientError
 from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.retrieval import service
 from mujica_jax.retrieval.client import RemoteRetriever, open_remote
@@ -30,6 +34,16 @@ from mujica_jax.retrieval.service import MAX_REQUEST_BYTES, make_app, open_port
 
 ROOT = Path(__file__).resolve().parent.parent
 HIT = {"id": "1", "title": "title 1", "text": "text", "score": 0.5}
+
+
+post = functools.partial(httpx.post, timeout=HANG_SECONDS)
+get = functools.partial(httpx.get, timeout=HANG_SECONDS)
+
+
+@pytest.fixture(autouse=True)
+def clock(turned_clock) -> TurnedClock:
+    """The clock of the clients: how fast the machine is does not matter to them. The service has the real one."""
+    return turned_clock
 
 
 @contextlib.contextmanager
@@ -64,37 +78,46 @@ def test_the_client_finds_what_the_index_finds_in_one_request():
     assert (statistics.queries, statistics.shared, statistics.batches, statistics.failed) == (5, 1, 2, 0)
 
 
-def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back():
+def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monkeypatch):
     searched = RecordingIndex()
+    told_to_come_back = threading.Semaphore(0)
     with served(searched, max_waiting=3) as url:
         searched.hold.clear()
         statuses: list[int] = []
 
         def ask(number: int) -> None:
-            body = {"queries": ["x" * (1 + number % 5) + str(number)], "k": 1}
-            response = httpx.post(f"{url}/search", json=body, timeout=30)
+            response = post(f"{url}/search", json={"queries": [f"query {number}"], "k": 1})
             statuses.append(response.status_code)
             if response.status_code == 429:
                 assert response.headers["retry-after"] == "1" and "searches wait" in response.json()["error"]
+                told_to_come_back.release()
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
-        for thread in threads:
+        threads[0].start()
+        assert searched.entered.acquire(timeout=HANG_SECONDS)
+        for thread in threads[1:]:
             thread.start()
-        deadline = time.monotonic() + 10
-        while len(statuses) < 10 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        refused = len(statuses)  # while nobody else has been answered
-        remote = client(url, first_wait_seconds=0.2)
-        asking = threading.Thread(target=lambda: statuses.append(len(asyncio.run(remote.search("late", 1)))))
-        asking.start()
-        time.sleep(0.1)
-        searched.hold.set()
-        for thread in [*threads, asking]:
-            thread.join(30)
-        metrics = httpx.get(f"{url}/metrics").text
-    assert refused >= 10, "4 times as many as have room: the others are told to come back"
-    assert statuses.count(429) >= refused and statuses.count(429) + statuses.count(200) == 16
-    assert statuses.count(1) == 1 and remote.statistics.retries >= 1
+        for _ in range(12):  # one is searched and three wait
+            assert told_to_come_back.acquire(timeout=HANG_SECONDS)
+        assert statuses == [429] * 12, "nobody else has been answered"
+
+        remote = client(url)
+        send = remote._client.post
+
+        async def send_until_refused(body):
+            try:
+                return await send(body)
+            except TransientError:
+                searched.hold.set()  # now the line becomes empty
+                for thread in threads:
+                    thread.join()
+                raise
+
+        monkeypatch.setattr(remote._client, "post", send_until_refused)
+        assert len(asyncio.run(remote.search("late", 1))) == 1
+        metrics = get(f"{url}/metrics").text
+    assert statuses.count(429) == 12 and statuses.count(200) == 4
+    assert remote.statistics.retries == 1
     assert 'mujica_retrieval_answers_total{status="429"}' in metrics
     assert "mujica_retrieval_encode_seconds_total" in metrics
 
@@ -102,10 +125,10 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back():
 def test_a_request_that_can_never_wait_here_is_told_so_and_the_client_sends_less():
     searched = RecordingIndex()
     with served(searched, max_waiting=3) as url:
-        response = httpx.post(f"{url}/search", json={"queries": ["a", "bb", "ccc", "dddd", "a"], "k": 1})
+        response = post(f"{url}/search", json={"queries": ["a", "bb", "ccc", "dddd", "a"], "k": 1})
         assert response.status_code == 413
         assert "has 4 queries and at most 3 may wait here: send fewer at once" in response.json()["error"]
-        assert httpx.post(f"{url}/search", json={"queries": ["a", "bb", "a", "a"], "k": 1}).status_code == 200
+        assert post(f"{url}/search", json={"queries": ["a", "bb", "a", "a"], "k": 1}).status_code == 200
         found = asyncio.run(together(client(url, concurrency=1), *("x" * n for n in range(7)), k=1))
         assert found == [[PASSAGES[n]] for n in range(7)]
 
@@ -122,27 +145,37 @@ def test_an_answer_that_would_be_too_large_is_asked_for_in_parts(monkeypatch):
 
 def test_however_many_ask_for_its_health_one_search_answers_them():
     searched = RecordingIndex()
-    with served(searched) as url:
+    app, arrived = make_app(IndexRetriever(searched), "exact"), threading.Semaphore(0)
+
+    async def counting(scope, receive, send):
+        if scope["type"] == "http":
+            arrived.release()
+        await app(scope, receive, send)
+
+    with app_served(counting) as url:
         searched.hold.clear()
         statuses: list[int] = []
         threads = [
-            threading.Thread(target=lambda: statuses.append(httpx.get(f"{url}/healthz", timeout=30).status_code))
-            for _ in range(20)
+            threading.Thread(target=lambda: statuses.append(get(f"{url}/healthz").status_code)) for _ in range(20)
         ]
         for thread in threads:
             thread.start()
-        time.sleep(0.5)
+        for _ in threads:
+            assert arrived.acquire(timeout=HANG_SECONDS)
         searched.hold.set()
         for thread in threads:
-            thread.join(30)
+            thread.join()
         assert statuses == [200] * 20 and len(searched.batches) < 20
         before = len(searched.batches)
-        assert httpx.get(f"{url}/healthz").status_code == 200 and len(searched.batches) == before + 1
+        assert get(f"{url}/healthz").status_code == 200 and len(searched.batches) == before + 1
 
 
 def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
     monkeypatch.setattr(service, "MAX_READING_SECONDS", 0.2)
-    with served(RecordingIndex()) as url, socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), 10) as half:
+    with (
+        served(RecordingIndex()) as url,
+        socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), HANG_SECONDS) as half,
+    ):
         half.sendall(b'POST /search HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{"queries"')
         with half.makefile("rb") as answer:
             said = answer.read()
@@ -167,28 +200,31 @@ def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
 )
 def test_a_bad_request_is_told_what_is_wrong(body, said):
     with served(RecordingIndex()) as url:
-        response = httpx.post(f"{url}/search", content=body)
+        response = post(f"{url}/search", content=body)
         assert response.status_code == (413 if said == "more than" else 400)
         assert said in response.json()["error"]
-        assert httpx.post(f"{url}/search", json={"queries": ["a"], "k": 1}).status_code == 200
+        assert post(f"{url}/search", json={"queries": ["a"], "k": 1}).status_code == 200
 
 
-def test_an_index_that_breaks_or_hangs_shows_in_status_and_health():
+def test_an_index_that_breaks_shows_in_status_and_health():
     searched = RecordingIndex()
-    with served(searched, deadline_seconds=0.2) as url:
+    with served(searched) as url:
         searched.fault = OSError("the disk is gone")
-        asked = {"queries": ["a"], "k": 1}
-        assert httpx.post(f"{url}/search", json=asked).status_code == 503
-        assert httpx.get(f"{url}/healthz").status_code == 503
+        assert post(f"{url}/search", json={"queries": ["a"], "k": 1}).status_code == 503
+        assert get(f"{url}/healthz").status_code == 503
         with pytest.raises(UserError, match=r"is not well .*the disk is gone"):
             open_remote(url, "dense", 5)
         searched.fault = None
-        searched.hold.clear()
-        assert httpx.post(f"{url}/search", json=asked).status_code == 504
-        searched.hold.set()
         assert open_remote(url, "dense", 5).version == "version1"
         with pytest.raises(UserError, match=r"retriever is bm25 and .* serves an index of kind exact"):
             open_remote(url, "bm25", 4)
+
+
+def test_an_index_that_hangs_shows_in_the_status():
+    searched = RecordingIndex()
+    with served(searched, deadline_seconds=0.2) as url:
+        searched.hold.clear()
+        assert post(f"{url}/search", json={"queries": ["a"], "k": 1}).status_code == 504
 
 
 MISBEHAVIOUR = {
@@ -202,15 +238,16 @@ MISBEHAVIOUR = {
     "too many passages": Answer(content={"version": "v", "results": [[HIT] * 3]}),
     "no title": Answer(content={"version": "v", "results": [[{"id": "1", "text": "text"}]]}),
     "a number for a title": Answer(content={"version": "v", "results": [[HIT | {"title": 3}]]}),
-    "late": Answer(content={}, after_seconds=5.0),
+    "late": Answer(fault="silent"),
 }
 
 
 @pytest.mark.parametrize("fault", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR)
-def test_the_client_survives_what_passes(fault):
+def test_the_client_survives_what_passes(clock, fault):
+    fault = dataclasses.replace(fault, meanwhile=lambda: clock.turn(1.1 if fault.fault == "silent" else 0.0))
     good = Answer(content={"version": "v", "results": [[HIT]]})
     with serving(lambda request, before: fault if before < 2 else good) as endpoint:
-        remote = client(endpoint.base_url, timeout_seconds=1.0 if fault.after_seconds else 20.0)
+        remote = client(endpoint.base_url, timeout_seconds=1.0)
         assert asyncio.run(remote.search("a", 2)) == [PASSAGES[1]]
         assert len(endpoint.requests) == 3 and remote.statistics.retries == 2
         assert endpoint.requests[0].body == {"queries": ["a"], "k": 2}
@@ -251,8 +288,12 @@ def test_another_version_of_the_index_in_the_middle_of_a_run_is_refused():
 
 
 def test_no_more_requests_at_once_than_there_are_places():
-    def answer(request, _):
-        return Answer(content={"version": "v", "results": [[HIT]] * len(request.body["queries"])}, after_seconds=0.05)
+    two = threading.Barrier(2)
+
+    def answer(request, before):
+        if before < 4:  # of five: each of these is answered when another one is under way
+            two.wait(HANG_SECONDS)
+        return Answer(content={"version": "v", "results": [[HIT]] * len(request.body["queries"])})
 
     with serving(answer) as endpoint:
         remote = client(endpoint.base_url, concurrency=2)
@@ -274,11 +315,11 @@ def test_serve_from_the_command_line_until_sigterm(tmp_path):
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[-1]
-            assert httpx.get(f"{url}/healthz", timeout=30).status_code == 200, "whoever has read the line is answered"
+            assert get(f"{url}/healthz").status_code == 200, "whoever has read the line is answered"
             (found,) = asyncio.run(together(open_remote(url, "bm25", 4), "title word3", k=4))
             assert len(found) == 4
             process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=HANG_SECONDS)
         finally:
             process.kill()
     assert process.returncode == 0 and "1 searches" in out and "Traceback" not in err, err
@@ -290,7 +331,7 @@ def test_a_signal_right_after_the_line_ends_it(tmp_path, number):
         try:
             assert process.stdout is not None and process.stdout.readline()
             process.send_signal(number)
-            assert process.wait(20) == 0
+            assert process.wait(HANG_SECONDS) == 0
         finally:
             process.kill()
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from patience import HANG_SECONDS
 from tiny_models import filled_decoder
 
 from mujica_jax.errors import UserError
@@ -155,7 +156,7 @@ def test_eight_devices_give_the_loss_and_gradient_of_one(tmp_path):
         text=True,
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     assert finished.stdout == "equal\n", finished.stderr
 

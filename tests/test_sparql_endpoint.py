@@ -2,13 +2,15 @@
 typed error."""
 
 import asyncio
+import dataclasses
+import itertools
 import json
-import time
 
 import pyoxigraph
 import pytest
 from little_graph import FILM, graph_in_memory, texts, write_dump
 from local_endpoint import Answer, serving
+from turned_clock import TurnedClock
 
 from mujica_jax.errors import UserError
 from mujica_jax.http.retry import RetryPolicy
@@ -16,8 +18,7 @@ from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, Retr
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint, _rows, open_endpoint
 from mujica_jax.retrieval.search_cache import SearchCache
 
-QUICK = RetryPolicy(timeout_seconds=1.0, deadline_seconds=20.0, first_wait_seconds=0.01)
-PATIENT = RetryPolicy(timeout_seconds=20.0, deadline_seconds=20.0, first_wait_seconds=0.01)
+POLICY = RetryPolicy(timeout_seconds=1.0, deadline_seconds=20.0, first_wait_seconds=0.01)
 NOTHING = {"head": {"vars": ["property"]}, "results": {"bindings": []}}
 
 
@@ -32,19 +33,17 @@ def truth(store: pyoxigraph.Store, request) -> Answer:
 
 
 def endpoint_at(url: str, **options) -> SparqlEndpoint:
-    return SparqlEndpoint(url, **{"queries_per_second": 1e6, "policy": QUICK} | options)
+    return SparqlEndpoint(url, **{"queries_per_second": 1e6, "policy": POLICY} | options)
 
 
 def asked(work):
     return asyncio.run(work)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported(store) -> None:
-    """The first request of a process imports its HTTP client, which on a busy machine takes longer than a try may
-    here."""
-    with serving(lambda request, before: truth(store, request)) as endpoint:
-        asked(endpoint_at(endpoint.base_url, policy=RetryPolicy(timeout_seconds=60.0)).triples_of("Q1"))
+@pytest.fixture(autouse=True)
+def clock(turned_clock) -> TurnedClock:
+    """No test of this module depends on how fast the machine is."""
+    return turned_clock
 
 
 MISBEHAVIOUR = {
@@ -65,16 +64,18 @@ MISBEHAVIOUR = {
     "no IRI": Answer(
         content={"head": {"vars": ["x"]}, "results": {"bindings": [{"x": {"type": "uri", "value": "no IRI"}}]}}
     ),
-    "late": Answer(content=NOTHING, after_seconds=5.0),
+    "late": Answer(fault="silent"),
     "trickle": Answer(content=NOTHING, fault="trickle"),
 }
 
 
 @pytest.mark.parametrize("fault", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR)
-def test_what_passes_is_survived(store, fault):
+def test_what_passes_is_survived(store, clock, fault):
+    """What is late or trickles takes longer than a try may."""
+    turned = {"silent": 1.1, "trickle": 0.1}.get(fault.fault, 0.0)
+    fault = dataclasses.replace(fault, meanwhile=lambda: clock.turn(turned))
     with serving(lambda request, before: fault if before < 2 else truth(store, request)) as endpoint:
-        late = fault.after_seconds > 0 or fault.fault == "trickle"
-        graph = endpoint_at(endpoint.base_url, policy=QUICK if late else PATIENT)
+        graph = endpoint_at(endpoint.base_url)
         assert texts(asked(graph.triples_of("Q1"))) == FILM
         assert len(endpoint.requests) == 3 and graph.statistics.retries == 2
 
@@ -103,21 +104,22 @@ def test_what_passes_is_survived(store, fault):
             r"of 0\.5 s",
         ),
         (
-            Answer(content=NOTHING, after_seconds=9.0),
+            Answer(fault="silent"),
             {"deadline_seconds": 0.5},
             RetrieverTimeout,
             "within the deadline",
         ),
     ],
 )
-def test_what_does_not_pass_is_a_typed_error(fault, options, kind, said):
+def test_what_does_not_pass_is_a_typed_error(clock, fault, options, kind, said):
     limits = {"timeout_seconds": 20.0, "deadline_seconds": 20.0, "first_wait_seconds": 0.01} | options
+    fault = dataclasses.replace(fault, meanwhile=lambda: clock.turn(0.6 if fault.fault == "silent" else 0.0))
+    began = clock.now
     with serving(lambda request, before: fault) as endpoint:
         graph = endpoint_at(endpoint.base_url, policy=RetryPolicy(**limits))
-        began = time.monotonic()
         with pytest.raises(kind, match=said):
             asked(graph.triples_of("Q1"))
-        assert time.monotonic() - began < 8.0
+        assert clock.now - began < 1.0, "nothing waits longer than the deadline"
         assert (graph.statistics.queries, graph.statistics.failed) == (1, 1)
 
 
@@ -202,11 +204,7 @@ def test_the_same_question_at_the_same_time_goes_there_once(store):
     async def together(graph, *keys):
         return await asyncio.gather(*(graph.triples_of(key) for key in keys))
 
-    def slowly(request, before):
-        time.sleep(0.1)
-        return truth(store, request)
-
-    with serving(slowly) as endpoint:
+    with serving(lambda request, before: truth(store, request)) as endpoint:
         graph = endpoint_at(endpoint.base_url, concurrency=2)
         found = asked(together(graph, "Q1", "Q1", "Q2", "Q1", "Q3", "Q4", "Q5"))
         assert found[0] == found[1] == found[3] and texts(found[0]) == FILM
@@ -215,25 +213,36 @@ def test_the_same_question_at_the_same_time_goes_there_once(store):
         assert asked(together(graph, "Q1", "Q2"))[0] == found[0], "in another event loop"
 
 
-def test_requests_go_no_faster_than_allowed_and_all_wait_when_asked_to(store):
-    times: list[float] = []
+def test_requests_go_no_faster_than_allowed_and_all_wait_when_asked_to(store, clock, monkeypatch):
+    moments: list[float] = []
+    paused: list[float] = []
 
-    def timed(request, before):
-        times.append(time.monotonic())
-        if before == 2:
-            return Answer(status=429, headers={"Retry-After": "0.5"})
-        return truth(store, request)
+    def answer(request, before):
+        return Answer(status=429, headers={"Retry-After": "0.5"}) if before == 2 else truth(store, request)
 
     async def together(graph):
         return await asyncio.gather(*(graph.triples_of(f"Q{number}") for number in range(1, 16)))
 
-    with serving(timed) as endpoint:
-        began = time.monotonic()
-        asked(together(endpoint_at(endpoint.base_url, queries_per_second=20, concurrency=3)))
-    assert len(times) == 16
-    assert all(moment - began > 0.05 * number - 0.005 for number, moment in enumerate(times)), "20 a second"
-    assert times[-1] - times[2] > 0.49, "what the endpoint asked for"
-    assert not any(0.25 < moment - times[2] < 0.49 for moment in times), "by all of them"
+    with serving(answer) as endpoint:
+        graph = endpoint_at(endpoint.base_url, queries_per_second=20, concurrency=3)
+        exchange, pause = graph._client.exchange, graph._pause
+
+        async def timed_exchange(content, headers):
+            moments.append(clock.now)
+            return await exchange(content, headers)
+
+        def timed_pause(error):
+            paused.append(clock.now)
+            pause(error)
+
+        monkeypatch.setattr(graph._client, "exchange", timed_exchange)
+        monkeypatch.setattr(graph, "_pause", timed_pause)
+        asked(together(graph))
+    assert len(moments) == 16
+    assert all(later - earlier > 0.0499 for earlier, later in itertools.pairwise(moments)), "20 a second"
+    (asked_to_wait,) = paused
+    assert moments[-1] > asked_to_wait + 0.499, "what the endpoint asked for"
+    assert not any(asked_to_wait < moment < asked_to_wait + 0.499 for moment in moments), "by all of them"
 
 
 def test_an_endpoint_is_tried_before_a_run(store, tmp_path, monkeypatch):

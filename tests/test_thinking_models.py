@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from little_agent import attempt, tokenizer
 from local_endpoint import Answer, serving
+from patience import HANG_SECONDS
 from test_baselines import GHENT, KINDS, QUESTION, config, world
 from test_thinking_templates import TOKENIZERS
 
@@ -49,7 +50,7 @@ def said(kind: str) -> str:
 def play(kind: str, policy: Policy, words: Tokenizer) -> Trajectory:
     chosen = MUJICA if kind == "mujica" else config(kind)
     playing = implementation(chosen)(words, chosen).run(attempt(QUESTION), world(), policy)
-    return asyncio.run(asyncio.wait_for(playing, 20))
+    return asyncio.run(asyncio.wait_for(playing, HANG_SECONDS))
 
 
 @pytest.mark.parametrize("kind", ["direct", "react", "single", "decex", "mujica"])

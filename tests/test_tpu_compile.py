@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANG_SECONDS
 
 from mujica_jax.runtime.chips import CHIPS
 
@@ -186,7 +187,7 @@ def compiled(*arguments: str) -> dict:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=HANG_SECONDS,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     print(finished.stdout)  # bytes a chip, shown with -rP

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from little_agent import agent, attempt, tokenizer
+from patience import HANG_SECONDS
 from shared_data import TWO_WIKI, needs_data
 from tiny_embedder import tiny_embedder
 
@@ -313,7 +314,7 @@ def test_passages_are_searched_at_the_service_that_is_named(folder):
 
 def until_well(build):
     """The address is said a moment before the service answers there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while True:
         try:
             return build()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import HANG_SECONDS
 
 from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.errors import UserError
@@ -62,7 +63,7 @@ def records(directory: Path) -> list[tuple[str, dict]]:
 def test_offline_every_line_arrives_once_and_a_restart_goes_on_as_the_same_run(tmp_path):
     for first, after in ((1, 4), (2, 6)):  # the second start comes past steps that are written
         command = [sys.executable, "-c", WRITE, str(tmp_path), str(first), str(after)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=ROOT)
         assert ended.returncode == 0, ended.stderr
     found = records(tmp_path)
     assert len({identifier for identifier, _ in found}) == 1

@@ -3,19 +3,21 @@
 Scores of a model this small are zeros, so outcomes are compared by what was sampled and learnt too: content checksums
 of all shards and evaluations, and checksums of all policy files."""
 
-import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import random
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fake_bucket import FakeBucket
+from patience import HANG_SECONDS
 
 from mujica_jax.trajectories import shards
 
@@ -34,16 +36,25 @@ ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")},
 }
 ADDRESS = "gs://bucket/runs/smoke"  # of a run in a bucket of `fake_bucket`
-SECONDS = 900  # far more than any of them takes, on a busy machine too
+SECONDS = HANG_SECONDS
+PORT_LOCKS: list[IO[str]] = []
 
 
 def free_port() -> int:
-    """Below those that a system gives to connections, for it may be used minutes later."""
+    """A port that no other test gets while this process lives. It is below those that a system gives to connections,
+    for it may be used minutes later."""
     while True:
         port = random.randrange(20_000, 32_000)
-        with socket.socket() as tried, contextlib.suppress(OSError):
-            tried.bind(("localhost", port))
-            return port
+        lock = open(Path(tempfile.gettempdir()) / f"mujica_jax-test-port-{port}", "w")  # noqa: SIM115 - it stays open
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as tried:
+                tried.bind(("localhost", port))
+        except OSError:
+            lock.close()
+            continue
+        PORT_LOCKS.append(lock)
+        return port
 
 
 def start(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -64,7 +75,7 @@ class Ended:
     status: int  # the exit status, or minus the signal
     output: str
     messages: str
-    seconds_after_signal: float | None
+    cpu_seconds_after_signal: float | None  # by a clock that stands still while other programs have the machine
 
 
 def disturbed(

@@ -79,10 +79,12 @@ def _gather(server: socket.socket, processes: int, host: str, until: float, late
                 break
             opened.enter_context(caller)
             said = _receive(caller, CALLER_SECONDS)
-            if said is not None and said.keys() == {"process", "processes", "host"}:
-                callers.append(caller)
-                refused = _conflict(said, names, processes)
-                names.setdefault(said["process"], said["host"])
+            if said is None or said.keys() != {"process", "processes", "host"}:
+                caller.close()  # a process of this job that was too slow calls again
+                continue
+            callers.append(caller)
+            refused = _conflict(said, names, processes)
+            names.setdefault(said["process"], said["host"])
         server.close()  # before the answer: a process that has it goes on to JAX, which needs the port
         hosts = [names.get(number) for number in range(processes)]
         answer = {"hosts": hosts} if refused is None else {"refused": refused}

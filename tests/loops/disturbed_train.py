@@ -51,8 +51,9 @@ from mujica_jax.records import Reward, Trajectory
 from mujica_jax.report.progress import Stage
 from mujica_jax.runtime.preemption import Preemption
 
-SECONDS_TO_SAVE = 60.0
-NOTED = "MUJICA_SIGNALLED"  # names the file that holds when the signal came
+SECONDS_TO_WAIT = 900.0  # for what must come, on a busy machine too
+NOTED = "MUJICA_SIGNALLED"  # names the file that holds how many CPU seconds were used when the signal came
+LISTENING: list[Preemption] = []  # to signals
 
 
 def import_all() -> None:
@@ -80,9 +81,12 @@ def build_once(path: str) -> None:
 
 def send(name: str) -> None:
     sys.stdout.flush()
-    Path(os.environ[NOTED]).write_text(str(time.monotonic()))
+    Path(os.environ[NOTED]).write_text(str(time.process_time()))
     os.kill(os.getpid(), signal.Signals[name])
-    time.sleep(0.1)  # long enough for the thread that hears it
+    until = time.monotonic() + SECONDS_TO_WAIT
+    # A thread hears it.
+    while LISTENING and not LISTENING[-1]._asked and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def reward_by_tokens() -> None:
@@ -142,7 +146,7 @@ def no_space() -> None:
 
 
 def then_kill(name: str, directory: Path, saved: str | None, write: int | None) -> None:
-    until = time.monotonic() + SECONDS_TO_SAVE
+    until = time.monotonic() + SECONDS_TO_WAIT
     while saved is not None and not any(directory.glob(saved)) and time.monotonic() < until:
         time.sleep(0.01)
     send(name)
@@ -176,6 +180,7 @@ def disturbed(
     own_rewards: bool = False,
 ) -> int:
     directory = Path(words[words.index("--run") + 1])
+    before(Preemption, "__enter__", LISTENING.append)
     if not own_rewards:
         reward_by_tokens()
     if signal is None or signal == "SIGKILL":
@@ -205,17 +210,25 @@ def started(chosen: dict[str, Any]) -> int | None:
         for number, file in ((1, output), (2, messages)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
         return disturbed(**chosen)
-    _, status = os.waitpid(child, 0)
-    ended = time.monotonic()
+    _, status, used = os.wait4(child, 0)
+    cpu_seconds = used.ru_utime + used.ru_stime
     report = {
         "status": os.waitstatus_to_exitcode(status),
         "output": output.read_text(),
         "messages": messages.read_text(),
-        "seconds_after_signal": ended - float(noted.read_text()) if noted.exists() else None,
+        "cpu_seconds_after_signal": cpu_seconds - float(noted.read_text()) if noted.exists() else None,
     }
     shutil.rmtree(folder)
     print(json.dumps(report), flush=True)
     return None
+
+
+def wait_for_the_job(folder: Path, processes: int) -> None:
+    """Begin when the other processes of a job are here too: on a busy machine one may need much longer to import."""
+    (folder / str(os.getpid())).touch()
+    until = time.monotonic() + SECONDS_TO_WAIT
+    while len(list(folder.iterdir())) < processes and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def main() -> int:
@@ -223,6 +236,8 @@ def main() -> int:
     starts = json.loads(sys.argv[1])
     if starts[0].get("program") != "sample":
         build_once(starts[0]["words"][0])
+    if (job := starts[0].pop("job", None)) is not None:
+        wait_for_the_job(Path(job["folder"]), job["processes"])
     for chosen in starts:
         status = started(chosen)
         if status is not None:

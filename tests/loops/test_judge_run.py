@@ -62,7 +62,7 @@ def test_a_killed_run_with_a_judge_asks_nothing_twice_and_ends_with_the_same_num
 
 @pytest.mark.slow
 def test_a_run_whose_judge_never_answers_ends_before_it_begins(tokenizer, tmp_path):
-    with serving(lambda request, before: Answer(after_seconds=60.0)) as endpoint:
+    with serving(lambda request, before: Answer(fault="silent")) as endpoint:
         flags = words(tmp_path / "run", endpoint, tokenizer)
         flags["words"] += ["--judge.deadline-seconds", "1"]
         (ended,) = disturbed(tmp_path / "run", flags)
