@@ -57,7 +57,7 @@ def prepare(kind: str, *, official_folder: str | None, data_dir: str | None) -> 
 
     home = root / data_folder.builder_name(kind)
     folder = home / data_folder.VERSION
-    with _errors_of_disk(root):
+    with _errors_of_disk(kind, root):
         was_there = folder.exists()
         if not was_there:
             data_folder.require_tensorflow(f"preparing {kind}")
@@ -152,14 +152,14 @@ def _locked(home: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _errors_of_disk(root: Path) -> Iterator[None]:
+def _errors_of_disk(kind: str, root: Path) -> Iterator[None]:
     """Turn what a full or forbidden disk raises into one sentence for the user."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write into {root} ({error.strerror or error}): free space, make it writable, or give another "
-            "--data-dir"
+            f"{kind} could not be prepared in {root} ({_reason(error)}): free space, make the official files readable "
+            "and the folder writable, or give another --data-dir"
         ) from error
 
 
