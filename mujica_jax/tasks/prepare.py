@@ -158,8 +158,8 @@ def _errors_of_disk(kind: str, root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{kind} could not be prepared in {root} ({_reason(error)}): free space, make the official files readable "
-            "and the folder writable, or give another --data-dir"
+            f"{kind} could not be prepared in {root} ({_shortened(error)}): free space, make the official "
+            "files readable and the folder writable, or give another --data-dir"
         ) from error
 
 
@@ -184,14 +184,27 @@ def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
             builder.download_and_prepare(download_config=config)
     except download_errors as error:
         raise UserError(
-            f"{kind} could not be downloaded ({_reason(error)}): {how_to_get(kind)}, and give it with --from DIR"
+            f"{kind} could not be downloaded ({_shortened(error)}): {how_to_get(kind)}, and give it with --from DIR"
         ) from error
-    except tensorflow.errors.OpError as error:
-        raise OSError(_reason(error)) from error
+    except UserError:
+        raise
+    except Exception as error:
+        # TensorFlow has errors of its own for a full disk, and TensorFlow Datasets wraps them.
+        for cause in _causes(error):
+            if isinstance(cause, (OSError, tensorflow.errors.OpError)):
+                raise OSError(str(cause)) from error
+        raise
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {textwrap.shorten(str(error), MAX_REASON_CHARACTERS)}"
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error, what it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _shortened(error: Exception) -> str:
+    return textwrap.shorten(str(error), MAX_REASON_CHARACTERS) or type(error).__name__
 
 
 def _check_same_sources(folder: Path, source: Path, kind: str) -> None:
