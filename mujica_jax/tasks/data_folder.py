@@ -211,7 +211,9 @@ def not_installed(purpose: str, reason: str) -> UserError:
 
 def require_tensorflow(purpose: str) -> None:
     """Import TensorFlow and TensorFlow Datasets. Raises UserError where they are not installed."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # otherwise it reports GPUs and instructions that it lacks
+    # Otherwise TensorFlow reports GPUs and instructions that it lacks. JAX sets the level to 1.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     try:
         import tensorflow
         import tensorflow_datasets  # noqa: F401
