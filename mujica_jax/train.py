@@ -34,8 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         check_demonstrations(config)
         check_judge_is_asked(config)
         check_log_probabilities(config)
-        check_data_dir(config.task)
         distributed.start(config.distributed, preemption.on_notice)
+        check_data_dir(config.task)
         new = f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         directory = config.run or distributed.broadcast("run directory", lambda: new)
         again = words if take_flag([*words], "--run") else [*words, "--run", directory]

@@ -459,6 +459,22 @@ def test_a_plain_folder_is_read_without_tensorflow(prepared, tmp_path):
     assert ran.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    """The limit of a file's size stands in for a full disk: TensorFlow reports both in its own way."""
+    official = tmp_path / "official"
+    official.mkdir()
+    paragraphs = [{"title": "Lisma", "paragraph_text": "A mill. " * 40_000, "is_supporting": True}]
+    write_lines(official / "musique_ans_v1.0_train.jsonl", [musique("2hop__1_1", paragraphs=paragraphs)])
+    program = "import resource, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+    program += "from mujica_jax.tasks import prepare\nraise SystemExit(prepare.main(sys.argv[1:]))"
+    ran = run(["-c", program, "musique", "--from", str(official)], tmp_path)
+    assert ran.returncode == 2, ran.stderr
+    (error,) = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert f"musique could not be prepared in {tmp_path / 'sets'} (" in error and "give another --data-dir" in error
+    assert [path.name for path in (tmp_path / "sets" / "mujica_musique").iterdir()] == [".lock"]
+
+
 def command_error(capsys, *words: str) -> str:
     """Return the one line that the command says before it ends with status 2."""
     assert prepare.main(words) == 2

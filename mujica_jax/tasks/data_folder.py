@@ -31,7 +31,7 @@ VERSION = "2.1.0"  # of the data sets that this program prepares
 PREPARED = "dataset_info.json"  # written last, so a folder that has it is complete
 FEATURES = "features.json"
 TFRECORD_BYTES = 16  # length and checksums of a record in a TFRecord file
-SOURCES = "official_files.json"  # in a prepared folder: size and checksum of each file that it was made of
+SOURCES_FILE = "official_files.json"  # in a prepared folder: size and checksum of each file that it was made of
 PREPARE = "python -m mujica_jax.tasks.prepare"
 # As requirements.txt lists them.
 REQUIREMENTS = ("tensorflow~=2.20.0", "tensorflow-datasets>=4.9.9,<5", "importlib_resources>=6")
@@ -110,12 +110,12 @@ def is_prepared(folder: Path) -> bool:
 def sources_of(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
     """Return the official files that a prepared folder was made of, by name. Downloaded sets list none."""
     try:
-        sources = json.loads((folder / SOURCES).read_text())
+        sources = json.loads((folder / SOURCES_FILE).read_text())
         return {name: {**source} for name, source in sources.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise damaged(folder, kind, f"{SOURCES} cannot be read: {type(error).__name__}: {error}") from error
+        raise damaged(folder, kind, f"{SOURCES_FILE} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def builder_name(kind: str) -> str:
@@ -211,7 +211,9 @@ def not_installed(purpose: str, reason: str) -> UserError:
 
 def require_tensorflow(purpose: str) -> None:
     """Import TensorFlow and TensorFlow Datasets. Raises UserError where they are not installed."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # otherwise it reports GPUs and instructions that it lacks
+    # Otherwise TensorFlow reports GPUs and instructions that it lacks. JAX sets the level to 1.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     try:
         import tensorflow
         import tensorflow_datasets  # noqa: F401

@@ -57,7 +57,7 @@ def prepare(kind: str, *, official_folder: str | None, data_dir: str | None) -> 
 
     home = root / data_folder.builder_name(kind)
     folder = home / data_folder.VERSION
-    with _errors_of_disk(root):
+    with _errors_of_disk(kind, root):
         was_there = folder.exists()
         if not was_there:
             data_folder.require_tensorflow(f"preparing {kind}")
@@ -152,14 +152,14 @@ def _locked(home: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _errors_of_disk(root: Path) -> Iterator[None]:
+def _errors_of_disk(kind: str, root: Path) -> Iterator[None]:
     """Turn what a full or forbidden disk raises into one sentence for the user."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write into {root} ({error.strerror or error}): free space, make it writable, or give another "
-            "--data-dir"
+            f"{kind} could not be prepared in {root} ({_shortened(error)}): free space, make the official "
+            "files readable and the folder writable, or give another --data-dir"
         ) from error
 
 
@@ -184,14 +184,27 @@ def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
             builder.download_and_prepare(download_config=config)
     except download_errors as error:
         raise UserError(
-            f"{kind} could not be downloaded ({_reason(error)}): {how_to_get(kind)}, and give it with --from DIR"
+            f"{kind} could not be downloaded ({_shortened(error)}): {how_to_get(kind)}, and give it with --from DIR"
         ) from error
-    except tensorflow.errors.OpError as error:
-        raise OSError(_reason(error)) from error
+    except UserError:
+        raise
+    except Exception as error:
+        # TensorFlow has errors of its own for a full disk, and TensorFlow Datasets wraps them.
+        for cause in _causes(error):
+            if isinstance(cause, (OSError, tensorflow.errors.OpError)):
+                raise OSError(str(cause)) from error
+        raise
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {textwrap.shorten(str(error), MAX_REASON_CHARACTERS)}"
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error, what it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _shortened(error: Exception) -> str:
+    return textwrap.shorten(str(error), MAX_REASON_CHARACTERS) or type(error).__name__
 
 
 def _check_same_sources(folder: Path, source: Path, kind: str) -> None:

@@ -22,7 +22,14 @@ import tensorflow_datasets as tfds
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus_records import records_of
-from mujica_jax.tasks.data_folder import BUILDER_PREFIX, SOURCES, VERSION, builder_name, damaged, without_root_handler
+from mujica_jax.tasks.data_folder import (
+    BUILDER_PREFIX,
+    SOURCES_FILE,
+    VERSION,
+    builder_name,
+    damaged,
+    without_root_handler,
+)
 from mujica_jax.tasks.official_files import DOWNLOADS, OFFICIAL_FILES
 from mujica_jax.tasks.open_domain import records
 from mujica_jax.tasks.open_domain.qald import official_records, read_qald
@@ -128,7 +135,7 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
         target = Path(self.data_dir)
         for file in further_files(folder, self._kind):
             shutil.copyfile(file, target / file.name)
-        (target / SOURCES).write_text(json.dumps(describe_sources(folder, self._kind)))
+        (target / SOURCES_FILE).write_text(json.dumps(describe_sources(folder, self._kind)))
 
     @property
     def _kind(self) -> str:
