@@ -560,6 +560,7 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
         ("foreign_engine:make_alike", "declares sampling_per_request and its insert has no parameter sampling"),
         ("foreign_engine:make_without_record", "attribute capabilities is a dict"),
         ("foreign_engine:make_without_memory", r"cannot begin with 3 slots of 64 tokens \(MemoryError: no room\)"),
+        ("foreign_engine:make_silent_engine", r"does not say how large it is \(NotImplementedError\)"),
         ("foreign_engine:make_two_samples", "with 2 samples a slot"),
         ("foreign_engine:make_deaf_engine", r"define load_params\(self, weights\)"),
         ("foreign_engine:make_engine_of_another_model", r"does not take the weights .*has shape .*EngineRequest.model"),
@@ -569,6 +570,31 @@ def test_an_engine_that_cannot_be_used_is_refused_in_one_sentence(factory, sente
     with pytest.raises(UserError, match=sentence) as refused:
         opened(factory)
     assert factory in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("import a_missing_package", "failed (ModuleNotFoundError: No module named 'a_missing_package')"),
+        ("def make(", "failed (SyntaxError: "),
+        ("def make(): pass", "failed (TypeError: make() takes 0 positional arguments but 1 was given)"),
+    ],
+)
+def test_a_module_that_does_not_load_is_named_in_one_sentence(tmp_path, monkeypatch, source, sentence):
+    name = f"engine_module_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError) as refused:
+        opened(f"{name}:make")
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+async def test_an_engine_that_samples_each_request_must_not_draw_the_first_token_in_prefill(monkeypatch):
+    foreign = opened("foreign_engine:make_sampling_engine")
+    plain = importlib.import_module("foreign_engine").ForeignEngine
+    monkeypatch.setattr(type(foreign._engine), "prefill", plain.prefill)
+    with pytest.raises(EngineError, match="let prefill return the prefix alone"):
+        await foreign.generate([5, 6], params(3, temperature=0.5))
 
 
 def test_quantized_weights_are_not_for_a_foreign_engine():
