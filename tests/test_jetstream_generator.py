@@ -457,6 +457,7 @@ def test_a_foreign_engine_gives_the_tokens_of_ours_and_of_the_forward_pass():
         ([[-1, 1, 1]] * 3, EngineError, "generated token -1 and"),
         ([[5, 0, 1]] * 3, PolicyError, "ended this request after 1 tokens without a stop token"),
         (None, EngineError, "failed while this request ran"),
+        ([5, 1, 1], EngineError, "failed while this request ran"),
     ],
 )
 async def test_wrong_results_of_a_foreign_engine_fail_the_request_and_not_the_generator(data, error, sentence):
