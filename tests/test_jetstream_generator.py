@@ -477,6 +477,15 @@ async def test_wrong_results_of_a_foreign_engine_fail_the_request_and_not_the_ge
     assert outcome(await foreign.generate([5, 6, 7], wanted))[0] == greedy(small_decoder(), [5, 6, 7], 3)
 
 
+def test_a_prompt_is_padded_to_the_engines_longest_where_that_is_no_power_of_two():
+    foreign = opened("foreign_engine:make_engine", positions=50)
+    prompts = [[5] * length for length in (1, 16, 17, 33, 49)]
+    completions = complete_all(foreign, [(prompt, params(1, temperature=0.0)) for prompt in prompts])
+    assert foreign._engine.prefill_lengths == [16, 16, 32, 50, 50]
+    expected = [greedy(small_decoder(), prompt, 1) for prompt in prompts]
+    assert [list(completion.token_ids) for completion in completions] == expected
+
+
 def test_a_request_for_one_token_needs_no_step_of_a_foreign_engine():
     foreign = opened("foreign_engine:make_engine")
     foreign._engine.generate = None  # would fail
