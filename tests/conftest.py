@@ -31,6 +31,7 @@ LONG = {
         "extending",
         "few_shot_warmup",
         "graph_index",
+        "jetstream_generator",
         "tiny_world",
         "two_wiki",
         "serve",

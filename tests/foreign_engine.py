@@ -228,6 +228,16 @@ class _Deaf(ForeignEngine):
         return super().load_params(*args)
 
 
+class _Silent(ForeignEngine):
+    @property
+    def max_prefill_length(self) -> int:
+        raise NotImplementedError
+
+
+def make_silent_engine(request: EngineRequest) -> ForeignEngine:
+    return _Silent(request.model, slots=request.slots, positions=request.positions)
+
+
 def make_two_samples(request: EngineRequest) -> ForeignEngine:
     return _TwoSamples(request.model, slots=request.slots, positions=request.positions)
 

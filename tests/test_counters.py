@@ -111,3 +111,14 @@ def test_a_port_in_use_is_explained():
             serve_metrics(Told().counters, port=port)
     finally:
         close()
+
+
+def test_what_an_engine_does_not_say_is_left_out():
+    silent = dataclasses.replace(NONE, free_pages=None, evicted_pages=None, compiled_programs=None)
+    counters = LiveCounters(lambda: silent)
+    assert "programs" not in counters.figures()
+    names = {family.name for family in counters.collect()}
+    assert "mujica_running" in names
+    assert names.isdisjoint({"mujica_free_pages", "mujica_evicted_pages", "mujica_compiled_programs"})
+    difference = between(silent, dataclasses.replace(silent, requests=5))
+    assert difference["requests"] == 2 and "evicted_pages" not in difference

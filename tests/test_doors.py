@@ -86,7 +86,7 @@ def test_the_kind_chooses_the_class_whatever_else_is_wrong(tiny_world):
     [
         ({"task": {"kind": "two_wikki"}}, "there is no kind two_wikki: did you mean two_wiki?"),
         ({"task": {"kind": ["two_wiki"]}}, "there is no kind ['two_wiki']"),
-        ({"engine": {"kind": "fast"}}, "EngineConfig has no field kind"),
+        ({"trainer": {"kind": "fast"}}, "TrainerConfig has no field kind"),
         ({"engine": 3}, "Config.engine is 3 and must be an object with the fields of EngineConfig"),
         ({"seed": {"a": 3}}, "Config.seed is {'a': 3} and must be a single value"),
     ],

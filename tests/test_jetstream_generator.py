@@ -457,6 +457,7 @@ def test_a_foreign_engine_gives_the_tokens_of_ours_and_of_the_forward_pass():
         ([[-1, 1, 1]] * 3, EngineError, "generated token -1 and"),
         ([[5, 0, 1]] * 3, PolicyError, "ended this request after 1 tokens without a stop token"),
         (None, EngineError, "failed while this request ran"),
+        ([5, 1, 1], EngineError, "failed while this request ran"),
     ],
 )
 async def test_wrong_results_of_a_foreign_engine_fail_the_request_and_not_the_generator(data, error, sentence):
@@ -474,6 +475,15 @@ async def test_wrong_results_of_a_foreign_engine_fail_the_request_and_not_the_ge
         await foreign.generate([5, 6, 7], wanted)
     foreign._engine.generate = works
     assert outcome(await foreign.generate([5, 6, 7], wanted))[0] == greedy(small_decoder(), [5, 6, 7], 3)
+
+
+def test_a_prompt_is_padded_to_the_engines_longest_where_that_is_no_power_of_two():
+    foreign = opened("foreign_engine:make_engine", positions=50)
+    prompts = [[5] * length for length in (1, 16, 17, 33, 49)]
+    completions = complete_all(foreign, [(prompt, params(1, temperature=0.0)) for prompt in prompts])
+    assert foreign._engine.prefill_lengths == [16, 16, 32, 50, 50]
+    expected = [greedy(small_decoder(), prompt, 1) for prompt in prompts]
+    assert [list(completion.token_ids) for completion in completions] == expected
 
 
 def test_a_request_for_one_token_needs_no_step_of_a_foreign_engine():
@@ -560,6 +570,7 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
         ("foreign_engine:make_alike", "declares sampling_per_request and its insert has no parameter sampling"),
         ("foreign_engine:make_without_record", "attribute capabilities is a dict"),
         ("foreign_engine:make_without_memory", r"cannot begin with 3 slots of 64 tokens \(MemoryError: no room\)"),
+        ("foreign_engine:make_silent_engine", r"does not say how large it is \(NotImplementedError\)"),
         ("foreign_engine:make_two_samples", "with 2 samples a slot"),
         ("foreign_engine:make_deaf_engine", r"define load_params\(self, weights\)"),
         ("foreign_engine:make_engine_of_another_model", r"does not take the weights .*has shape .*EngineRequest.model"),
@@ -569,6 +580,31 @@ def test_an_engine_that_cannot_be_used_is_refused_in_one_sentence(factory, sente
     with pytest.raises(UserError, match=sentence) as refused:
         opened(factory)
     assert factory in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("import a_missing_package", "failed (ModuleNotFoundError: No module named 'a_missing_package')"),
+        ("def make(", "failed (SyntaxError: "),
+        ("def make(): pass", "failed (TypeError: make() takes 0 positional arguments but 1 was given)"),
+    ],
+)
+def test_a_module_that_does_not_load_is_named_in_one_sentence(tmp_path, monkeypatch, source, sentence):
+    name = f"engine_module_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError) as refused:
+        opened(f"{name}:make")
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+async def test_an_engine_that_samples_each_request_must_not_draw_the_first_token_in_prefill(monkeypatch):
+    foreign = opened("foreign_engine:make_sampling_engine")
+    plain = importlib.import_module("foreign_engine").ForeignEngine
+    monkeypatch.setattr(type(foreign._engine), "prefill", plain.prefill)
+    with pytest.raises(EngineError, match="let prefill return the prefix alone"):
+        await foreign.generate([5, 6], params(3, temperature=0.5))
 
 
 def test_quantized_weights_are_not_for_a_foreign_engine():

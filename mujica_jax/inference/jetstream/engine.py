@@ -4,8 +4,9 @@ Differences from the engines JetStream was written for:
 
 - A prefix is its token ids, no arrays: `prefill` checks a prompt and computes nothing. `insert` notes it for its slot.
   The next `generate` computes all prompts that were inserted since the last one, in whole calls of the engine, and then
-  decodes. One prompt a call would leave most of a call empty. A prefix that is dropped or sent to another engine costs
-  nothing, and `existing_prefix` is a prompt to go on from.
+  decodes. One prompt a call would leave most of a call empty. The native scheduler does more: it computes a long prompt
+  in chunks between decode calls, so that streams wait less.
+- A prefix that is dropped or sent to another engine costs nothing. `existing_prefix` is a prompt to go on from.
 - Pages and their tree of prefixes are those of the native generator: what several prompts begin with is computed once,
   also when they come together. What a slot computed stays in the tree for later requests.
 - The weights are the engine's own: `params` is what `load_params` gave, which also takes a new policy.

@@ -142,8 +142,16 @@ def _loader(name: str, engine: Any, graph: nnx.GraphDef) -> Callable[[nnx.State]
 
 def _check_engine(name: str, engine: Any, *, slots: int, positions: int) -> None:
     """Raise UserError for an engine that declares what it cannot do, or that is too small."""
-    _check_capabilities(name, engine)
-    _check_size(name, engine, slots=slots, positions=positions)
+    try:
+        _check_capabilities(name, engine)
+        _check_size(name, engine, slots=slots, positions=positions)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{name} made an engine that does not say how large it is ({describe_error(error)}): it needs "
+            "samples_per_slot, max_concurrent_decodes and max_prefill_length"
+        ) from error
 
 
 def _check_capabilities(name: str, engine: Any) -> None:

@@ -13,7 +13,7 @@ import heapq
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -30,6 +30,13 @@ logger = logging.getLogger(__name__)
 SMALLEST_PREFILL = 16  # tokens: JetStream pads prompts to powers of two from here on
 # What JetStream's interface promises of every engine.
 PLAIN_CAPABILITIES = Capabilities(sampling_per_request=False, log_probabilities=False)
+
+
+class _SlotResult(NamedTuple):
+    """What one call of the engine generated in one slot."""
+
+    tokens: list[int]
+    goes_on: bool  # False: a token is not valid, or there is none
 
 
 class JetStreamGenerator(QueuedGenerator):
@@ -186,14 +193,14 @@ class JetStreamGenerator(QueuedGenerator):
         if first_token is not None and self._take(sequence, first_token):
             self._free(slot)
 
-    def _prefill(self, sequence: SequenceState) -> tuple[Any, Any]:
-        """Return the prefix and what says its first token, None where `generate` will draw it."""
+    def _prefill(self, sequence: SequenceState) -> tuple[Any, "_SlotResult | None"]:
+        """Return the prefix and its first token, None where `generate` will draw it."""
         length = len(sequence.prompt)
         padded = np.zeros(min(prefill_length(length), self._engine.max_prefill_length), np.int32)
         padded[:length] = sequence.prompt
         result = self._engine.prefill(params=self._params, padded_tokens=padded, true_length=length)
         if isinstance(result, tuple) and len(result) == 2 and hasattr(result[1], "get_result_at_slot"):
-            return result[0], result[1].convert_to_numpy().get_result_at_slot(0)
+            return result[0], _read(result[1].convert_to_numpy().get_result_at_slot(0))
         return result, None
 
     def _generate(self) -> None:
@@ -203,7 +210,7 @@ class JetStreamGenerator(QueuedGenerator):
         try:
             self._decode_state, result = self._engine.generate(self._params, self._decode_state)
             on_host = result.convert_to_numpy()
-            results = {slot: on_host.get_result_at_slot(slot) for slot in self._running}
+            results = {slot: _read(on_host.get_result_at_slot(slot)) for slot in self._running}
         except Exception as error:
             logger.warning("the requests that run fail", exc_info=error)
             sentence = f"{self._name} failed while this request ran ({describe_error(error)})"
@@ -218,12 +225,10 @@ class JetStreamGenerator(QueuedGenerator):
             if sequence.future.done() or self._take(sequence, results[slot]):
                 self._free(slot)
 
-    def _take(self, sequence: SequenceState, result: Any) -> bool:
+    def _take(self, sequence: SequenceState, result: "_SlotResult") -> bool:
         """Hand a request what was generated for it; True if it ends."""
-        valid = np.asarray(result.valid)[0].astype(bool)
-        steps = len(valid) if valid.all() else int(valid.argmin())
         room = sequence.params.max_new_tokens - len(sequence.tokens)
-        new = np.asarray(result.tokens)[0, :steps][:room].astype(int).tolist()
+        new = result.tokens[:room]
         unknown = [token for token in new if not 0 <= token < self._vocabulary]
         if unknown:
             self._fail(
@@ -241,7 +246,7 @@ class JetStreamGenerator(QueuedGenerator):
             sequence.complete(length, reason, self.policy_version)
             return True
         self._counts["generated_tokens"] += len(new)
-        if not new or steps < len(valid):
+        if not result.goes_on:
             sentence = (
                 f"{self._name} ended this request after {len(sequence.tokens)} tokens without a stop token: the policy "
                 "gave a number that is not finite (check its weights), or the engine's cache is full"
@@ -258,6 +263,14 @@ class JetStreamGenerator(QueuedGenerator):
         free = getattr(self._engine, "free_resource", None)
         if free is not None:
             free(slot)
+
+
+def _read(data: Any) -> _SlotResult:
+    """Read a `jetstream.engine.engine_api.SlotData` of one sample: tokens up to the first that is not valid."""
+    valid = np.asarray(data.valid)[0].astype(bool)
+    steps = len(valid) if valid.all() else int(valid.argmin())
+    tokens = np.asarray(data.tokens)[0, :steps].astype(int).tolist()
+    return _SlotResult(tokens, goes_on=0 < steps == len(valid))
 
 
 def prefill_length(tokens: int) -> int:
