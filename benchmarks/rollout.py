@@ -2,10 +2,13 @@
 turn.
 
     python benchmarks/rollout.py --checkpoint DIRECTORY [--sessions 48 --turns 3 --seed 0]
+    python benchmarks/rollout.py --checkpoint DIRECTORY --engines native jetstream    in turns, and their ratio
 
 Each session is a prompt (384 tokens that all share, 24 of its own) and, a turn, 12 to 63 generated tokens and 40
 observed ones; lengths are forced, tokens are drawn at temperature 1. Prints one JSON line: the median of the runs after
-the first, which compiles what the cache on disk does not have; `recompiles` counts that, run by run, and is 0 from the
+the first, which compiles what the cache on disk does not have. With several engines it prints a line for each, and the
+first one's seconds as a multiple of the other's: 0.9 means that the other reaches nine tenths of the first one's speed.
+Of a line: `recompiles` counts that, run by run, and is 0 from the
 start when the program is started again. The floor is what the generated and prefilled tokens cost at the speed of this
 machine's largest matrix product and its memory:
 
@@ -36,11 +39,9 @@ from flax import nnx
 
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
-from mujica_jax.inference.engine.factory import make_engine
-from mujica_jax.inference.generator import GeneratorStatistics
+from mujica_jax.inference.generator import PolicyGenerator
 from mujica_jax.inference.requests import SamplingParams
-from mujica_jax.inference.scheduler import BatchedGenerator
-from mujica_jax.methods.parts import use_weights
+from mujica_jax.methods.parts import open_generator, use_weights
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import block_weights
@@ -82,7 +83,7 @@ def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Sess
     return made
 
 
-async def play(generator: BatchedGenerator, sessions: list[Session]) -> None:
+async def play(generator: PolicyGenerator, sessions: list[Session]) -> None:
     async def one(number: int, session: Session) -> None:
         held = list(session.prompt)
         for place, turn in enumerate(session.turns):
@@ -149,6 +150,47 @@ def count_programs() -> dict[str, int]:
     return counts
 
 
+@dataclasses.dataclass(frozen=True)
+class NoStops:
+    """Stands where a tokenizer does: no token ends a request, because lengths are forced."""
+
+    vocabulary: int
+
+    @property
+    def stop_token_ids(self) -> tuple[int]:
+        return (self.vocabulary,)  # an id that no token has
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One run of all sessions."""
+
+    seconds: float
+    recompiles: int
+    prompt_tokens: int
+    prefilled_tokens: int
+
+
+def measure(generator: PolicyGenerator, sessions: list[Session], programs: dict[str, int]) -> Measured:
+    """Play all sessions with an empty cache. `programs` are the counts of `count_programs`."""
+    generator.reset_cache()
+    before, already = generator.statistics, dict(programs)
+    start_time = time.perf_counter()
+    asyncio.run(play(generator, sessions))
+    seconds = time.perf_counter() - start_time
+    after = generator.statistics
+    fresh = {name: programs[name] - already[name] for name in programs}
+    return Measured(
+        seconds=seconds,
+        recompiles=fresh["loaded or compiled"] - fresh["found on disk"],
+        prompt_tokens=after.prompt_tokens - before.prompt_tokens,
+        prefilled_tokens=after.prefilled_tokens - before.prefilled_tokens,
+    )
+
+
 def machine(repeats: int) -> tuple[float, float]:
     """(operations a second of a large float32 product, bytes a second of a large sum)."""
     matrix, long = jnp.ones((2048, 2048)), jnp.ones(64 << 20)
@@ -180,6 +222,9 @@ def main() -> int:
     parser.add_argument(
         "--weights", default="compute", choices=["compute", "int8", "fp8", "w8a8"], help="of the layers"
     )
+    parser.add_argument(
+        "--engines", nargs="+", default=["native"], choices=["native", "jetstream"], help="as engine.kind; in turns"
+    )
     parser.add_argument("--runs", type=int, default=3, help="measured runs, after one that compiles")
     given = parser.parse_args()
     keep_freed_memory()
@@ -194,56 +239,60 @@ def main() -> int:
     )
     try:
         decoder = opened(given.checkpoint, given.dtype)
-        never = decoder.config.vocab_size  # a stop token that no token is
-        engine = make_engine(decoder, engine_config, positions=positions, stop_token_ids=[never])
+        tokenizer = NoStops(vocabulary=decoder.config.vocab_size)
+        generators = {
+            kind: open_generator(
+                decoder,
+                dataclasses.replace(engine_config, kind=kind),
+                tokenizer,
+                positions=positions,
+                queue_size=max(1, given.sessions),
+            )
+            for kind in given.engines
+        }
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     sessions = workload(decoder.config.vocab_size, given.sessions, given.turns, given.seed)
-    generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=max(1, given.sessions))
     generated = sum(turn.generated_tokens for session in sessions for turn in session.turns)
-    use_weights(generator, decoder, nnx.state(decoder, nnx.Param), given.weights, 0)
-    seconds, found, recompiled = [], [], []
+    for generator in generators.values():
+        use_weights(generator, decoder, nnx.state(decoder, nnx.Param), given.weights, 0)
+    runs: dict[str, list[Measured]] = {kind: [] for kind in generators}
     for _ in range(1 + given.runs):
-        generator.reset_cache()
-        before, already = generator.statistics, dict(programs)
-        began = time.perf_counter()
-        asyncio.run(play(generator, sessions))
-        seconds.append(time.perf_counter() - began)
-        found.append(_difference(before, generator.statistics))
-        fresh = {name: programs[name] - already[name] for name in programs}
-        recompiled.append(fresh["loaded or compiled"] - fresh["found on disk"])
-    median = statistics.median(seconds[1:])
+        for kind, generator in generators.items():
+            runs[kind].append(measure(generator, sessions, programs))
+    medians = {kind: statistics.median(run.seconds for run in measured[1:]) for kind, measured in runs.items()}
     speed, bandwidth = machine(given.runs + 2)
     operations, read = work(decoder.config, sessions)
     floor = operations / speed + read / bandwidth
     held = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param)))
     itemsize = jnp.dtype(given.dtype).itemsize
     memory_floor = memory_bytes(decoder.config, sessions, read, held * itemsize, itemsize) / bandwidth
-    last = found[-1]
-    result = {
-        "generated_tokens_per_second": round(generated / median, 1),
-        "sessions_per_second": round(len(sessions) / median, 2),
-        "generated_tokens": generated,
-        "prompt_tokens": last["prompt_tokens"],
-        "prefilled_tokens": last["prefilled_tokens"],
-        "saved_tokens": last["prompt_tokens"] - last["prefilled_tokens"],
-        "seconds": [round(one, 3) for one in seconds],
-        "recompiles": recompiled,
-        "matmul_gflops": round(speed / 1e9, 1),
-        "memory_gigabytes_per_second": round(bandwidth / 1e9, 1),
-        "floor_seconds": round(floor, 3),
-        "share_of_floor": round(floor / median, 3),
-        "memory_floor_seconds": round(memory_floor, 3),
-        "share_of_memory_floor": round(memory_floor / median, 3),
-        "device": jax.devices()[0].device_kind,
-    }
-    print(json.dumps(result))
+    first = given.engines[0]
+    for kind, measured in runs.items():
+        median, last = medians[kind], measured[-1]
+        result = {
+            "engine": kind,
+            "generated_tokens_per_second": round(generated / median, 1),
+            "sessions_per_second": round(len(sessions) / median, 2),
+            "generated_tokens": generated,
+            "prompt_tokens": last.prompt_tokens,
+            "prefilled_tokens": last.prefilled_tokens,
+            "saved_tokens": last.prompt_tokens - last.prefilled_tokens,
+            "seconds": [round(run.seconds, 3) for run in measured],
+            "recompiles": [run.recompiles for run in measured],
+            "matmul_gflops": round(speed / 1e9, 1),
+            "memory_gigabytes_per_second": round(bandwidth / 1e9, 1),
+            "floor_seconds": round(floor, 3),
+            "share_of_floor": round(floor / median, 3),
+            "memory_floor_seconds": round(memory_floor, 3),
+            "share_of_memory_floor": round(memory_floor / median, 3),
+            "device": jax.devices()[0].device_kind,
+        }
+        if kind != first:
+            result[f"speed_beside_{first}"] = round(medians[first] / median, 3)
+        print(json.dumps(result))
     return 0
-
-
-def _difference(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str, int]:
-    return {name: getattr(after, name) - getattr(before, name) for name in ("prompt_tokens", "prefilled_tokens")}
 
 
 if __name__ == "__main__":

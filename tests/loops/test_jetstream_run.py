@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import CONFIG, EVAL, disturbed, finished, json_lines, outcome, rest, start
+from whole_runs import CONFIG, EVAL, ROOT, disturbed, finished, json_lines, outcome, rest, start
 
 # Shards and evaluations hold log-probabilities, which JetStream's interface does not give. All else follows from the
 # tokens.
@@ -34,6 +34,19 @@ def test_a_run_by_jetstream_that_is_killed_ends_with_the_numbers_of_the_native_e
     assert "warm-up: learning" not in rest(directory, words=words(directory)), "what was done is not done again"
     assert outcome(directory) == outcome(whole)
     assert without_log_probabilities(outcome(whole)) == without_log_probabilities(undisturbed.outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["evipath", "decex"])
+def test_other_methods_without_log_probabilities_learn_the_same_by_jetstream(tmp_path, method):
+    """EviPath's teacher is the policy itself, and DecEx-RAG grows its trees, through JetStream's interface."""
+    config = str(ROOT / "tests" / "loops" / f"smoke_{method}_config.py")
+    policies = []
+    for kind in ("native", "jetstream"):
+        directory = tmp_path / kind
+        rest(directory, words=[config, "--engine.kind", kind, "--run", str(directory)])
+        policies.append(outcome(directory)["policies"])
+    assert policies[0] == policies[1]
 
 
 @pytest.mark.slow

@@ -76,6 +76,23 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
 
 
 @pytest.mark.slow
+def test_a_worker_samples_through_jetstream_where_the_run_says_so(undisturbed, tmp_path):
+    """The worker reads `engine.kind` from the run. The policies are those of the native engine."""
+    with serving() as bucket:
+        trainer = begin(bucket, tmp_path / "cache", str(CONFIG), *EXTERNAL, "--engine.kind", "jetstream")
+        until = time.monotonic() + SECONDS
+        while not bucket.names("bucket", "runs/smoke/config.json"):
+            assert trainer.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
+        worker = ended(begin(bucket, tmp_path / "cache", program="sample"))
+        of_trainer = ended(trainer)
+        run = fetched(bucket, tmp_path / "run")
+    assert worker["status"] == 0 and "units" in worker["output"], worker["messages"]
+    assert of_trainer["status"] == 0, of_trainer["messages"]
+    assert outcome(run)["policies"] == undisturbed.outcome["policies"]
+
+
+@pytest.mark.slow
 def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
     """Three rounds, so that the last is sampled by a policy whose phase has left its checkpoint behind."""
     words = ["--method.schedule", "asynchronous", "--method.rounds", "3", "--eval.control", "False"]
