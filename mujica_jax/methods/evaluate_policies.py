@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mujica_jax.agents.agent import Attempt, EnginePolicy, TwoPolicies, gather_polled
 from mujica_jax.agents.faults import FaultGuard
@@ -71,8 +71,10 @@ def evaluate(
         if config.task not in tasks:
             tasks[config.task] = build_task(config, learns=False)
     tokenizer, generator = policy.open(first)
-    if isinstance(generator, PolicyGenerator):
-        check_engine_temperatures(generator, first, trains=False, sampled=sampled and ask is None)
+    if isinstance(policy, Checkpoint):
+        check_engine_temperatures(
+            cast(PolicyGenerator, generator), first, trains=False, sampled=sampled and ask is None
+        )
     for config in configs:
         check_prompts(config.agent, tokenizer, tasks[config.task].environment_kind)
     reader = None if worker is None else _worker(worker, first, tokenizer)
@@ -147,7 +149,9 @@ def _evaluate_one(
     preemption: Preemption,
     sampled: bool,
 ) -> Compared:
-    live = LiveCounters(lambda: generator.statistics).figures if isinstance(generator, PolicyGenerator) else dict
+    live = dict
+    if isinstance(policy, Checkpoint):  # its engine is on this machine
+        live = LiveCounters(lambda: cast(PolicyGenerator, generator).statistics).figures
     agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
     where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
     progress.line(f"{policy.name} from {policy.place}, {where}")

@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import cast
 
 from mujica_jax.agents.agent import Attempt, EnginePolicy, Policy
 from mujica_jax.agents.mujica import PLANNER, WORKER, contract_of
@@ -117,9 +118,9 @@ def _checkpoint(run: Run, policy: SavedPolicy, trained: PromptMode | None) -> Au
     served = dataclasses.replace(run.config, agent=dataclasses.replace(_agent(run), max_trajectory_tokens=limit))
     checkpoint = Checkpoint(**vars(policy), out=run.store.root)
     tokenizer, generator = checkpoint.open(served, context_setting="method.teacher_max_tokens")
-    assert isinstance(generator, PolicyGenerator), "a checkpoint is served by the engine"
     teacher = _model_teacher(run, EnginePolicy(generator), tokenizer, trained, limit)
-    return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)), generator=generator)
+    served_by = cast(PolicyGenerator, generator)  # a checkpoint is served by an engine on this machine
+    return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)), generator=served_by)
 
 
 def _checkpoint_limit(run: Run) -> int:
