@@ -131,7 +131,10 @@ def test_a_step_over_two_slices_compiles_and_fits():
     ],
 )
 def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(model, topology, tensor, gigabytes, kept):
-    """Heads split over four chips (on v5e:2x4 two engines stand side by side) or two."""
+    """Heads split over four chips (on v5e:2x4 two engines stand side by side) or two.
+
+    The engine behind JetStream's interface runs these two programs and no other one.
+    """
     found = compiled("engine", model, topology, tensor, gigabytes, *kept)
     for kind in ("decode", "prefill"):
         program = found[kind]
